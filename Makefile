@@ -1,0 +1,49 @@
+# One gate, the same everywhere: a person and CI call these targets and nothing else.
+# Needs Python 3.11 or newer and make; `make setup` gets the rest into .venv.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test demo bench matrix soak clean distclean
+
+PY := .venv/bin/python
+ARGS ?=
+ROUNDS ?= 10
+VERSIONS ?= 15 16 18
+
+help: ## Show this list
+	@echo "Usage: make TARGET [ARGS=...]"
+	@echo
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## Make .venv, install everything into it, find or get Java, compile the kernels
+	@sh tools/setup.sh
+
+check: setup ## Lint, types and the arrows between packages (ruff, mypy, import-linter)
+	@failed=; \
+	.venv/bin/ruff check . || failed="$$failed ruff"; \
+	.venv/bin/mypy || failed="$$failed mypy"; \
+	.venv/bin/lint-imports || failed="$$failed import-linter"; \
+	if [ -n "$$failed" ]; then echo "check: failed:$$failed" >&2; exit 1; fi; \
+	echo "check: all good"
+
+test: setup ## Run every test, in random order (ARGS="tests/unit -k fold")
+	@$(PY) -m pytest $(ARGS)
+
+demo: setup ## A shop in a PostgreSQL of its own, mirrored live (ARGS="--seconds 120 --keep")
+	@$(PY) -m tailrace.demo $(ARGS)
+
+bench: setup ## Measure against pg_recvlogical and Debezium; writes docs/benchmarks.md
+	@$(PY) -m benchmarks all --write docs/benchmarks.md $(ARGS)
+
+matrix: setup ## Run the tests that talk to a server on every PostgreSQL at hand (VERSIONS="15 16 18")
+	@$(PY) tools/matrix.py $(VERSIONS) -- $(ARGS)
+
+soak: setup ## Repeat the crash test (ROUNDS=10)
+	@TAILRACE_SOAK_ROUNDS=$(ROUNDS) $(PY) -m pytest tests/crash --timeout=0 $(ARGS)
+
+clean: ## Remove caches and build leftovers; .venv stays
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf spark-warehouse metastore_db derby.log
+	@find src tests benchmarks tools -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## Remove .venv too
+	@rm -rf .venv .venv-debezium

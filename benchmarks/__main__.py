@@ -1,0 +1,107 @@
+"""The command line of the benches.
+
+    python -m benchmarks --list
+    python -m benchmarks NAME [--json] [--rounds 5]
+    python -m benchmarks all [--json] [--rounds 5] [--write docs/benchmarks.md]
+
+Results go to stdout, progress to stderr. With `--json` the last line of stdout is one object. Exit codes:
+
+    0  every figure was reached
+    2  the command line was wrong
+    3  measured, and at least one figure was missed
+    4  at least one bench could not be measured
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import pg_debezium, pg_mixed, pg_oltp, pg_stream, report
+from benchmarks.measure import Bench, BenchError, Result
+
+BENCHES: tuple[Bench, ...] = (pg_stream.BENCH, pg_oltp.BENCH, pg_mixed.BENCH, pg_debezium.BENCH)
+ALL = "all"
+ROUNDS = 5
+EXIT_REACHED, EXIT_MISSED, EXIT_NOT_MEASURED = 0, 3, 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for and return the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.list:
+        print("\n".join(f"{bench.name:<14}{_title(bench)}" for bench in BENCHES))
+        return EXIT_REACHED
+    chosen = [bench for bench in BENCHES if options.name in (bench.name, ALL)]
+    results = _run(chosen, options.rounds)
+    if options.write and results:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(report.page(results), encoding="utf-8")
+    for _, result in results:
+        print(report.summary(result))
+    if options.json and results:
+        print(json.dumps(_answer(options.name, [result for _, result in results])))
+    if len(results) < len(chosen):
+        return EXIT_NOT_MEASURED
+    return EXIT_REACHED if all(result.reached for _, result in results) else EXIT_MISSED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "name", nargs="?", choices=[*(bench.name for bench in BENCHES), ALL], help="the bench to run"
+    )
+    what.add_argument("--list", action="store_true", help="name the benches")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on a line of its own")
+    parser.add_argument(
+        "--rounds", type=_positive, default=ROUNDS, help=f"rounds to measure (default {ROUNDS})"
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as a Markdown page")
+    return parser
+
+
+def _run(benches: Sequence[Bench], rounds: int) -> list[tuple[Bench, Result]]:
+    """Run one after the other; one that cannot be measured is reported and does not stop the rest."""
+    results = []
+    for bench in benches:
+        try:
+            results.append((bench, bench.run(rounds)))
+        except BenchError as exc:
+            print(f"error: {bench.name}: {exc}\nhint: {exc.hint}", file=sys.stderr, flush=True)
+    return results
+
+
+def _answer(name: str, results: Sequence[Result]) -> dict[str, Any]:
+    """Answer for one bench with itself, for `all` with the one that has the least to spare."""
+    if name != ALL:
+        return results[0].as_json()
+    tightest = min(results, key=lambda result: result.ratio / result.must_reach)
+    return {
+        **tightest.as_json(),
+        "name": ALL,
+        "tightest": tightest.name,
+        "benches": [result.as_json() for result in results],
+    }
+
+
+def _title(bench: Bench) -> str:
+    first_line = bench.about.splitlines()[0]
+    return f"{first_line.split(': ', 1)[1]} (must reach {bench.must_reach:g})"
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The process that `ours.py` measures: drain one slot into a log, then print what it took as a line of JSON.
+
+usage: python -m benchmarks.ours_child URL SLOT PUBLICATION UNTIL_LSN LOG_FOLDER
+
+What is timed must be what a user gets: the clock starts before the connection is opened and stops when the
+last commit is durable and confirmed. Only work that a capture process does once in its life, importing and
+loading compiled kernels, comes before it. Rows are counted once they are durable, never when received.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture, identify
+from tailrace.capture.postgres.warm import warm_kernels
+from tailrace.changelog.writer import LogWriter
+from tailrace.model.batch import Window
+from tailrace.model.position import ZERO, Lsn
+from tailrace.runtime.loop import CdcRuntime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to drain, and where to."""
+
+    url: str
+    slot: str
+    publication: str
+    until_lsn: int
+    log_folder: Path
+
+
+def main() -> int:
+    """Warm up, drain under the clock, report."""
+    url, slot, publication, until, folder = sys.argv[1:]
+    high, low = until.split("/")
+    job = Job(
+        url=url,
+        slot=slot,
+        publication=publication,
+        until_lsn=int(high, 16) << 32 | int(low, 16),
+        log_folder=Path(folder),
+    )
+    warm()
+    cpu, wall = _cpu_seconds(), time.perf_counter()
+    rows = drain(job)
+    wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
+    report = {
+        "rows": rows,
+        "wall_seconds": wall,
+        "cpu_seconds": cpu,
+        "memory_peak_bytes": _memory_peak_bytes(),
+    }
+    print(json.dumps(report), flush=True)
+    return 0
+
+
+def warm() -> None:
+    """Load what a capture process loads once, before the clock starts."""
+    warm_kernels()
+
+
+def drain(job: Job) -> int:
+    """Capture the slot up to `job.until_lsn` into a new log; return the rows that are durable in it."""
+    capture = PostgresCapture(PostgresSettings(
+        url=job.url, wanted=lambda _: True, slot=job.slot, slot_create=False,
+        publication=job.publication, publication_create=False,
+    ))  # fmt: skip
+    log = LogWriter(job.log_folder, identify(job.url))
+    begin = capture.prepare(None)
+    assert begin is not None, "a new log has a beginning"
+    log.append(Window(start=ZERO, end=begin))
+    runtime = CdcRuntime(capture.live, log, target=Lsn(job.until_lsn))
+    runtime.run(lambda: runtime.caught_up)
+    log.close()
+    return log.next_seq - 1
+
+
+def _cpu_seconds() -> float:
+    """Add up the CPU of this process and of children it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _memory_peak_bytes() -> int | None:
+    """Read the most memory this process held; `ru_maxrss` would also count the process that started it."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""pg-mixed: how fast updates and deletes with large and absent values are brought into the change log.
+
+Ours reads 170,000 updates and 30,000 deletes over four tables into the change log; the peer is
+`pg_recvlogical` to /dev/null. Two tables have 4 kB texts that live in the TOAST table and that most updates
+leave unchanged, so the server does not send them; two have REPLICA IDENTITY FULL, so every change carries
+its old row, for one of them with the large text in it. Of the peer's bytes most are then copied and not
+looked at, while ours must place every one.
+
+For this to be fair the rules of pg-stream hold, and the large texts must really be out of line (EXTERNAL
+storage, no compression), or the server would send them with every update.
+"""
+
+from __future__ import annotations
+
+from benchmarks import workloads
+from benchmarks.postgres import PostgresBench
+from benchmarks.recvlogical import PgRecvlogical
+
+BENCH = PostgresBench(
+    name="pg-mixed",
+    must_reach=0.8,
+    unit="changes/s",
+    workload=workloads.MIXED,
+    peer=PgRecvlogical(),
+    about=__doc__,
+)

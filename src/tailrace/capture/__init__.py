@@ -1,0 +1,1 @@
+"""Reading a database's log: the port every source implements, and the sources."""

@@ -1,0 +1,1 @@
+"""PostgreSQL: logical replication through libpq, decoded into Arrow by compiled kernels."""

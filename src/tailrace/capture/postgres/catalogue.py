@@ -1,0 +1,178 @@
+"""The server's catalogue, asked for what the replication stream does not say.
+
+The shape of a table is put together in one place (`_shape`) from names, type numbers and key, whether these
+come from a relation message or from the catalogue, so that stream and snapshot cannot disagree.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import psycopg
+
+from tailrace.capture.postgres.connect import explain
+from tailrace.capture.postgres.types import arrow_type
+from tailrace.errors import ProtocolViolation, SourceError
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
+
+_TABLES = """
+select c.oid::int8, n.nspname, c.relname, c.relkind = 'p', c.relpersistence = 'p', c.relispartition,
+       c.relreplident::text, c.reltuples::float8::int8,
+       exists (select from pg_index i where i.indrelid = c.oid and i.indisprimary and i.indisvalid),
+       exists (select from pg_index i where i.indrelid = c.oid and i.indisreplident and i.indisvalid),
+       array(select a.relid::oid::int8 from pg_partition_ancestors(c.oid) a(relid) where a.relid <> c.oid)
+from pg_class c join pg_namespace n on n.oid = c.relnamespace
+where c.relkind in ('r', 'p') and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+order by 2, 3
+"""
+
+_COLUMNS = """
+select attname, atttypid::int8, atttypmod from pg_attribute
+where attrelid = %s and attnum > 0 and not attisdropped and attgenerated = ''
+order by attnum
+"""
+
+_INDEX_KEY = """
+select a.attname from pg_index i
+join unnest(i.indkey::int2[]) with ordinality k(attnum, place) on place <= i.indnkeyatts
+join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
+where i.indrelid = %s and i.indisvalid and case when %s then i.indisreplident else i.indisprimary end
+order by a.attnum
+"""
+
+# A domain is replaced by what it stands on, which cannot change once it is made.
+_TYPES = """
+with recursive base(n, oid, typmod) as (
+  select n, t.oid, t.typmod from unnest(%s::oid[], %s::int4[]) with ordinality t(oid, typmod, n)
+  union all
+  select b.n, t.typbasetype, case when t.typtypmod >= 0 then t.typtypmod else b.typmod end
+  from base b join pg_type t on t.oid = b.oid where t.typtype = 'd'
+)
+select b.n, b.oid::int8, b.typmod from base b
+left join pg_type t on t.oid = b.oid where t.typtype is distinct from 'd' order by b.n
+"""
+
+_NAMES = """
+select format_type(oid, typmod) from unnest(%s::oid[], %s::int4[]) with ordinality t(oid, typmod, n) order by n
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceTable:
+    """A table as the catalogue lists it."""
+
+    oid: int
+    table: TableId
+    logged: bool
+    identity: Identity
+    rows_estimated: int
+    ancestors: tuple[int, ...]
+
+
+class Catalogue:
+    """Answers from one ordinary connection."""
+
+    def __init__(self, connection: psycopg.Connection) -> None:
+        self._connection = connection
+
+    def tables(self) -> list[SourceTable]:
+        """Every ordinary and partitioned table that is not the system's own."""
+        found = []
+        for row in self._rows(_TABLES):
+            oid, schema, name, _, logged, _, identity, estimate, primary, index, ancestors = row
+            found.append(SourceTable(
+                oid=oid, table=TableId(schema, name), logged=logged, rows_estimated=max(0, estimate),
+                identity=_identity(identity, primary, index), ancestors=tuple(ancestors),
+            ))  # fmt: skip
+        return found
+
+    def describe(self, table: TableId) -> TableSchema:
+        """The table's shape as the catalogue has it now."""
+        found = self._rows(
+            "select c.oid::int8, c.relreplident::text from pg_class c join pg_namespace n on n.oid = c.relnamespace "
+            "where n.nspname = %s and c.relname = %s and c.relkind in ('r', 'p')", (table.schema, table.name),
+        )  # fmt: skip
+        if not found:
+            raise SourceError(
+                "the table is not there",
+                table=table,
+                hint="Was it dropped or renamed? Check `source.tables`.",
+            )
+        oid, replica = found[0]
+        columns = self._rows(_COLUMNS, (oid,))
+        key = self._key(oid, replica, None)
+        return self._shape(table, oid, replica, [tuple(column) for column in columns], key)
+
+    def describe_message(self, message: bytes) -> TableSchema:
+        """The shape that a relation message announces.
+
+        The key under REPLICA IDENTITY FULL, and that of a table whose updates are not published, is not in
+        the message, so it is the catalogue's; elsewhere the message's own flags decide.
+        """
+        oid, table, replica, columns, flagged = parse_relation(message)
+        key = self._key(oid, replica, flagged)
+        names = {name for name, _, _ in columns}
+        return self._shape(table, oid, replica, columns, key if names.issuperset(key) else ())
+
+    def _key(self, oid: int, replica: str, flagged: tuple[str, ...] | None) -> tuple[str, ...]:
+        if flagged is not None and replica in ("d", "i") and flagged:
+            return flagged
+        return tuple(row[0] for row in self._rows(_INDEX_KEY, (oid, replica == "i")))
+
+    def _shape(
+        self,
+        table: TableId,
+        oid: int,
+        replica: str,
+        columns: list[tuple[str, int, int]],
+        key: tuple[str, ...],
+    ) -> TableSchema:
+        oids, modifiers = [column[1] for column in columns], [column[2] for column in columns]
+        bases = {n: (base, modifier) for n, base, modifier in self._rows(_TYPES, (oids, modifiers))}
+        names = [row[0] for row in self._rows(_NAMES, (oids, modifiers))]
+        return TableSchema(
+            table=table, relation=oid, key=key, identity=_identity(replica, bool(key), bool(key)),
+            columns=tuple(
+                Column(name=name, source_type=source_type or "unknown",
+                       type=arrow_type(*bases.get(n, (0, -1))))
+                for n, ((name, _, _), source_type) in enumerate(zip(columns, names, strict=True), start=1)
+            ),
+        )  # fmt: skip
+
+    def _rows(self, query: str, arguments: tuple[object, ...] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape
+        try:
+            return self._connection.execute(query, arguments, prepare=False).fetchall()
+        except psycopg.Error as error:
+            raise explain(error) from error
+
+
+def _identity(replica: str, primary: bool, index: bool) -> Identity:
+    if replica == "f":
+        return Identity.FULL
+    if (replica == "d" and primary) or (replica == "i" and index):
+        return Identity.KEY
+    return Identity.NONE
+
+
+def parse_relation(message: bytes) -> tuple[int, TableId, str, list[tuple[str, int, int]], tuple[str, ...]]:
+    """A relation message's number, name, replica identity, columns (name, type, modifier) and flagged names."""
+    try:
+        (oid,) = struct.unpack_from(">I", message, 1)
+        schema, name, rest = message[5:].split(b"\0", 2)
+        replica, (count,) = chr(rest[0]), struct.unpack_from(">H", rest, 1)
+        columns, flagged, at = [], [], 3
+        for _ in range(count):
+            end = rest.index(b"\0", at + 1)
+            column = rest[at + 1 : end].decode()
+            kind, modifier = struct.unpack_from(">Ii", rest, end + 1)
+            columns.append((column, kind, modifier))
+            if rest[at] & 1:
+                flagged.append(column)
+            at = end + 9
+        # An empty schema name stands for pg_catalog.
+        return oid, TableId(schema.decode() or "pg_catalog", name.decode()), replica, columns, tuple(flagged)
+    except (struct.error, ValueError, IndexError) as error:
+        raise ProtocolViolation(
+            "a relation message cannot be read", hint="Report it with the server's version."
+        ) from error

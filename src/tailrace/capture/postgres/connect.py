@@ -1,0 +1,156 @@
+"""Connections whose settings are ours: no role, database or server default can change how a value is printed.
+
+Server errors become Tailrace errors here, with the remedy. A URL's password never leaves this module.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import psycopg
+from psycopg import pq
+from psycopg.pq.abc import PGconn
+
+from tailrace.errors import PositionLost, SlotBusy, SourceError, SourceRefused, SourceUnreachable
+
+CONNECT_SECONDS_MAX = 10
+
+SESSION = (
+    "SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET timezone = 'UTC'; SET extra_float_digits = 3; "
+    "SET bytea_output = 'hex'; SET xmlbinary = 'base64'; SET client_encoding = 'UTF8'; "
+    "SET search_path = 'pg_catalog'; SET statement_timeout = 0; SET lock_timeout = 0; "
+    "SET idle_in_transaction_session_timeout = 0; SET lc_monetary = 'C'"
+)
+"""What decides how values are printed, and what could end a long read."""
+
+_ARGUMENTS: dict[str, str | int] = {
+    "application_name": "tailrace",
+    "connect_timeout": CONNECT_SECONDS_MAX,
+    "client_encoding": "UTF8",
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+}
+
+
+def connect(url: str) -> psycopg.Connection:
+    """An ordinary session in autocommit."""
+    try:
+        connection = psycopg.connect(url, autocommit=True, **_ARGUMENTS)  # type: ignore[arg-type] # libpq's own names
+        connection.execute(SESSION)
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+    return connection
+
+
+def connect_replication(url: str) -> PGconn:
+    """A session that speaks the replication protocol, as bare libpq."""
+    try:
+        text = psycopg.conninfo.make_conninfo(url, replication="database", **_ARGUMENTS)
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+    connection = pq.PGconn.connect(text.encode())
+    if connection.status != pq.ConnStatus.OK:
+        message = connection.get_error_message()
+        connection.finish()
+        raise explain_text(message, url)
+    command(connection, SESSION)
+    return connection
+
+
+def command(connection: PGconn, text: str) -> list[str | None]:
+    """Run a command on a replication session; the first row it returns, if any."""
+    result = connection.exec_(text.encode())
+    if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK, pq.ExecStatus.COPY_BOTH):
+        state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
+        raise explain_text(result.get_error_message(), "", state.decode())
+    if result.status != pq.ExecStatus.TUPLES_OK or result.ntuples == 0:
+        return []
+    cells = [result.get_value(0, column) for column in range(result.nfields)]
+    return [cell.decode() if cell is not None else None for cell in cells]
+
+
+def explain(error: psycopg.Error, url: str = "") -> SourceError:
+    """What a server's error means for the operator."""
+    return explain_text(str(error), url, error.sqlstate or "")
+
+
+def place(url: str) -> str:
+    """The URL without user and password, for messages."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.hostname or 'localhost'}:{parts.port or 5432}{parts.path}"
+    except ValueError:
+        return "the source"
+
+
+def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
+    text = " ".join(message.split())
+    fields = {"source": place(url)} if url else {}
+    if "password authentication failed" in text or "no password supplied" in text or state.startswith("28"):
+        return SourceRefused(
+            "the server refused the login: " + _said(text),
+            **fields,
+            hint="Check user and password in `source.url`, and pg_hba.conf on the server.",
+        )
+    if ("does not exist" in text and "database" in text) or state == "3D000":
+        return SourceRefused(
+            "the database does not exist: " + _said(text),
+            **fields,
+            hint="Check the database's name at the end of `source.url`.",
+        )
+    if (
+        state == "42501"
+        or "permission denied" in text
+        or "must be superuser" in text
+        or "must be owner" in text
+    ):
+        return SourceRefused(
+            "the role lacks a right: " + _said(text),
+            **fields,
+            hint=(
+                "Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the "
+                "tables; or create publication and slot yourself and set `create: false` for them."
+            ),
+        )
+    if state == "55006" or "is active for PID" in text:
+        return SlotBusy(
+            "the replication slot is in use: " + _said(text),
+            **fields,
+            hint="Stop the other reader (see pg_replication_slots.active_pid), then start again.",
+        )
+    if "can no longer get changes from replication slot" in text or "has been invalidated" in text:
+        return PositionLost(
+            "the replication slot was invalidated: " + _said(text),
+            **fields,
+            hint="Run `tailrace drop FILE`, remove the log folder, start again: tables are reloaded.",
+        )
+    if "all replication slots are in use" in text or state == "53400":
+        return SourceRefused(
+            "the server has no free replication slot: " + _said(text),
+            **fields,
+            hint="Raise max_replication_slots (and max_wal_senders) and restart the server.",
+        )
+    if "no pg_hba.conf entry" in text or ("role" in text and "does not exist" in text):
+        return SourceRefused(
+            "the server refused the login: " + _said(text),
+            **fields,
+            hint="Check the user in `source.url`, and pg_hba.conf on the server.",
+        )
+    if state and state[:2] not in ("08", "57", "53"):
+        return SourceError(
+            "the server refused a command: " + _said(text),
+            **fields,
+            sqlstate=state,
+            hint="The server's log has the details.",
+        )
+    return SourceUnreachable(
+        "the server cannot be reached: " + _said(text),
+        **fields,
+        hint="Is it running, and do host and port in `source.url` match?",
+    )
+
+
+def _said(text: str) -> str:
+    """The server's own words, at a length a terminal can take."""
+    return text if len(text) <= 300 else text[:299] + "…"

@@ -1,0 +1,272 @@
+"""What must be in place before a change can be read: the server's settings, publication and slot.
+
+The order of the first start is publication, then slot: a slot that is older than its publication can never be
+read. A table whose updates the server could not describe never enters a publication that publishes updates:
+the server would then refuse the application's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import psycopg
+from psycopg import sql
+
+from tailrace.capture.base import Lag, SourceId
+from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
+from tailrace.capture.postgres.connect import command, connect_replication, explain
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.errors import PositionLost, SlotBusy, SourceNotReady, SourceRefused
+from tailrace.model.position import Lsn
+from tailrace.model.schema import Identity
+
+log = logging.getLogger(__name__)
+
+SLOT_WAIT_SECONDS_MAX = 30.0
+VERSION_MIN = 150000
+_PAUSE_SECONDS = 0.2
+
+
+def check_server(connection: psycopg.Connection) -> None:
+    """Refuse a server that cannot be captured from, saying what to change."""
+    version = connection.info.server_version
+    if version < VERSION_MIN:
+        raise SourceNotReady(
+            "the server is too old",
+            version=version // 10000,
+            needed=VERSION_MIN // 10000,
+            hint="Upgrade it to PostgreSQL 15 or newer.",
+        )
+    level = _value(connection, "show wal_level")
+    if level != "logical":
+        raise SourceNotReady(
+            "the server does not write a logical log",
+            wal_level=level,
+            hint="Run `ALTER SYSTEM SET wal_level = logical;` as a superuser and restart the server.",
+        )
+    if not _value(connection, "select rolreplication or rolsuper from pg_roles where rolname = current_user"):
+        raise SourceRefused(
+            "the role may not replicate",
+            role=connection.info.user,
+            hint=f'Run `ALTER ROLE "{connection.info.user}" REPLICATION;` as a superuser.',
+        )
+
+
+def identify(url: str) -> SourceId:
+    """Which database this is."""
+    session = connect_replication(url)
+    try:
+        system, timeline, _, database = command(session, "IDENTIFY_SYSTEM")
+    finally:
+        session.finish()
+    return SourceId(
+        kind="postgresql", system=system or "", database=database or "", timeline=int(timeline or 0)
+    )
+
+
+def wanted_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
+    """The tables to capture: a partition is covered by its root if that is wanted too."""
+    found = [table for table in Catalogue(connection).tables() if settings.wanted(table.table)]
+    oids = {table.oid for table in found}
+    covered = [table for table in found if not oids.intersection(table.ancestors)]
+    for table in covered:
+        if not table.logged:
+            log.warning("an unlogged table cannot be captured", extra={"table": str(table.table)})
+    return [table for table in covered if table.logged]
+
+
+def ensure_publications(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
+    """Make both publications hold exactly the wanted tables; return those."""
+    tables = wanted_tables(connection, settings)
+    if not settings.publication_create:
+        if not _publication_exists(connection, settings.publication):
+            raise SourceNotReady(
+                "the publication is not there",
+                publication=settings.publication,
+                hint=_publication_sql(connection, settings, tables),
+            )
+        return tables
+    told = [table for table in tables if table.identity is not Identity.NONE]
+    silent = [table for table in tables if table.identity is Identity.NONE]
+    # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
+    _reconcile(connection, settings.publication, told, "insert, update, delete, truncate")
+    _reconcile(connection, settings.publication_inserts, silent, "insert, truncate")
+    return tables
+
+
+def _publication_sql(
+    connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
+) -> str:
+    names = sql.SQL(", ").join(sql.Identifier(t.table.schema, t.table.name) for t in tables)
+    text = sql.SQL("CREATE PUBLICATION {} FOR TABLE {} WITH (publish_via_partition_root = true);").format(
+        sql.Identifier(settings.publication), names
+    )
+    return "Run " + text.as_string(connection)
+
+
+def _publication_exists(connection: psycopg.Connection, name: str) -> bool:
+    return bool(_value(connection, "select exists (select from pg_publication where pubname = %s)", name))
+
+
+def _reconcile(connection: psycopg.Connection, name: str, tables: list[SourceTable], publish: str) -> None:
+    publication = sql.Identifier(name)
+    try:
+        if not _publication_exists(connection, name):
+            connection.execute(sql.SQL(
+                "create publication {} with (publish = {}, publish_via_partition_root = true)"
+            ).format(publication, publish))  # fmt: skip
+        members = {row[0]: row[1:] for row in connection.execute(
+            "select r.prrelid::int8, n.nspname, c.relname from pg_publication_rel r "
+            "join pg_publication p on p.oid = r.prpubid join pg_class c on c.oid = r.prrelid "
+            "join pg_namespace n on n.oid = c.relnamespace where p.pubname = %s", (name,))}  # fmt: skip
+        wanted = {table.oid: (table.table.schema, table.table.name) for table in tables}
+        for oid, path in members.items():
+            if oid not in wanted:
+                connection.execute(sql.SQL("alter publication {} drop table {}").format(
+                    publication, sql.Identifier(*path)))  # fmt: skip
+        for oid, path in wanted.items():
+            if oid not in members:
+                connection.execute(sql.SQL("alter publication {} add table {}").format(
+                    publication, sql.Identifier(*path)))  # fmt: skip
+    except psycopg.Error as error:
+        raise explain(error) from error
+
+
+def ensure_slot(
+    connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None
+) -> Lsn | None:
+    """Make sure the slot can give us everything after `position`; None means the log has no commit yet.
+
+    Returns the consistent point of a slot made anew. A slot of ours that belongs to a log without a commit is
+    made again: nobody can know what was confirmed on it.
+    """
+    slot = _slot(connection, settings.slot)
+    if position is None:
+        if slot is not None and settings.slot_create:
+            drop_slot(connection, settings.slot)
+            slot = None
+        if slot is not None:
+            return Lsn.parse(slot["confirmed"])
+        if not settings.slot_create:
+            raise SourceNotReady(
+                "the replication slot is not there",
+                slot=settings.slot,
+                hint=f"Run SELECT pg_create_logical_replication_slot('{settings.slot}', 'pgoutput');",
+            )
+        return _create_slot(settings)
+    remedy = "Changes since then are gone. Run `tailrace drop FILE`, remove log and tables, and run again."
+    if slot is None:
+        raise PositionLost("the replication slot is gone", slot=settings.slot, position=position, hint=remedy)
+    if slot["wal_status"] == "lost" or slot["confirmed"] is None:
+        raise PositionLost("the server discarded log we had not read", slot=settings.slot, hint=remedy)
+    if Lsn.parse(slot["confirmed"]) > position:
+        raise PositionLost(
+            "the slot is ahead of the log",
+            slot=settings.slot,
+            confirmed=slot["confirmed"],
+            position=position,
+            hint=remedy,
+        )
+    return None
+
+
+def _create_slot(settings: PostgresSettings) -> Lsn:
+    session = connect_replication(settings.url)
+    try:
+        row = command(
+            session, f"CREATE_REPLICATION_SLOT \"{settings.slot}\" LOGICAL pgoutput (SNAPSHOT 'nothing')"
+        )
+    finally:
+        session.finish()
+    return Lsn.parse(row[1] or "")
+
+
+def _slot(connection: psycopg.Connection, name: str) -> dict[str, str] | None:
+    found = connection.execute(
+        "select confirmed_flush_lsn::text, wal_status, active, "
+        "pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::int8 from pg_replication_slots where slot_name = %s",
+        (name,),
+    ).fetchone()
+    return dict(zip(("confirmed", "wal_status", "active", "retained"), found, strict=True)) if found else None
+
+
+def wait_for_slot(
+    connection: psycopg.Connection, name: str, wait_seconds: float = SLOT_WAIT_SECONDS_MAX
+) -> None:
+    """Wait until nobody reads the slot: a predecessor that was killed is noticed late by the server."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        pid = _value(
+            connection, "select active_pid from pg_replication_slots where slot_name = %s and active", name
+        )
+        if pid is None:
+            return
+        if time.monotonic() >= deadline:
+            raise SlotBusy(
+                "another process reads the replication slot",
+                slot=name,
+                server_pid=pid,
+                hint="Stop the other capture; only one can read a slot.",
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def drop_slot(connection: psycopg.Connection, name: str) -> bool:
+    """Remove the slot once nobody reads it; whether there was one."""
+    if _slot(connection, name) is None:
+        return False
+    wait_for_slot(connection, name)
+    try:
+        connection.execute("select pg_drop_replication_slot(%s)", (name,))
+    except psycopg.Error as error:
+        raise explain(error) from error
+    return True
+
+
+def drop_publications(connection: psycopg.Connection, settings: PostgresSettings) -> list[str]:
+    """Remove the publications we made; their names."""
+    gone = []
+    for name in (settings.publication, settings.publication_inserts):
+        if settings.publication_create and _publication_exists(connection, name):
+            try:
+                connection.execute(sql.SQL("drop publication {}").format(sql.Identifier(name)))
+            except psycopg.Error as error:
+                raise explain(error) from error
+            gone.append(name)
+    return gone
+
+
+def lag(connection: psycopg.Connection, slot: str) -> Lag:
+    """The end of the server's log, and what our slot makes it keep."""
+    end = Lsn.parse(str(_value(connection, "select pg_current_wal_lsn()::text")))
+    found = _slot(connection, slot)
+    if found is None:
+        return Lag(end=end, confirmed=None, retained_bytes=None)
+    confirmed = Lsn.parse(found["confirmed"]) if found["confirmed"] else None
+    return Lag(end=end, confirmed=confirmed, retained_bytes=int(found["retained"] or 0))
+
+
+def horizon(connection: psycopg.Connection) -> Lsn:
+    """A position that everything committed until now ends at or before, and that the server will send.
+
+    The insert position covers commits that were not waited for (`synchronous_commit = off`), but a page that
+    an open transaction has begun may stay unflushed for long, and unflushed log is never sent. Every commit
+    made before is flushed within three rounds of the server's log writer, so the flushed position serves then.
+    """
+    inserted = Lsn.parse(str(_value(connection, "select pg_current_wal_insert_lsn()::text")))
+    delay = int(str(_value(connection, "select setting from pg_settings where name = 'wal_writer_delay'")))
+    deadline = time.monotonic() + 3 * delay / 1000 + 0.2
+    while True:
+        flushed = Lsn.parse(str(_value(connection, "select pg_current_wal_flush_lsn()::text")))
+        if flushed >= inserted or time.monotonic() >= deadline:
+            return min(flushed, inserted)
+        time.sleep(_PAUSE_SECONDS / 10)
+
+
+def _value(connection: psycopg.Connection, query: str, *arguments: object) -> object:
+    try:
+        row = connection.execute(query, arguments, prepare=False).fetchone()
+    except psycopg.Error as error:
+        raise explain(error) from error
+    return row[0] if row else None

@@ -1,0 +1,241 @@
+"""Reading tables as of one position: a temporary slot's exported snapshot, and COPY.
+
+The slot is made after the table is in the publication, waits for every open writer, and names the point: what
+committed before is in the snapshot, what commits after is in the stream, nothing is in both. It holds back
+the server's clean-up while it is open, so it has a time limit.
+
+COPY's text form is the very text that the stream carries, so both pass through the same kernels and a value
+cannot differ by the way it came.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+from psycopg import pq, sql
+from psycopg.pq.abc import PGconn
+
+from tailrace.capture.postgres import wire
+from tailrace.capture.postgres.catalogue import Catalogue
+from tailrace.capture.postgres.connect import command, connect, connect_replication, explain, explain_text
+from tailrace.capture.postgres.decode import typed_columns
+from tailrace.capture.postgres.values import NULL, Bytes, Cells, Ints, Word
+from tailrace.errors import SourceError, SourceUnreachable, ValueUnfit
+from tailrace.kernels import kernel
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId, TableSchema
+
+BATCH_BYTES = 4 << 20
+OPEN_SECONDS_MAX = 3600.0
+_WAIT_SECONDS = 5.0
+
+
+class ExactSnapshot:
+    """One exported snapshot and the position it stands for. Use it in a `with` block."""
+
+    point: Lsn
+    name: str
+    """What a reader in another process imports."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> ExactSnapshot:
+        self._session = connect_replication(self._url)
+        try:
+            slot = f"tailrace_load_{uuid.uuid4().hex[:16]}"
+            made = f"CREATE_REPLICATION_SLOT {slot} TEMPORARY LOGICAL pgoutput (SNAPSHOT 'export')"
+            row = command(self._session, made)
+        except BaseException:
+            self._session.finish()
+            raise
+        self.point, self.name = Lsn.parse(row[1] or ""), row[2] or ""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.finish()
+
+    def reader(self) -> SnapshotReader:
+        """A reader of this snapshot, here or, pickled, in another process."""
+        return SnapshotReader(self._url, self.name)
+
+
+class SnapshotReader:
+    """Reads what an exported snapshot sees. Plain data until it is entered, so it can be sent to a task."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self._url = url
+        self._name = name
+
+    def __enter__(self) -> SnapshotReader:
+        self._connection = connect(self._url)
+        try:
+            self._connection.execute("begin isolation level repeatable read read only")
+            self._connection.execute(sql.SQL("set transaction snapshot {}").format(self._name))
+        except psycopg.Error as error:
+            self._connection.close()
+            raise explain(error, self._url) from error
+        self._deadline = time.monotonic() + OPEN_SECONDS_MAX
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def describe(self, table: TableId) -> TableSchema:
+        return Catalogue(self._connection).describe(table)
+
+    def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
+        columns = sql.SQL(", ").join(sql.Identifier(name) for name in schema.names)
+        source = sql.Identifier(schema.table.schema, schema.table.name)
+        text = (
+            sql.SQL("copy (select {} from {}) to stdout").format(columns, source).as_string(self._connection)
+        )
+        connection = self._connection.pgconn
+        connection.send_query(text.encode())
+        _await_copy(connection)
+        yield from batches_of(schema, _pieces(connection, self._deadline))
+        _finish(connection)
+
+
+def batches_of(schema: TableSchema, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[pa.RecordBatch]:
+    """COPY's text, in pieces of whole rows, as batches of the table's own columns."""
+    fields = pa.schema(schema.row_fields())
+    for buffer, size in pieces:
+        yield _rows_of(schema, fields, buffer, size)
+
+
+def _await_copy(connection: PGconn) -> None:
+    connection.flush()
+    result = connection.get_result()
+    if result is None or result.status != pq.ExecStatus.COPY_OUT:
+        raise explain_text(
+            result.get_error_message() if result is not None else "the server ended the session"
+        )
+
+
+def _finish(connection: PGconn) -> None:
+    """Hear the end of the COPY: an error there means that rows are missing."""
+    while (result := connection.get_result()) is not None:
+        if result.status != pq.ExecStatus.COMMAND_OK:
+            raise explain_text(result.get_error_message())
+
+
+def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
+    """Whole rows in pieces of about BATCH_BYTES. A piece is valid until the next one is asked for."""
+    source = wire.Wire(connection)
+    buffer, state = np.empty(BATCH_BYTES * 2, np.uint8), np.zeros(wire.STATE_SIZE, np.int64)
+    while True:
+        why = source.drain_copy(buffer, state, BATCH_BYTES)
+        if why == wire.FULL and not state[wire.BYTES]:
+            buffer = np.empty(int(state[wire.PENDING_SIZE]) * 2, np.uint8)
+            continue
+        if why in (wire.FULL, wire.ENDED) and state[wire.BYTES]:
+            yield buffer, int(state[wire.BYTES])
+            state[wire.BYTES] = 0
+        if why == wire.ENDED:
+            return
+        if why == wire.BROKEN:
+            raise SourceUnreachable("the connection broke during a load", hint="The load is started again.")
+        if time.monotonic() > deadline:
+            raise SourceError(
+                "a load took too long and was given up",
+                seconds=OPEN_SECONDS_MAX,
+                hint="It holds back the server's clean-up. Load at a quieter time.",
+            )
+        if why == wire.DRY:
+            select.select([source.socket], [], [], _WAIT_SECONDS)
+
+
+@kernel
+def _copy_cells(b: Bytes, end: Word, columns: Word, at: Ints, size: Ints) -> Word:
+    """Find the fields of COPY's text form and undo its escapes in place; the number of rows, -1 if malformed.
+
+    `at` and `size` hold one entry a field, row by row. An escape only ever shrinks, so writing never
+    overtakes reading.
+    """
+    i, w, field, cells = 0, 0, 0, 0
+    start = 0
+    null = False
+    while i < end:
+        c = b[i]
+        i += 1
+        if c == 9 or c == 10:
+            if cells >= at.size:
+                return -1
+            at[cells] = start
+            size[cells] = NULL if null else w - start
+            cells += 1
+            field += 1
+            start, null = w, False
+            if c == 10:
+                if field != columns:
+                    return -1
+                field = 0
+        elif c == 92 and i < end:
+            c = b[i]
+            i += 1
+            if c == 78 and w == start:
+                null = True
+                continue
+            if c == 98:
+                c = 8
+            elif c == 102:
+                c = 12
+            elif c == 110:
+                c = 10
+            elif c == 114:
+                c = 13
+            elif c == 116:
+                c = 9
+            elif c == 118:
+                c = 11
+            b[w] = c
+            w += 1
+        else:
+            b[w] = c
+            w += 1
+    if field != 0:
+        return -1
+    return cells // columns
+
+
+def _rows_of(schema: TableSchema, fields: pa.Schema, buffer: Bytes, size: int) -> pa.RecordBatch:
+    columns = len(schema.columns)
+    # A field takes a byte at least: its end. A table without columns still has its line ends.
+    at, sizes = np.empty(size, np.int64), np.empty(size, np.int64)
+    rows = _copy_cells(buffer, size, max(columns, 1), at, sizes)
+    if rows < 0:
+        raise SourceError(
+            "the server's copy cannot be read",
+            table=schema.table,
+            hint="Report it with the server's version.",
+        )
+    cells = [
+        Cells(buffer, np.ascontiguousarray(at[c : rows * columns : columns]),
+              np.ascontiguousarray(sizes[c : rows * columns : columns]))
+        for c in range(columns)
+    ]  # fmt: skip
+    own, unfit = typed_columns(schema, cells)
+    if unfit:
+        column = schema.columns[min(unfit)]
+        raise ValueUnfit(
+            "a value does not fit its column's type",
+            table=schema.table,
+            column=column.name,
+            type=column.source_type,
+            hint=UNFIT_HINT,
+        )
+    return pa.RecordBatch.from_arrays([own[change.stored_name(name)] for name in schema.names], schema=fields)
+
+
+UNFIT_HINT = (
+    "Exclude the table, or give the column a type without a limit (text, or numeric without precision), "
+    "then run again: the table is loaded anew."
+)

@@ -1,0 +1,90 @@
+"""PostgreSQL as a `ChangeCapture`: wires settings to stream, snapshot and lag."""
+
+from __future__ import annotations
+
+import psycopg
+
+from tailrace.capture.base import Capabilities, Lag, SourceId
+from tailrace.capture.postgres import preflight
+from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
+from tailrace.capture.postgres.connect import connect
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.capture.postgres.stream import PostgresStream
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+
+
+def identify(url: str) -> SourceId:
+    """Which database this is, after checking that it can be captured from."""
+    with connect(url) as connection:
+        preflight.check_server(connection)
+    return preflight.identify(url)
+
+
+class PostgresCapture:
+    """One PostgreSQL database. Holds plain settings; connections are opened where they are used."""
+
+    capabilities = Capabilities(live=True, snapshot=True, lag=True)
+
+    def __init__(self, settings: PostgresSettings) -> None:
+        self.settings = settings
+
+    def prepare(self, position: Lsn | None) -> Lsn | None:
+        """Make publication and slot; the point a new log begins at, if it is new."""
+        with connect(self.settings.url) as connection:
+            preflight.ensure_publications(connection, self.settings)
+            if position is not None:
+                preflight.wait_for_slot(connection, self.settings.slot)
+            return preflight.ensure_slot(connection, self.settings, position)
+
+    def tables(self) -> list[SourceTable]:
+        """The tables that are wanted, as the catalogue has them now."""
+        with connect(self.settings.url) as connection:
+            return preflight.wanted_tables(connection, self.settings)
+
+    def horizon(self) -> Lsn:
+        """Everything committed until now ends at or before this position."""
+        with connect(self.settings.url) as connection:
+            return preflight.horizon(connection)
+
+    def live(self, after: Lsn) -> PostgresStream:
+        catalogue = _LazyCatalogue(self.settings.url)
+        return PostgresStream(self.settings, after, catalogue.describe_message, catalogue.next_transaction())
+
+    def snapshot(self) -> ExactSnapshot:
+        return ExactSnapshot(self.settings.url)
+
+    def lag(self) -> Lag:
+        with connect(self.settings.url) as connection:
+            return preflight.lag(connection, self.settings.slot)
+
+    def drop(self) -> list[str]:
+        """Remove slot and publications; what was removed."""
+        with connect(self.settings.url) as connection:
+            gone = []
+            if self.settings.slot_create and preflight.drop_slot(connection, self.settings.slot):
+                gone.append(f"slot {self.settings.slot}")
+            gone += [f"publication {name}" for name in preflight.drop_publications(connection, self.settings)]
+            return gone
+
+
+class _LazyCatalogue:
+    """A catalogue connection that is opened again when the last one has broken; shapes are asked for rarely."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._connection: psycopg.Connection | None = None
+
+    def _open(self) -> psycopg.Connection:
+        if self._connection is None or self._connection.closed or self._connection.broken:
+            self._connection = connect(self._url)
+        return self._connection
+
+    def describe_message(self, message: bytes) -> TableSchema:
+        return Catalogue(self._open()).describe_message(message)
+
+    def next_transaction(self) -> int:
+        """The server's next 64-bit transaction id: transactions in the stream lie near it."""
+        row = self._open().execute("select pg_snapshot_xmax(pg_current_snapshot())::text::int8").fetchone()
+        return int(row[0]) if row else 0

@@ -1,0 +1,261 @@
+"""The live stream: one thread owns the replication connection and reads it lazily; the loop takes windows.
+
+What must hold: keep-alives are answered while the loop is busy or holds back; nothing is confirmed that
+`confirm` was not called with; a window handed over is whole transactions. Back-pressure is not reading: the
+buffer has a limit, and the server waits.
+
+Waking for every message costs more than the message, so a reader that is behind naps for a moment and then
+takes everything that has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from psycopg import pq
+from psycopg.pq.abc import PGconn
+
+from tailrace.capture.postgres import wire
+from tailrace.capture.postgres.connect import command, connect_replication, explain_text
+from tailrace.capture.postgres.decode import EPOCH_2000, Decoder
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.values import Bytes, Ints
+from tailrace.errors import SourceError, SourceUnreachable, TailraceError
+from tailrace.model.batch import Window
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+
+log = logging.getLogger(__name__)
+
+WINDOW_BYTES = 8 << 20
+"""A window closes at this size,"""
+WINDOW_SECONDS = 0.010
+"""or at this age while changes trickle in,"""
+WINDOW_SECONDS_BEHIND = 0.150
+"""or at this age while there is a backlog, where larger commits are cheaper and nobody waits for the first."""
+BUFFER_BYTES_MAX = 32 << 20
+"""Held back beyond this, unless a single transaction needs more."""
+DRAIN_BYTES = 1 << 20
+"""Read between two looks at the clock."""
+BUSY_BYTES = 4 << 10
+"""More than this in one nap means that we are behind."""
+NAP_SECONDS = 0.002
+IDLE_SECONDS = 0.05
+STATUS_SECONDS = 0.1
+"""Confirmations are sent at most this often,"""
+STATUS_SECONDS_MAX = 10.0
+"""and at least this often, or three times in the server's time-out."""
+
+
+class _Buffer:
+    """Messages laid end to end, and what is known of them."""
+
+    def __init__(self) -> None:
+        self.bytes: Bytes = np.empty(WINDOW_BYTES * 2, np.uint8)
+        self.starts: Ints = np.zeros((WINDOW_BYTES * 2) // 64, np.int64)
+        self.state: Ints = np.zeros(wire.STATE_SIZE, np.int64)
+
+    def make_room(self) -> None:
+        """Double whatever is full; the pending message may need more."""
+        needed = int(self.state[wire.BYTES] + self.state[wire.PENDING_SIZE])
+        if self.state[wire.PENDING] and needed > self.bytes.size:
+            self.bytes = np.concatenate([self.bytes, np.empty(max(self.bytes.size, needed), np.uint8)])
+        if self.state[wire.MESSAGES] + 2 > self.starts.size:
+            self.starts = np.concatenate([self.starts, np.zeros(self.starts.size, np.int64)])
+
+    def take_rest(self, other: _Buffer) -> None:
+        """Become what `other` holds after its last whole transaction."""
+        old = other.state
+        self.state[:] = old
+        begin, first = int(old[wire.WHOLE_BYTES]), int(old[wire.WHOLE_MESSAGES])
+        size, messages = int(old[wire.BYTES]) - begin, int(old[wire.MESSAGES]) - first
+        while self.bytes.size < size:
+            self.bytes = np.empty(self.bytes.size * 2, np.uint8)
+        while self.starts.size < messages + 2:
+            self.starts = np.zeros(self.starts.size * 2, np.int64)
+        self.bytes[:size] = other.bytes[begin : begin + size]
+        self.starts[: messages + 1] = other.starts[first : first + messages + 1] - begin
+        self.state[wire.BYTES], self.state[wire.MESSAGES] = size, messages
+        for field in (wire.WHOLE_BYTES, wire.WHOLE_MESSAGES, wire.TRANSACTIONS):
+            self.state[field] = 0
+        # The pending message and a wanted reply now belong to the new buffer alone.
+        old[wire.PENDING] = old[wire.REPLY_WANTED] = 0
+
+
+class PostgresStream:
+    """Windows after a position, from the slot, for one caller."""
+
+    def __init__(
+        self, settings: PostgresSettings, after: Lsn, describe: Callable[[bytes], TableSchema], xid_near: int
+    ) -> None:
+        self._decoder = Decoder(describe, xid_near)
+        self._connection = connect_replication(settings.url)
+        self._timeout = _server_timeout(self._connection)
+        names = f'"{settings.publication}"'
+        if settings.publication_create:
+            names += f',"{settings.publication_inserts}"'
+        command(
+            self._connection,
+            f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} '
+            f"(proto_version '1', publication_names '{names}')",
+        )
+        self._wire = wire.Wire(self._connection)
+        self._confirmed, self._reported, self._reported_at = after, after, 0.0
+        self._filling, self._spare = _Buffer(), [_Buffer(), _Buffer()]
+        self._ready: _Buffer | None = None
+        self._end = after
+        self._opened_at: float | None = None
+        self._behind = False
+        self._failure: TailraceError | None = None
+        self._stopping = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="tailrace-wal", daemon=True)
+        self._thread.start()
+
+    # The caller's side.
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready is not None or self._failure is not None, wait_seconds)
+            ready, self._ready = self._ready, None
+            if ready is None and self._failure is not None:
+                raise self._failure
+            end = self._end
+            self._changed.notify_all()
+        if ready is None:
+            return Window(start=after, end=end) if end > after else None
+        messages = int(ready.state[wire.WHOLE_MESSAGES])
+        window = self._decoder.decode(
+            ready.bytes[: ready.state[wire.WHOLE_BYTES]],
+            ready.starts,
+            messages,
+            after,
+            Lsn(int(ready.state[wire.END])),
+        )
+        with self._changed:
+            self._spare.append(ready)
+        return window
+
+    def confirm(self, position: Lsn) -> None:
+        self._confirmed = position
+
+    def close(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._failure is None:
+            self._report()
+        self._connection.finish()
+
+    # The reading thread's side.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._step()
+        except TailraceError as error:
+            self._fail(error)
+        except Exception as error:  # the thread's boundary: the caller must hear of anything
+            self._fail(
+                SourceError(
+                    f"the reading thread failed: {type(error).__name__}: {error}",
+                    hint="Restart the capture; if it comes again, report it.",
+                )
+            )
+
+    def _fail(self, error: TailraceError) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    def _step(self) -> None:
+        buffer = self._filling
+        filled = int(buffer.state[wire.BYTES])
+        if filled >= BUFFER_BYTES_MAX and self._ready is not None:
+            self._report_if_due()
+            with self._changed:
+                self._changed.wait(IDLE_SECONDS)
+            return
+        why = self._wire.drain_messages(buffer.bytes, buffer.starts, buffer.state, filled + DRAIN_BYTES)
+        if why == wire.FULL:
+            buffer.make_room()
+        got = int(buffer.state[wire.BYTES]) - filled
+        if got and self._opened_at is None:
+            self._opened_at = time.monotonic()
+        self._hand_over(dry=why != wire.FULL and got < BUSY_BYTES)
+        self._report_if_due()
+        if why in (wire.ENDED, wire.BROKEN):
+            raise self._what_happened()
+        if why == wire.DRY:
+            self._rest(got)
+
+    def _rest(self, got: int) -> None:
+        self._behind = got >= BUSY_BYTES
+        if self._behind:
+            time.sleep(NAP_SECONDS)
+        else:
+            select.select([self._wire.socket], [], [], IDLE_SECONDS)
+
+    def _hand_over(self, *, dry: bool) -> None:
+        """Offer what is whole to the caller, if it is time and the last offer was taken."""
+        buffer = self._filling
+        whole = int(buffer.state[wire.WHOLE_BYTES])
+        if not whole:
+            if not buffer.state[wire.OPEN] and self._ready is None:
+                self._end = max(self._end, Lsn(int(buffer.state[wire.END])))
+            return
+        age = time.monotonic() - (self._opened_at or 0.0)
+        limit = WINDOW_SECONDS_BEHIND if self._behind else WINDOW_SECONDS
+        if self._ready is not None or not (dry or whole >= WINDOW_BYTES or age >= limit):
+            return
+        with self._changed:
+            following = self._spare.pop() if self._spare else _Buffer()
+            following.take_rest(buffer)
+            self._filling, self._ready = following, buffer
+            self._end = Lsn(int(buffer.state[wire.END]))
+            self._changed.notify_all()
+        self._opened_at = time.monotonic() if following.state[wire.BYTES] else None
+
+    def _report_if_due(self) -> None:
+        since = time.monotonic() - self._reported_at
+        state = self._filling.state
+        moved = self._confirmed != self._reported and since >= STATUS_SECONDS
+        if state[wire.REPLY_WANTED] or moved or since >= min(STATUS_SECONDS_MAX, self._timeout / 3):
+            state[wire.REPLY_WANTED] = 0
+            self._report()
+
+    def _report(self) -> None:
+        """Tell the server how far we are; it may discard what lies before."""
+        confirmed = self._confirmed
+        clock = time.time_ns() // 1000 - EPOCH_2000
+        message = struct.pack(">cQQQqB", b"r", confirmed.value, confirmed.value, confirmed.value, clock, 0)
+        try:
+            self._connection.put_copy_data(message)
+            self._connection.flush()
+        except Exception as error:
+            raise SourceUnreachable(
+                "the connection to the server broke", hint="It is tried again."
+            ) from error
+        self._reported, self._reported_at = confirmed, time.monotonic()
+
+    def _what_happened(self) -> TailraceError:
+        result = self._connection.get_result()
+        state = result.error_field(pq.DiagnosticField.SQLSTATE) if result is not None else None
+        message = result.get_error_message() if result is not None else ""
+        return explain_text(
+            message or self._connection.get_error_message() or "the stream ended",
+            state=(state or b"").decode(),
+        )
+
+
+def _server_timeout(connection: PGconn) -> float:
+    """Seconds after which the server gives up on a silent reader; no time-out counts as a long one."""
+    row = command(connection, "SELECT setting FROM pg_settings WHERE name = 'wal_sender_timeout'")
+    return (int(row[0] or 0) if row else 0) / 1000 or 3600.0

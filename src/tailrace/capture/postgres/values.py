@@ -1,0 +1,580 @@
+"""Text values, as PostgreSQL prints them, to typed Arrow columns: one pass per column, no object per value.
+
+A *cell* is a place in a byte buffer: a start and a length, or `NULL` / `ABSENT` (not sent) as the length.
+A value is converted exactly or it is reported unfit; a cell is never turned into null because it could not
+be read. The stream and the snapshot both end up here, so their values are equal by construction.
+
+Stated rules: timestamp and date `infinity` become the last, `-infinity` the first instant of the years
+1 to 9999; every finite value that Arrow's type can hold is kept, years before 1 and after 9999 too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.kernels import kernel
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+Word = Any
+"""A number inside a kernel: there Python's and numpy's integers are one."""
+
+NULL, ABSENT = -1, -2
+"""Lengths that are not lengths."""
+
+_NULL, _VALID, _UNFIT = 0, 1, 2
+
+SECOND = 1_000_000
+DAY = 86_400 * SECOND
+FIRST_DAY, LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days from 1970
+FIRST_INSTANT, LAST_INSTANT = FIRST_DAY * DAY, (LAST_DAY + 1) * DAY - 1
+_DAY_LIMIT = 106_751_990  # days whose microseconds fit 64 bits
+
+
+@kernel
+def _integers(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, low: Word, high: Word) -> None:
+    for r in range(at.size):
+        n = size[r]
+        if n < 0:
+            continue
+        i, end = at[r], at[r] + n
+        negative = b[i] == 45
+        if negative:
+            i += 1
+        # The value is built below zero, where 64 bits reach one further: -2**63 has no positive twin.
+        value, good = np.int64(0), i < end and end - i <= 19
+        while i < end:
+            digit = np.int64(b[i]) - 48
+            if digit < 0 or digit > 9:
+                good = False
+                break
+            value = value * 10 - digit
+            i += 1
+        if not negative:
+            good = good and (value != low or low != -(1 << 63))
+            value = -value
+        if good and low <= value <= high:
+            out[r] = value
+            state[r] = _VALID
+        else:
+            state[r] = _UNFIT
+
+
+@kernel
+def _booleans(b: Bytes, at: Ints, size: Ints, out: Bytes, state: Bytes) -> None:
+    for r in range(at.size):
+        if size[r] < 0:
+            continue
+        first = b[at[r]] if size[r] == 1 else 0
+        out[r] = first == 116
+        state[r] = _VALID if first == 116 or first == 102 else _UNFIT
+
+
+@kernel
+def _decimals(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, precision: Word, scale: Word) -> None:
+    """128-bit little-endian two's complement; `out` holds two unsigned words a row."""
+    mask = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    for r in range(at.size):
+        n = size[r]
+        if n < 0:
+            continue
+        i, end = at[r], at[r] + n
+        negative = b[i] == 45
+        if negative:
+            i += 1
+        low, high = np.uint64(0), np.uint64(0)
+        digits, fraction, seen_point, good = 0, 0, False, i < end
+        padding = 0
+        while good and (i < end or padding > 0):
+            if i < end:
+                c = b[i]
+                i += 1
+                if c == 46 and not seen_point:
+                    seen_point = True
+                    if i == end:
+                        padding = scale
+                    continue
+                if c < 48 or c > 57:
+                    good = False
+                    break
+                digit = np.uint64(c - 48)
+                if seen_point:
+                    fraction += 1
+                if i == end:
+                    padding = scale - fraction
+            else:
+                digit = np.uint64(0)
+                padding -= 1
+            if digits > 0 or digit != 0:
+                digits += 1
+            # (high, low) = (high, low) * 10 + digit, in 32-bit halves.
+            part = (low & mask) * np.uint64(10) + digit
+            upper = (low >> half) * np.uint64(10) + (part >> half)
+            low = (part & mask) | ((upper & mask) << half)
+            high = high * np.uint64(10) + (upper >> half)
+            if digits > precision:
+                good = False
+        if not good or fraction > scale:
+            state[r] = _UNFIT
+            continue
+        if negative:
+            low = ~low + np.uint64(1)
+            high = ~high + (np.uint64(1) if low == 0 else np.uint64(0))
+        out[2 * r] = low
+        out[2 * r + 1] = high
+        state[r] = _VALID
+
+
+@kernel
+def _number(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
+    """The digits from `i` on: their value and where they end."""
+    value = np.int64(0)
+    start = i
+    while i < end and i - start < 9 and 48 <= b[i] <= 57:
+        value = value * 10 + np.int64(b[i] - 48)
+        i += 1
+    return value, i
+
+
+@kernel
+def _days(year: Word, month: Word, day: Word) -> Word:
+    """Days from 1970 in the proleptic Gregorian calendar, for any year (year 0 is 1 BC)."""
+    y = year - 1 if month <= 2 else year
+    era = (y if y >= 0 else y - 399) // 400
+    of_era = y - era * 400
+    of_year = (153 * (month + (-3 if month > 2 else 9)) + 2) // 5 + day - 1
+    return era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
+
+
+@kernel
+def _is_word(b: Bytes, at: Word, size: Word, word: Bytes) -> bool:
+    if size != word.size:
+        return False
+    for j in range(size):
+        if b[at + j] != word[j]:
+            return False
+    return True
+
+
+@kernel
+def _date_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
+    """Whether a date stands at `i`, its days (BC not yet considered: as year, month, day packed), its end."""
+    year, j = _number(b, i, end)
+    if j == i or j >= end or b[j] != 45:
+        return False, 0, i
+    month, k = _number(b, j + 1, end)
+    if k != j + 3 or k >= end or b[k] != 45:
+        return False, 0, i
+    day, m = _number(b, k + 1, end)
+    if m != k + 3:
+        return False, 0, i
+    return True, year * 10_000 + month * 100 + day, m
+
+
+@kernel
+def _ends_in_bc(b: Bytes, i: Word, end: Word) -> bool:
+    return bool(end - i == 3 and b[i] == 32 and b[i + 1] == 66 and b[i + 2] == 67)
+
+
+@kernel
+def _packed_days(packed: Word, bc: bool) -> Word:
+    year = packed // 10_000
+    return _days(1 - year if bc else year, packed // 100 % 100, packed % 100)
+
+
+@kernel
+def _dates(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Bytes, minus: Bytes) -> None:
+    for r in range(at.size):
+        n = size[r]
+        if n < 0:
+            continue
+        if _is_word(b, at[r], n, infinity):
+            out[r] = LAST_DAY
+            state[r] = _VALID
+            continue
+        if _is_word(b, at[r], n, minus):
+            out[r] = FIRST_DAY
+            state[r] = _VALID
+            continue
+        end = at[r] + n
+        good, packed, i = _date_at(b, at[r], end)
+        bc = good and _ends_in_bc(b, i, end)
+        if good and (bc or i == end):
+            out[r] = _packed_days(packed, bc)
+            state[r] = _VALID
+        else:
+            state[r] = _UNFIT
+
+
+@kernel
+def _time_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
+    """HH:MM:SS[.ffffff] at `i`: microseconds of the day and where it ends."""
+    hour, j = _number(b, i, end)
+    if j != i + 2 or j >= end or b[j] != 58:
+        return False, 0, i
+    minute, k = _number(b, j + 1, end)
+    if k != j + 3 or k >= end or b[k] != 58:
+        return False, 0, i
+    second, m = _number(b, k + 1, end)
+    if m != k + 3:
+        return False, 0, i
+    micros = np.int64(0)
+    if m < end and b[m] == 46:
+        micros, p = _number(b, m + 1, end)
+        for _ in range(6 - (p - m - 1)):
+            micros = micros * 10
+        m = p
+    return True, ((hour * 60 + minute) * 60 + second) * SECOND + micros, m
+
+
+@kernel
+def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
+    """+HH[:MM[:SS]] at `i`: seconds east and where it ends; nothing there is zero."""
+    if i >= end or (b[i] != 43 and b[i] != 45):
+        return 0, i
+    sign = 1 if b[i] == 43 else -1
+    seconds, unit, i = np.int64(0), 3600, i + 1
+    while unit > 0:
+        part, j = _number(b, i, end)
+        seconds += part * unit
+        unit //= 60
+        i = j
+        if i < end and b[i] == 58:
+            i += 1
+        else:
+            break
+    return sign * seconds, i
+
+
+@kernel
+def _timestamps(
+    b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Bytes, minus: Bytes
+) -> None:
+    for r in range(at.size):
+        n = size[r]
+        if n < 0:
+            continue
+        state[r] = _UNFIT
+        if _is_word(b, at[r], n, infinity):
+            out[r] = LAST_INSTANT
+            state[r] = _VALID
+            continue
+        if _is_word(b, at[r], n, minus):
+            out[r] = FIRST_INSTANT
+            state[r] = _VALID
+            continue
+        end = at[r] + n
+        good, packed, i = _date_at(b, at[r], end)
+        if not good or i >= end or b[i] != 32:
+            continue
+        good, micros, i = _time_at(b, i + 1, end)
+        if not good:
+            continue
+        east, i = _zone_at(b, i, end)
+        bc = _ends_in_bc(b, i, end)
+        if not bc and i != end:
+            continue
+        days = _packed_days(packed, bc)
+        if -_DAY_LIMIT < days < _DAY_LIMIT:
+            out[r] = days * DAY + micros - east * SECOND
+            state[r] = _VALID
+
+
+@kernel
+def _offsets(size: Ints, out: Any) -> Word:
+    total = np.int64(0)
+    out[0] = 0
+    for r in range(size.size):
+        if size[r] > 0:
+            total += size[r]
+        out[r + 1] = total
+    return total
+
+
+@kernel
+def _gather(b: Bytes, at: Ints, size: Ints, offsets: Any, out: Bytes, state: Bytes) -> None:
+    for r in range(at.size):
+        n = size[r]
+        if n < 0:
+            continue
+        state[r] = _VALID
+        i, j = at[r], np.int64(offsets[r])
+        for k in range(n):
+            out[j + k] = b[i + k]
+
+
+@kernel
+def _hex_digit(c: Word) -> Word:
+    if 48 <= c <= 57:
+        return c - 48
+    if 97 <= c <= 102:
+        return c - 87
+    return -1
+
+
+@kernel
+def _binaries(b: Bytes, at: Ints, size: Ints, offsets: Any, out: Bytes, state: Bytes) -> None:
+    """bytea in hex form: `\\x` and two digits a byte. `offsets` is filled here."""
+    j = np.int64(0)
+    offsets[0] = 0
+    for r in range(at.size):
+        n = size[r]
+        if n >= 0:
+            i = at[r]
+            good = n >= 2 and n % 2 == 0 and b[i] == 92 and b[i + 1] == 120
+            kept = j
+            k = i + 2
+            while good and k < i + n:
+                high, low = _hex_digit(np.int64(b[k])), _hex_digit(np.int64(b[k + 1]))
+                good = high >= 0 and low >= 0
+                out[j] = (high << 4 | low) & 255
+                j += 1
+                k += 2
+            if not good:
+                j = kept
+            state[r] = _VALID if good else _UNFIT
+        offsets[r + 1] = j
+
+
+@kernel
+def _elements(
+    b: Bytes, at: Ints, size: Ints, text: Bytes, cell_at: Ints, cell_size: Ints, offsets: Any, state: Bytes
+) -> Word:
+    """One-dimensional array literals to cells over `text`, which receives the unquoted elements.
+
+    Nested arrays and explicit lower bounds are unfit. Returns the number of cells. `text`, `cell_at` and
+    `cell_size` must be as long as all the literals together: an element takes a byte at least.
+    """
+    cells, w = np.int64(0), np.int64(0)
+    offsets[0] = 0
+    for r in range(at.size):
+        n = size[r]
+        if n >= 0:
+            i, end = at[r] + 1, at[r] + n - 1
+            good = n >= 2 and b[at[r]] == 123 and b[end] == 125
+            kept_cells, kept_w = cells, w
+            while good and i < end:
+                start, quoted = w, b[i] == 34
+                if quoted:
+                    i += 1
+                    while i < end and b[i] != 34:
+                        if b[i] == 92:
+                            i += 1
+                            if i >= end:
+                                break
+                        text[w] = b[i]
+                        w += 1
+                        i += 1
+                    good = i < end
+                    i += 1
+                else:
+                    while i < end and b[i] != 44:
+                        if b[i] == 123 or b[i] == 125 or b[i] == 34:
+                            good = False
+                            break
+                        if b[i] == 92:
+                            i += 1
+                            if i >= end:
+                                break
+                        text[w] = b[i]
+                        w += 1
+                        i += 1
+                    good = good and w > start
+                if not good:
+                    break
+                cell_at[cells] = start
+                cell_size[cells] = w - start
+                if not quoted and w - start == 4:
+                    if (
+                        text[start] == 78
+                        and text[start + 1] == 85
+                        and text[start + 2] == 76
+                        and text[start + 3] == 76
+                    ):
+                        cell_size[cells] = -1
+                cells += 1
+                if i < end:
+                    good = b[i] == 44 and i + 1 < end
+                    i += 1
+            if good:
+                state[r] = _VALID
+            else:
+                cells, w = kept_cells, kept_w
+                state[r] = _UNFIT
+        offsets[r + 1] = cells
+    return cells
+
+
+@kernel
+def _spread(offsets: Any, child_state: Bytes, state: Bytes) -> None:
+    """An array with an unfit element is unfit."""
+    for r in range(state.size):
+        for k in range(offsets[r], offsets[r + 1]):
+            if child_state[k] == _UNFIT:
+                state[r] = _UNFIT
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One column's cells over a buffer."""
+
+    buffer: Bytes
+    at: Ints
+    size: Ints
+
+    def __len__(self) -> int:
+        return int(self.at.size)
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A column, and the rows whose text its type cannot hold (null there)."""
+
+    column: pa.Array
+    unfit: npt.NDArray[np.int64]
+
+
+_INTEGERS: dict[pa.DataType, type[np.signedinteger[Any]]] = {
+    pa.int16(): np.int16,
+    pa.int32(): np.int32,
+    pa.int64(): np.int64,
+}
+_INFINITY = np.frombuffer(b"infinity", np.uint8)
+_MINUS_INFINITY = np.frombuffer(b"-infinity", np.uint8)
+_NOTHING = np.empty(0, np.int64)
+
+
+def _validity(state: Bytes) -> tuple[pa.Buffer | None, int]:
+    valid = state == _VALID
+    missing = int(state.size - np.count_nonzero(valid))
+    if not missing:
+        return None, 0
+    return pa.py_buffer(np.packbits(valid, bitorder="little")), missing
+
+
+def text_column(cells: Cells) -> pa.StringArray:
+    """The cells as strings."""
+    column, _ = _text(cells, pa.string())
+    return column
+
+
+def _text(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
+    n = len(cells)
+    offsets = np.empty(n + 1, np.int32)
+    out = np.empty(_offsets(cells.size, offsets), np.uint8)
+    state = np.zeros(n, np.uint8)
+    _gather(cells.buffer, cells.at, cells.size, offsets, out, state)
+    bitmap, missing = _validity(state)
+    return pa.Array.from_buffers(kind, n, [bitmap, pa.py_buffer(offsets), pa.py_buffer(out)], missing), state
+
+
+def _fixed(kind: pa.DataType, out: npt.NDArray[Any], state: Bytes) -> pa.Array:
+    bitmap, missing = _validity(state)
+    return pa.Array.from_buffers(kind, state.size, [bitmap, pa.py_buffer(out)], missing)
+
+
+def _scalars(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
+    n = len(cells)
+    b, at, size = cells.buffer, cells.at, cells.size
+    state = np.zeros(n, np.uint8)
+    if kind in _INTEGERS:
+        number = _INTEGERS[kind]
+        out: npt.NDArray[Any] = np.zeros(n, number)
+        limits = np.iinfo(number)
+        _integers(b, at, size, out, state, limits.min, limits.max)
+    elif pa.types.is_decimal(kind):
+        out = np.zeros(2 * n, np.uint64)
+        _decimals(b, at, size, out, state, kind.precision, kind.scale)
+    elif pa.types.is_date32(kind):
+        out = np.zeros(n, np.int32)
+        _dates(b, at, size, out, state, _INFINITY, _MINUS_INFINITY)
+    elif pa.types.is_timestamp(kind):
+        out = np.zeros(n, np.int64)
+        _timestamps(b, at, size, out, state, _INFINITY, _MINUS_INFINITY)
+    elif pa.types.is_boolean(kind):
+        flags = np.zeros(n, np.uint8)
+        _booleans(b, at, size, flags, state)
+        out = np.packbits(flags, bitorder="little")
+    elif pa.types.is_floating(kind):
+        column, state = _text(cells, pa.string())
+        return pc.cast(column, kind), state
+    else:
+        raise TypeError(f"no kernel reads {kind}")
+    return _fixed(kind, out, state), state
+
+
+def _binary(cells: Cells) -> tuple[pa.Array, Bytes]:
+    n = len(cells)
+    offsets, state = np.empty(n + 1, np.int32), np.zeros(n, np.uint8)
+    out = np.empty(int(np.maximum(cells.size, 0).sum()) // 2, np.uint8)
+    _binaries(cells.buffer, cells.at, cells.size, offsets, out, state)
+    bitmap, missing = _validity(state)
+    return pa.Array.from_buffers(
+        pa.binary(), n, [bitmap, pa.py_buffer(offsets), pa.py_buffer(out)], missing
+    ), state
+
+
+def _lists(cells: Cells, kind: pa.ListType) -> tuple[pa.Array, Bytes]:
+    n = len(cells)
+    room = int(np.maximum(cells.size, 0).sum())
+    text, child_at, child_size = np.empty(room, np.uint8), np.empty(room, np.int64), np.empty(room, np.int64)
+    offsets, state = np.empty(n + 1, np.int32), np.zeros(n, np.uint8)
+    count = _elements(cells.buffer, cells.at, cells.size, text, child_at, child_size, offsets, state)
+    children, child_state = _column(Cells(text, child_at[:count], child_size[:count]), kind.value_type)
+    _spread(offsets, child_state, state)
+    bitmap, missing = _validity(state)
+    return pa.Array.from_buffers(
+        kind, n, [bitmap, pa.py_buffer(offsets)], missing, children=[children]
+    ), state
+
+
+def _column(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
+    if pa.types.is_string(kind):
+        return _text(cells, kind)
+    if pa.types.is_binary(kind):
+        return _binary(cells)
+    if pa.types.is_list(kind):
+        return _lists(cells, kind)
+    return _scalars(cells, kind)
+
+
+def typed(cells: Cells, kind: pa.DataType) -> Typed:
+    """The cells as a column of the given type."""
+    column, state = _column(cells, kind)
+    unfit = np.flatnonzero(state == _UNFIT) if (state == _UNFIT).any() else _NOTHING
+    return Typed(column, unfit)
+
+
+def format_positions(positions: npt.NDArray[np.uint64]) -> pa.StringArray:
+    """Log sequence numbers in the server's own form, e.g. `16/B374D848`."""
+    n = positions.size
+    offsets, out = np.empty(n + 1, np.int32), np.empty(17 * n, np.uint8)
+    _format_positions(positions, offsets, out)
+    return pa.StringArray.from_buffers(n, pa.py_buffer(offsets), pa.py_buffer(out[: offsets[n]]))
+
+
+@kernel
+def _format_positions(positions: Any, offsets: Any, out: Bytes) -> None:
+    w = 0
+    offsets[0] = 0
+    for r in range(positions.size):
+        for part in range(2):
+            word = (positions[r] >> np.uint64(32)) if part == 0 else (positions[r] & np.uint64(0xFFFFFFFF))
+            digits = 1
+            while digits < 8 and (word >> np.uint64(4 * digits)) != 0:
+                digits += 1
+            for d in range(digits - 1, -1, -1):
+                nibble = np.int64((word >> np.uint64(4 * d)) & np.uint64(15))
+                out[w] = nibble + 48 if nibble < 10 else nibble + 55
+                w += 1
+            if part == 0:
+                out[w] = 47
+                w += 1
+        offsets[r + 1] = w

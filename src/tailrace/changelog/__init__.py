@@ -1,0 +1,1 @@
+"""The durable, ordered, many-table log between capture and everyone who reads."""

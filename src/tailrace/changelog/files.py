@@ -1,0 +1,87 @@
+"""Files that appear whole or not at all: written aside, made durable, then linked to their name.
+
+`link(2)` fails if the name is taken, so publishing a file is a compare-and-swap; `rename` would overwrite.
+An error of the file system becomes an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tailrace.errors import LogUnusable
+
+_HINTS = {
+    errno.ENOSPC: "Free space on that disk; capture goes on where it stopped, nothing is lost.",
+    errno.EDQUOT: "Raise the quota or free space; capture goes on where it stopped, nothing is lost.",
+    errno.EROFS: "The file system is read-only: mount it writable, or set `log:` to another folder.",
+    errno.EACCES: "Give this user the right to write there, or set `log:` to another folder.",
+    errno.EPERM: "Give this user the right to write there, or set `log:` to another folder.",
+    errno.ENOENT: "Start `tailrace run` or `tailrace capture` first; they make the log.",
+    errno.ENOTDIR: "A file stands where the log's folder should be: set `log:` to another folder.",
+}
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn an operating system error about the log into one with a remedy."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise LogUnusable(
+            f"the log cannot be used: {error.strerror}",
+            path=error.filename or path,
+            hint=_HINTS.get(error.errno or 0, "Look at the disk and the folder's permissions."),
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_aside(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Write the parts to a file of their own and make them durable."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        with open(handle, "wb", buffering=0, closefd=False) as file:
+            for part in parts:
+                view = memoryview(part)
+                while len(view):
+                    view = view[file.write(view) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Give the file its name, unless that name is taken (FileExistsError), and make it durable."""
+    try:
+        os.link(aside, path)
+    finally:
+        os.unlink(aside)
+    sync_folder(path.parent)
+
+
+def create(path: Path, content: bytes) -> None:
+    """A new durable file with this content; FileExistsError if there is one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.unlink(missing_ok=True)
+    write_aside(aside, [content])
+    publish(aside, path)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.write_bytes(content)
+    os.replace(aside, path)

@@ -1,0 +1,366 @@
+"""The `tailrace` command: data to stdout, the rest to stderr, one exit code from the documented list.
+
+A user's mistake ends in an `error:` line and a `hint:` line, never in a traceback. Nothing heavy is imported
+before the command that needs it runs: `check` and `--help` answer at once, and `capture` never loads Spark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from tailrace.cli import logs
+from tailrace.errors import ConfigError, ExitCode, TailraceError
+
+if TYPE_CHECKING:
+    from tailrace.pipeline.report import Observer, PipelineStatus, Summary
+    from tailrace.pipeline.settings import PipelineSettings
+
+
+class Engine(Protocol):
+    """What the commands call. Each call blocks until its work is done, tells the observer on the way, and
+    raises a TailraceError when it cannot go on."""
+
+    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary: ...
+
+    def capture(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool
+    ) -> Summary: ...
+
+    def apply(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary: ...
+
+    def drop(self, settings: PipelineSettings) -> list[str]: ...
+
+    def read_status(self, settings: PipelineSettings) -> PipelineStatus: ...
+
+
+class PipelineEngine:
+    """The real one; every method imports what it needs and no more."""
+
+    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
+        from tailrace.pipeline import runner
+
+        return runner.run(settings, until_caught_up=until_caught_up, observer=observer)
+
+    def capture(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool
+    ) -> Summary:
+        from tailrace.pipeline import runner
+
+        return runner.capture(settings, until_caught_up=until_caught_up, observer=observer, child=child)
+
+    def apply(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
+        from tailrace.pipeline import runner
+
+        return runner.apply(settings, until_caught_up=until_caught_up, observer=observer)
+
+    def drop(self, settings: PipelineSettings) -> list[str]:
+        from tailrace.pipeline import runner
+
+        return runner.drop(settings)
+
+    def read_status(self, settings: PipelineSettings) -> PipelineStatus:
+        from tailrace.pipeline import status
+
+        return status.read_status(settings)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit, so that every error looks the same."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = f"`{self.prog} --help` shows how it is called."
+        if wrong := re.search(r"COMMAND: invalid choice: '([^']*)'", message):
+            close = difflib.get_close_matches(wrong.group(1), COMMANDS, n=1)
+            message = f"`{wrong.group(1)}` is not a command"
+            hint = f"Did you mean `tailrace {close[0]}`?" if close else f"There are {', '.join(COMMANDS)}."
+        raise ConfigError(message, hint=hint)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("tailrace")
+        except metadata.PackageNotFoundError:
+            version = "(not installed: run from its sources)"
+        print_out(f"tailrace {version}")
+        parser.exit()
+
+
+COMMANDS = {
+    "run": "capture, load and apply: the whole pipeline",
+    "capture": "copy the source's changes into the log; no Spark, no Java",
+    "apply": "load tables and apply the log to them with Spark",
+    "status": "show tables, positions, rows and lag",
+    "check": "check the settings file, offline",
+    "drop": "remove the slot and publication at the source; log and tables stay",
+}
+
+_CAUGHT_UP = {
+    "run": "end once every table is live and holds all that was committed before the start",
+    "capture": "end once the log holds all that was committed before the start",
+    "apply": "end once all that the log held at the start is applied",
+}
+
+
+def build_parser() -> Parser:
+    """The commands and their flags, as docs/reference/cli.md lists them."""
+    about = "Change data capture on Spark: every committed change of a database, in lake tables."
+    parser = Parser(prog="tailrace", allow_abbrev=False, description=about)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    _add_log_level(parser, "warning")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, description in COMMANDS.items():
+        command = commands.add_parser(name, help=description, description=description, allow_abbrev=False)
+        command.add_argument("file", metavar="FILE", help="the settings file, e.g. tailrace.yaml")
+        command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+        # Given before the command or after it; without a default here the one before is kept.
+        _add_log_level(command, argparse.SUPPRESS)
+        if name in _CAUGHT_UP:
+            command.add_argument("--until-caught-up", action="store_true", help=_CAUGHT_UP[name])
+            command.add_argument("--quiet", action="store_true", help="show no progress and no summary")
+        if name == "capture":
+            command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+        if name == "drop":
+            command.add_argument("--yes", action="store_true", help="do not ask")
+    return parser
+
+
+def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--log-level",
+        choices=logs.LEVELS,
+        default=default,
+        help="what is logged to stderr (default: warning)",
+    )
+
+
+# ---- output ----------------------------------------------------------------------------------------------
+
+
+def print_out(text: str) -> None:
+    """Data, to stdout. If nobody reads it any more (`| head`), that is their business."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+FREE_TEXT = ("message", "detail", "hint", "note")
+"""Where words of a server or a library may stand; everything else is data and printed as it is."""
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One object on one line."""
+
+    def redacted(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {name: redacted(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [redacted(item, key) for item in value]
+        return logs.redact(value) if isinstance(value, str) and key in FREE_TEXT else value
+
+    print_out(json.dumps(redacted(data)))
+
+
+def print_error(message: str, hint: str) -> None:
+    """The two lines of a failure, to stderr, without secrets."""
+    with contextlib.suppress(OSError):
+        print(f"error: {logs.redact(logs.one_line(message))}", file=sys.stderr)
+        print(f"hint: {logs.redact(logs.one_line(hint))}", file=sys.stderr, flush=True)
+
+
+# ---- commands --------------------------------------------------------------------------------------------
+
+
+def load(file: str) -> PipelineSettings:
+    """The settings; from here on their password is kept out of everything printed."""
+    from tailrace.pipeline.settings import load_settings
+
+    settings = load_settings(file)
+    logs.hide(settings.source.url)
+    return settings
+
+
+def check(arguments: argparse.Namespace) -> ExitCode:
+    """Every problem with its line and remedy; with `--json` they are the data."""
+    from tailrace.pipeline.settings import check_settings
+
+    problems = check_settings(arguments.file)
+    if arguments.json:
+        print_json(
+            {
+                "file": arguments.file,
+                "ok": not problems,
+                "problems": [problem.to_json() for problem in problems],
+            }
+        )
+    elif not problems:
+        print_out(f"{arguments.file}: ok")
+    else:
+        for problem in problems:
+            place = f"{arguments.file}:{problem.line}:{problem.column}" if problem.line else arguments.file
+            where = f"`{problem.where}` " if problem.where else ""
+            print_error(f"{place}: {where}{problem.message}", problem.hint)
+    return ExitCode.CONFIG if problems else ExitCode.OK
+
+
+def status(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+    """Show the pipeline; that a table is broken is news, not a failure of this command."""
+    found = engine.read_status(load(arguments.file))
+    if arguments.json:
+        print_json(found.to_json())
+        return ExitCode.OK
+    from tailrace.cli import render
+
+    console = render.console_for(stream_is_stderr=False)
+    with console.capture() as captured:
+        render.print_status(found, console)
+    print_out("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
+    return ExitCode.OK
+
+
+def drop(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+    """Remove what was made at the source, after a yes."""
+    settings = load(arguments.file)
+    if not arguments.yes and not confirmed(settings):
+        print("nothing was removed", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    removed = engine.drop(settings)
+    if arguments.json:
+        print_json({"name": settings.name, "removed": removed})
+    else:
+        lines = [f"removed {logs.one_line(item)}" for item in removed]
+        print_out("\n".join(lines) or "there was nothing to remove")
+    return ExitCode.OK
+
+
+def confirmed(settings: PipelineSettings) -> bool:
+    """Whether the person at the terminal says yes; without one, ask for `--yes`."""
+    from tailrace.capture.postgres.connect import place
+
+    if not sys.stdin or not sys.stdin.isatty():
+        raise ConfigError(
+            "`tailrace drop` asks before it removes anything, and there is no terminal to ask on",
+            hint="Add `--yes` to remove the slot and publication without being asked.",
+        )
+    what = f"the slot and publication that pipeline `{settings.name}` made at {place(settings.source.url)}"
+    print(f"Remove {what}?\nLog and tables stay. [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+    """`run`, `capture` and `apply`: go, show, sum up."""
+    from tailrace.cli import render
+    from tailrace.pipeline.report import tables_exit_code
+
+    settings = load(arguments.file)
+    until = arguments.until_caught_up
+    with render.observer_for(quiet=arguments.quiet) as observer:
+        if arguments.command == "run":
+            summary = engine.run(settings, until_caught_up=until, observer=observer)
+        elif arguments.command == "apply":
+            summary = engine.apply(settings, until_caught_up=until, observer=observer)
+        else:
+            summary = engine.capture(
+                settings, until_caught_up=until, observer=observer, child=arguments.child
+            )
+    code = summary.exit_code
+    if code is ExitCode.OK and until and arguments.command != "capture":
+        code = tables_exit_code(summary.tables)
+    if arguments.json:
+        print_json({**summary.to_json(), "exit_code": int(code)})
+    elif not arguments.quiet:
+        print_out(render.summary_text(summary))
+    if not arguments.child:
+        print_broken(summary, arguments.file)
+    return code
+
+
+def print_broken(summary: Summary, file: str) -> None:
+    """An error and a hint for every table that waits for a person."""
+    for table in summary.tables:
+        if table.state.broken:
+            detail = f": {table.detail}" if table.detail else ""
+            reason = f" [{table.reason}]" if table.reason else ""
+            hint = table.hint or f"`tailrace status {file}` shows every table."
+            print_error(f"{table.name} is {table.state.value}{detail}{reason}", hint)
+
+
+# ---- the boundary ----------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None, *, engine: Engine | None = None) -> int:
+    """Run one command; the exit code. Every exception ends here."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    arguments = argparse.Namespace(json="--json" in given, child=False, log_level="warning")
+    try:
+        build_parser().parse_args(given, namespace=arguments)
+        if arguments.child:
+            # The parent shows progress and tells errors; it reads both from one JSON object.
+            arguments.json = arguments.quiet = True
+        logs.set_up(arguments.log_level)
+        return dispatch(arguments, engine or PipelineEngine())
+    except TailraceError as error:
+        return fail(error, arguments)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except Exception as error:
+        return fail(unexpected(error, arguments), arguments)
+
+
+def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
+    """Call the command that was asked for."""
+    if arguments.command == "check":
+        return check(arguments)
+    if arguments.command == "status":
+        return status(arguments, engine)
+    if arguments.command == "drop":
+        return drop(arguments, engine)
+    return work(arguments, engine)
+
+
+def fail(error: TailraceError, arguments: argparse.Namespace) -> ExitCode:
+    """Tell the error: two lines for a person and, with `--json`, one object for a script."""
+    if arguments.json:
+        from tailrace.pipeline.report import error_to_json
+
+        print_json({"error": error_to_json(error), "exit_code": int(error.exit_code)})
+    if not arguments.child:
+        print_error(error.headline, error.hint or "Run again with `--log-level debug` for more.")
+    return error.exit_code
+
+
+def unexpected(error: Exception, arguments: argparse.Namespace) -> TailraceError:
+    """An error of ours, not of the user's. Its text may hold row values: unasked, only the place is told."""
+    if arguments.log_level == "debug":
+        with contextlib.suppress(OSError):
+            print(logs.redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if os.path.abspath(frame.filename).startswith(package + os.sep)]
+    at = f" at {os.path.relpath(ours[-1].filename, package)}:{ours[-1].lineno}" if ours else ""
+    return TailraceError(
+        f"unexpected {type(error).__name__}{at}",
+        hint="This is a bug: run again with `--log-level debug` and report what it prints.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

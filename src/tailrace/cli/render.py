@@ -1,0 +1,341 @@
+"""What a person sees: the status as a table, progress while a command runs, and its summary.
+
+Everything shown comes from the values of `pipeline.report` and nothing else. Names from the database are
+shown as text: they can neither style nor steer the terminal. Observers write to stderr only and never raise,
+because a closed terminal must not stop a pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleRenderable, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.cli.logs import one_line, redact
+from tailrace.pipeline.report import PipelineStatus, Summary, TableState, TableStatus
+
+PLAIN_SECONDS = 5.0
+"""How often a line is written when nobody can watch a table."""
+PIPED_COLUMNS = 250
+"""Wide enough that no cell is cut where there is no screen to fit."""
+BAR_COLUMNS = 16
+LIVE_ROWS_MIN = 3
+UNKNOWN = "?"
+
+_STYLES = {
+    TableState.LIVE: "green",
+    TableState.NEW: "cyan",
+    TableState.SEEDING: "cyan",
+    TableState.CATCHING_UP: "yellow",
+    TableState.REFRESHING: "yellow",
+    TableState.PAUSED: "dim",
+    TableState.FAILED: "bold red",
+    TableState.NEEDS_SNAPSHOT: "bold red",
+}
+
+
+# ---- units -----------------------------------------------------------------------------------------------
+
+
+def human_bytes(count: int | None) -> str:
+    """`1.2 MiB`."""
+    if count is None:
+        return UNKNOWN
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def human_seconds(seconds: float | None) -> str:
+    """`0.4 s`, `3 min 5 s`, `2 d 4 h`."""
+    if seconds is None:
+        return UNKNOWN
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    for length, unit, below, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= length:
+            return f"{whole // length} {unit} {whole % length // below} {part}"
+    return f"{whole // 60} min {whole % 60} s"
+
+
+def human_count(count: int | None, noun: str = "") -> str:
+    """`1,234`, or `1,234 rows`."""
+    number = UNKNOWN if count is None else f"{count:,}"
+    return f"{number} {noun}{'' if count == 1 else 's'}" if noun else number
+
+
+# ---- the table -------------------------------------------------------------------------------------------
+
+
+def headline(status: PipelineStatus) -> str:
+    """One line about the pipeline as a whole."""
+    processes = (("capture", status.capture_pid), ("apply", status.apply_pid))
+    pids = [f"{name} pid {pid}" for name, pid in processes if pid]
+    state = "running" if status.running else "stopped"
+    source = status.source.place if status.source.reachable else f"{status.source.place} (not reachable)"
+    parts = [
+        f"{status.name}: {state}" + (f" ({', '.join(pids)})" if pids else ""),
+        f"source {source}" + (f" at {status.source.position}" if status.source.position else ""),
+        f"log {human_bytes(status.log.bytes)} in {human_count(status.log.commits, 'commit')}"
+        + (f" up to {status.log.position}" if status.log.position else ""),
+    ]
+    if status.source.retained_bytes is not None:
+        parts.append(f"kept at the source {human_bytes(status.source.retained_bytes)}")
+    return one_line(" · ".join(parts))
+
+
+def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -> Table:
+    """The tables; when they are too many to show, those that need a look first."""
+    shown = list(tables)
+    if rows_max is not None and len(shown) > rows_max:
+        shown = sorted(shown, key=_urgency)[:rows_max]
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
+    view.add_column("table", overflow="fold", min_width=10)
+    view.add_column("state", no_wrap=True)
+    for title in ("loaded", "captured", "applied", "behind", "lag"):
+        view.add_column(title, justify="right", no_wrap=True)
+    for table in shown:
+        view.add_row(
+            Text(one_line(table.name)),
+            Text(table.state.value, style=_STYLES[table.state]),
+            _load_cell(table),
+            human_count(table.rows_captured),
+            human_count(table.rows_applied),
+            human_bytes(table.lag_bytes),
+            human_seconds(table.lag_seconds),
+        )
+    if len(shown) < len(tables):
+        view.add_row(Text(f"… and {len(tables) - len(shown)} more", style="dim"))
+    return view
+
+
+def _urgency(table: TableStatus) -> tuple[bool, bool, int]:
+    return not table.state.broken, table.state is TableState.LIVE, -(table.lag_bytes or 0)
+
+
+def _load_cell(table: TableStatus) -> ConsoleRenderable:
+    if table.state not in (TableState.SEEDING, TableState.REFRESHING):
+        return Text(human_count(table.rows_loaded))
+    if not table.load_rows_estimated:
+        return Text(f"{human_count(table.rows_loaded)} …")
+    # The estimate is the server's and may be low: only the load's own end makes it whole.
+    share = min(table.rows_loaded / table.load_rows_estimated, 0.99)
+    bar = ProgressBar(total=1.0, completed=share, width=BAR_COLUMNS)
+    cell = Table.grid(padding=(0, 1))
+    cell.add_row(bar, Text(f"{share:.0%}"), Text(human_count(table.rows_loaded)))
+    return cell
+
+
+def remarks(tables: Sequence[TableStatus]) -> list[str]:
+    """What to know and do about single tables, one line each, ready to be copied."""
+    lines = []
+    for table in tables:
+        if table.state.broken or table.reason or table.detail:
+            reason = f" [{table.reason}]" if table.reason else ""
+            detail = f": {table.detail}" if table.detail else ""
+            lines.append(f"{table.name} is {table.state.value}{reason}{detail}")
+        if table.hint:
+            lines.append(f"hint for {table.name}: {table.hint}")
+        if table.note:
+            lines.append(f"note on {table.name}: {table.note}")
+    return [redact(one_line(line)) for line in lines]
+
+
+class PatientConsole(Console):
+    """Falls silent when nobody reads any more. Rich itself would end the process and close its stdout."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+    @contextlib.contextmanager
+    def while_it_lasts(self) -> Iterator[None]:
+        """Print in here: once the stream is gone nothing is kept for it, and nothing is raised."""
+        try:
+            yield
+        except OSError:
+            self.quiet = True
+
+
+def console_for(*, stream_is_stderr: bool) -> PatientConsole:
+    """A console as wide as the screen, or wide enough for everything where there is none."""
+    console = PatientConsole(stderr=stream_is_stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    return console
+
+
+def print_status(status: PipelineStatus, console: Console) -> None:
+    """The whole status; remarks are never wrapped, so that SQL in them can be copied."""
+    console.print(Text(headline(status)), soft_wrap=True)
+    if status.tables:
+        console.print(tables_view(status.tables))
+    else:
+        console.print(Text("no tables yet"))
+    for line in remarks(status.tables):
+        console.print(Text(line), soft_wrap=True)
+
+
+def summary_text(summary: Summary) -> str:
+    """What the command did, in one line."""
+    states = Counter(table.state for table in summary.tables)
+    parts = [
+        f"{summary.name}: {summary.message or summary.command + ' ended'}",
+        human_seconds(summary.seconds),
+        human_count(summary.transactions, "transaction"),
+        f"{human_count(summary.rows_captured, 'row')} captured",
+        *(f"{human_count(count, 'table')} {state.value}" for state, count in states.items()),
+    ]
+    return redact(one_line(" · ".join(parts)))
+
+
+# ---- observers -------------------------------------------------------------------------------------------
+
+
+class QuietObserver:
+    """Shows nothing; errors still reach the person, because they end the command."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        pass
+
+    def tick(self, status: PipelineStatus) -> None:
+        pass
+
+    def event(self, text: str, **fields: object) -> None:
+        pass
+
+
+class PlainObserver:
+    """A line every few seconds, one for every change of a table's state, and one per event."""
+
+    def __init__(self, console: PatientConsole, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._due = clock()
+        self._states: dict[tuple[str, str], TableState] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        pass
+
+    def tick(self, status: PipelineStatus) -> None:
+        with self._lock:
+            for table in status.tables:
+                self._tell_change(table)
+            if self._clock() >= self._due:
+                self._due = self._clock() + PLAIN_SECONDS
+                _print_line(self._console, progress_line(status))
+
+    def event(self, text: str, **fields: object) -> None:
+        with self._lock:
+            _print_line(self._console, event_line(text, fields))
+
+    def _tell_change(self, table: TableStatus) -> None:
+        key = (table.schema, table.table)
+        before = self._states.get(key)
+        self._states[key] = table.state
+        if before is table.state:
+            return
+        was = before.value if before else "found"
+        _print_line(self._console, f"{table.name}: {was} → {table.state.value}")
+        if table.state.broken:
+            for line in remarks([table]):
+                _print_line(self._console, line)
+
+
+class LiveObserver:
+    """The table, redrawn in place on a terminal; events pass above it."""
+
+    def __init__(self, console: PatientConsole) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The terminal may be gone; then nothing is left to restore.
+        with self._lock, self._console.while_it_lasts():
+            self._live.stop()
+
+    def tick(self, status: PipelineStatus) -> None:
+        with self._lock, self._console.while_it_lasts():
+            self._live.update(live_view(status, rows_fit=self._console.height), refresh=True)
+
+    def event(self, text: str, **fields: object) -> None:
+        with self._lock:
+            _print_line(self._console, event_line(text, fields))
+
+
+def live_view(status: PipelineStatus, *, rows_fit: int) -> Group:
+    """The status cut to a screen: table first, then as many remarks as fit."""
+    lines = remarks([table for table in status.tables if table.state.broken])
+    # Headline, the table's head and rules, the line that counts the rest, and the cursor's own.
+    rows = max(rows_fit - 7 - min(len(lines), rows_fit // 3), LIVE_ROWS_MIN)
+    cut = [Text(line, no_wrap=True, overflow="ellipsis", style="red") for line in lines[: rows_fit // 3]]
+    return Group(
+        Text(headline(status), no_wrap=True, overflow="ellipsis"),
+        tables_view(status.tables, rows_max=rows) if status.tables else Text("no tables yet"),
+        *cut,
+    )
+
+
+def progress_line(status: PipelineStatus) -> str:
+    """The whole pipeline in one line."""
+    states = Counter(table.state for table in status.tables)
+    behind = [table.lag_bytes for table in status.tables if table.lag_bytes is not None]
+    late = [table.lag_seconds for table in status.tables if table.lag_seconds is not None]
+    loading = sum(table.rows_loaded for table in status.tables if table.state is TableState.SEEDING)
+    parts = [
+        ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no tables yet",
+        f"captured {human_count(sum(table.rows_captured for table in status.tables), 'row')}",
+        f"applied {human_count(sum(table.rows_applied for table in status.tables), 'row')}",
+        *([f"loading {human_count(loading, 'row')}"] if loading else []),
+        f"behind {human_bytes(max(behind, default=None))}",
+        f"lag {human_seconds(max(late, default=None))}",
+    ]
+    return f"{status.name}: " + " · ".join(parts)
+
+
+def event_line(text: str, fields: dict[str, object]) -> str:
+    """The fragment and its fields."""
+    return " ".join([text, *(f"{name}={value}" for name, value in fields.items())])
+
+
+def _print_line(console: PatientConsole, line: str) -> None:
+    with console.while_it_lasts():
+        console.print(Text(redact(one_line(line))), soft_wrap=True)
+
+
+def observer_for(*, quiet: bool) -> LiveObserver | PlainObserver | QuietObserver:
+    """The one that fits what stderr is."""
+    if quiet:
+        return QuietObserver()
+    console = console_for(stream_is_stderr=True)
+    return LiveObserver(console) if console.is_terminal else PlainObserver(console)

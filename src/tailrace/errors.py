@@ -1,0 +1,261 @@
+"""Every error Tailrace raises on purpose: the class is the fact, `remedy` says who acts next.
+
+```text
+TailraceError
+├── ConfigError             the settings file, or a question that makes no sense
+├── Unsupported             a capability the chosen source or format does not have
+├── SourceError             the database
+│   ├── SourceUnreachable       no connection; retried
+│   ├── SourceRefused           wrong password, missing database, missing right
+│   ├── SourceNotReady          the server is not set up for logical replication
+│   ├── SlotBusy                another process reads our slot
+│   ├── PositionLost            the server discarded log we had not read
+│   └── ProtocolViolation       bytes we do not understand
+├── LogError                the change log
+│   ├── LogUnusable             missing, not writable, disk full
+│   ├── LogBusy                 another process writes it
+│   ├── LogFenced               another writer took our commit number
+│   ├── LogForeign              it belongs to another source
+│   └── LogCorrupt              a checksum or an invariant does not hold
+└── TableError              one lake table; the others go on
+    ├── SchemaChanged           the source table changed its shape
+    ├── ForeignWrite            someone else wrote to the table
+    ├── ValueUnfit              a value the column's type cannot hold
+    ├── BaseRowMissing          a partial change without the row it changes
+    ├── TableUnusable           the table's folder or format cannot be used
+    └── TableFailed             a failure nobody foresaw
+```
+
+Row values and secrets never enter an error. The stable `code` stands in the text, because Spark turns an
+exception raised inside a task into text; `from_text` maps it back.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+
+class Remedy(enum.Enum):
+    """Who acts next."""
+
+    RETRY = "retry"
+    """Nobody: it is tried again."""
+    OPERATOR = "operator"
+    """A person, who is told what to do by the hint."""
+    NONE = "none"
+    """It cannot be mended: the request itself makes no sense."""
+
+
+class ExitCode(enum.IntEnum):
+    """What a command's exit status means. Documented in docs/reference/cli.md; scripts rely on it."""
+
+    OK = 0
+    INTERNAL = 1
+    CONFIG = 2
+    SOURCE = 3
+    LOG = 4
+    TABLE = 5
+    BUSY = 6
+    DIFFERENT = 7
+    INTERRUPTED = 130
+
+
+class TailraceError(Exception):
+    """The root: a message, a hint that says what to do, and identifiers as fields."""
+
+    code = "error"
+    remedy = Remedy.NONE
+    exit_code = ExitCode.INTERNAL
+
+    def __init__(self, message: str, *, hint: str = "", **fields: object) -> None:
+        self.message = message
+        self.hint = hint
+        self.fields = fields
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{name}={value}" for name, value in self.fields.items())
+        text = f"{self.message} ({named})" if named else self.message
+        return f"{text} [{self.code}]" + (f" | hint: {self.hint}" if self.hint else "")
+
+    @property
+    def headline(self) -> str:
+        """The message and its fields, without hint or code: what follows `error:`."""
+        named = ", ".join(f"{name}={value}" for name, value in self.fields.items())
+        return f"{self.message} ({named})" if named else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.hint, self.fields)
+
+
+def _rebuild(kind: type[TailraceError], message: str, hint: str, fields: dict[str, object]) -> TailraceError:
+    return kind(message, hint=hint, **fields)
+
+
+class ConfigError(TailraceError):
+    """The settings, or the question asked, cannot be used."""
+
+    code = "config-invalid"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.CONFIG
+
+
+class Unsupported(TailraceError):
+    """The source or format does not have this capability."""
+
+    code = "unsupported"
+    exit_code = ExitCode.CONFIG
+
+
+class SourceError(TailraceError):
+    """Something about the database."""
+
+    code = "source-error"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.SOURCE
+
+
+class SourceUnreachable(SourceError):
+    """No connection, or it broke."""
+
+    code = "source-unreachable"
+    remedy = Remedy.RETRY
+
+
+class SourceRefused(SourceError):
+    """The server answered, and said no."""
+
+    code = "source-refused"
+
+
+class SourceNotReady(SourceError):
+    """The server is not set up for logical replication."""
+
+    code = "source-not-ready"
+
+
+class SlotBusy(SourceError):
+    """Another process is reading our slot."""
+
+    code = "slot-busy"
+    exit_code = ExitCode.BUSY
+
+
+class PositionLost(SourceError):
+    """The server discarded log we had not read yet."""
+
+    code = "position-lost"
+
+
+class ProtocolViolation(SourceError):
+    """The server sent bytes that mean nothing to us."""
+
+    code = "protocol-violation"
+
+
+class LogError(TailraceError):
+    """Something about the change log."""
+
+    code = "log-error"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.LOG
+
+
+class LogUnusable(LogError):
+    """The log's folder is missing, not writable or full."""
+
+    code = "log-unusable"
+
+
+class LogBusy(LogError):
+    """Another process holds the log's lease."""
+
+    code = "log-busy"
+    exit_code = ExitCode.BUSY
+
+
+class LogFenced(LogError):
+    """Another writer has committed the number we were about to write."""
+
+    code = "log-fenced"
+    exit_code = ExitCode.BUSY
+
+
+class LogForeign(LogError):
+    """The log belongs to another source."""
+
+    code = "log-foreign"
+
+
+class LogCorrupt(LogError):
+    """A file of the log is not what was written."""
+
+    code = "log-corrupt"
+
+
+class TableError(TailraceError):
+    """Something about one lake table; the others go on."""
+
+    code = "table-error"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.TABLE
+
+
+class SchemaChanged(TableError):
+    """The source table changed its shape in a way that cannot be applied yet."""
+
+    code = "schema-changed"
+
+
+class ForeignWrite(TableError):
+    """The table's newest commit is neither ours nor known maintenance."""
+
+    code = "foreign-write"
+
+
+class ValueUnfit(TableError):
+    """A value that the column's type cannot hold; it is kept, as text, in the log."""
+
+    code = "value-unfit"
+
+
+class BaseRowMissing(TableError):
+    """A partial change arrived for a row that the table does not hold."""
+
+    code = "base-row-missing"
+
+
+class TableUnusable(TableError):
+    """The table's folder or format cannot be used."""
+
+    code = "table-unusable"
+
+
+class TableFailed(TableError):
+    """A failure that nobody foresaw; the others go on."""
+
+    code = "unexpected"
+
+
+def _tree(root: type[TailraceError]) -> dict[str, type[TailraceError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_text(text: str) -> TailraceError | None:
+    """The error whose code stands in the text, or None: the way back out of a Spark task."""
+    codes = _tree(TailraceError)
+    for line in text.splitlines():
+        found = re.search(r"\[([a-z-]+)\](?: \| hint: (.*))?\s*$", line)
+        if found and found.group(1) in codes:
+            # A traceback's last line reads `package.Class: message`; keep the message.
+            message = re.sub(
+                r"^[\w.]+(?:Error|Changed|Write|Unfit|Missing|Unusable|Corrupt)?: ",
+                "",
+                line[: found.start()].strip(),
+            )
+            return codes[found.group(1)](message, hint=found.group(2) or "")
+    return None

@@ -1,0 +1,46 @@
+"""Named places where a test may kill the process; nothing happens unless one is armed.
+
+`TAILRACE_FAILPOINT=name:n` kills the whole process group at the n-th passing of `name`, after noting it in the
+file `TAILRACE_FAILPOINT_LOG`. Killing the group is what a machine that loses power looks like to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+NAMES = (
+    "capture.window_read",
+    "capture.before_confirm",
+    "capture.after_confirm",
+    "log.before_write",
+    "log.after_write",
+    "log.after_link",
+    "log.schema_recorded",
+    "load.snapshot_open",
+    "load.before_commit",
+    "load.after_commit",
+    "apply.before_table",
+    "apply.batch_done",
+    "table.before_commit",
+    "table.after_commit",
+)
+"""Every failpoint there is; the crash test hits each."""
+
+_armed, _, _count = os.environ.get("TAILRACE_FAILPOINT", "").partition(":")
+_left = int(_count or 1)
+
+
+def hit(name: str) -> None:
+    """Pass the named place; die there if it is armed and its turn has come."""
+    global _left
+    if name != _armed:
+        return
+    _left -= 1
+    if _left > 0:
+        return
+    with open(os.environ["TAILRACE_FAILPOINT_LOG"], "a", encoding="utf-8") as log:
+        log.write(name + "\n")
+        log.flush()
+        os.fsync(log.fileno())
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,60 @@
+"""What a change is made of: its operation, and the columns every change carries beside the table's own.
+
+`_seq` orders everything; no other column may be used to sort. Optional columns (`_unchanged`, `_before`,
+`_moved_from`, `_unfit`) may be left out of a stored batch when they are null in every row, and only then.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import pyarrow as pa
+
+
+class Operation(enum.Enum):
+    """What happened to a row. The value is what stands in `_op`."""
+
+    INSERT = "insert"
+    UPDATE = "update"
+    DELETE = "delete"
+    TRUNCATE = "truncate"
+    READ = "read"
+    """Read by a snapshot, not seen in the source's log."""
+
+    @property
+    def code(self) -> int:
+        """The small number the compiled kernels use."""
+        return _CODES[self]
+
+
+_CODES = {operation: code for code, operation in enumerate(Operation)}
+
+OPERATION_NAMES = pa.array([operation.value for operation in Operation], pa.string())
+"""`_op` by code: `OPERATION_NAMES.take(codes)`."""
+
+OP, SEQ, COMMIT, POSITION = "_op", "_seq", "_commit", "_position"
+TX, TX_INDEX, COMMITTED_AT = "_tx", "_tx_index", "_committed_at"
+UNCHANGED, BEFORE, MOVED_FROM, UNFIT = "_unchanged", "_before", "_moved_from", "_unfit"
+
+ALWAYS = (
+    pa.field(OP, pa.string(), nullable=False),
+    pa.field(SEQ, pa.int64(), nullable=False),
+    pa.field(POSITION, pa.string(), nullable=False),
+    pa.field(TX, pa.int64(), nullable=False),
+    pa.field(TX_INDEX, pa.int32(), nullable=False),
+    pa.field(COMMITTED_AT, pa.timestamp("us", "UTC"), nullable=False),
+)
+"""Stored with every change. `_commit` is the number of the file it stands in, so it is not stored."""
+
+UNFIT_TYPE = pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())]))
+OPTIONAL = (UNCHANGED, BEFORE, MOVED_FROM, UNFIT)
+RESERVED = frozenset([field.name for field in ALWAYS] + [COMMIT, *OPTIONAL])
+
+
+def stored_name(column: str) -> str:
+    """The column's name inside the log: its own, unless a change's own columns already use that name.
+
+    A trailing underscore is added to every name that is a reserved one plus underscores, so that two
+    columns never meet.
+    """
+    return column + "_" if column.rstrip("_") in RESERVED or column in RESERVED else column

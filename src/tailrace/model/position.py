@@ -1,0 +1,48 @@
+"""Positions in a source's own log, as types that order and print the way the server does.
+
+A position is never a string inside Tailrace: `"0/9" > "0/10"` must not be able to happen.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+
+from tailrace.errors import ConfigError
+
+_LSN = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
+
+
+@functools.total_ordering
+@dataclass(frozen=True)
+class Lsn:
+    """A byte position in PostgreSQL's write-ahead log."""
+
+    value: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.value < 1 << 64:
+            raise ConfigError("a log sequence number has 64 bits", value=self.value)
+
+    @classmethod
+    def parse(cls, text: str) -> Lsn:
+        """Read the server's own form, e.g. `16/B374D848`; anything else is an error."""
+        found = _LSN.fullmatch(text)
+        if not found:
+            raise ConfigError("not a log sequence number", text=text, hint="It looks like 16/B374D848.")
+        return cls((int(found.group(1), 16) << 32) | int(found.group(2), 16))
+
+    def __str__(self) -> str:
+        return f"{self.value >> 32:X}/{self.value & 0xFFFFFFFF:X}"
+
+    def __lt__(self, other: Lsn) -> bool:
+        return self.value < other.value
+
+    def __sub__(self, other: Lsn) -> int:
+        """Bytes between two positions."""
+        return self.value - other.value
+
+
+ZERO = Lsn(0)
+"""Before everything: no server uses it."""

@@ -1,0 +1,114 @@
+"""A table's identity and one version of its shape.
+
+Two shapes are equal when a row of one can be read as a row of the other; nothing that can differ between two
+readings of the same rows (a catalogue look-up, the order of discovery) is part of a shape.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from tailrace.model import change
+
+
+@dataclass(frozen=True, order=True)
+class TableId:
+    """A table's name at the source. Its parts are kept apart: `a.b`.`c` is not `a`.`b.c`."""
+
+    schema: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.schema}.{self.name}"
+
+
+class Identity(enum.Enum):
+    """What the source tells of the old row when one is updated or deleted."""
+
+    KEY = "key"
+    """The key's old values, when they changed or the row went."""
+    FULL = "full"
+    """The whole old row."""
+    NONE = "none"
+    """Nothing: only inserts and truncates can be published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column: its name verbatim, the source's type, and the Arrow type its values arrive as."""
+
+    name: str
+    source_type: str
+    type: pa.DataType
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSchema:
+    """One version of a table's shape. `key` names the columns a mirror is merged on; empty means keyless."""
+
+    table: TableId
+    relation: int
+    """The source's own number for the table; survives a rename, not a re-creation."""
+    columns: tuple[Column, ...]
+    key: tuple[str, ...]
+    identity: Identity
+
+    @property
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+    def same_rows(self, other: TableSchema) -> bool:
+        """Whether rows of both can stand in one mirror table."""
+        mine = [(column.name, column.type) for column in self.columns]
+        return mine == [(column.name, column.type) for column in other.columns] and self.key == other.key
+
+    def row_fields(self) -> list[pa.Field]:
+        """The table's own columns, verbatim: what a mirror table holds."""
+        return [pa.field(column.name, column.type) for column in self.columns]
+
+    def change_schema(self) -> pa.Schema:
+        """The Arrow schema of a stored change of this version, with every optional column present."""
+        row = [pa.field(change.stored_name(column.name), column.type) for column in self.columns]
+        key = [field for field, column in zip(row, self.columns, strict=True) if column.name in self.key]
+        optional = [
+            pa.field(change.UNCHANGED, pa.list_(pa.string())),
+            pa.field(change.BEFORE, pa.struct(row)),
+            pa.field(change.MOVED_FROM, pa.struct(key)),
+            pa.field(change.UNFIT, change.UNFIT_TYPE),
+        ]
+        return pa.schema([*change.ALWAYS, *optional, *row])
+
+    def to_json(self) -> dict[str, Any]:
+        """A form that reads back equal; the Arrow types travel in Arrow's own encoding."""
+        fields = pa.schema([pa.field(column.name, column.type) for column in self.columns])
+        return {
+            "schema": self.table.schema,
+            "name": self.table.name,
+            "relation": self.relation,
+            "columns": [
+                {"name": column.name, "source_type": column.source_type, "type": str(column.type)}
+                for column in self.columns
+            ],
+            "arrow": base64.b64encode(fields.serialize()).decode(),
+            "key": list(self.key),
+            "identity": self.identity.value,
+        }
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> TableSchema:
+        fields = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(stored["arrow"])))
+        return cls(
+            table=TableId(stored["schema"], stored["name"]),
+            relation=stored["relation"],
+            columns=tuple(
+                Column(name=column["name"], source_type=column["source_type"], type=field.type)
+                for column, field in zip(stored["columns"], fields, strict=True)
+            ),
+            key=tuple(stored["key"]),
+            identity=Identity(stored["identity"]),
+        )

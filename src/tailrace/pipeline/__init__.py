@@ -1,0 +1,1 @@
+"""Settings become running objects here, and each table lives its life; nothing below imports this package."""

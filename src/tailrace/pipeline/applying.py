@@ -1,0 +1,273 @@
+"""The apply side of a pipeline: loads new tables, and brings the loaded ones to the end of the log.
+
+Tables at different positions share one query, which only wakes the work; losing its checkpoint loses nothing.
+One table's failure holds back only that table. All tables of a micro-batch end on one commit of the log, and
+no row passes the driver: tasks read the log and write the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from tailrace import failpoints
+from tailrace.capture.base import TableSnapshot
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import Remedy, TableFailed, TailraceError
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.settings import PipelineSettings
+from tailrace.spark.session import open_session
+from tailrace.spark.tasks import ApplyWork, LoadWork, Outcome, apply_changes, load_table
+from tailrace.spark.wake import FORMAT, WakeSource
+from tailrace.tables.base import Cursor
+
+log = logging.getLogger(__name__)
+
+LOADS_AT_ONCE = 2
+REST_SECONDS_MAX = 10.0
+"""Merging uses at most half of the time; after a very long merge the rest is cut here."""
+RETRY_SECONDS = 0.5
+RESTARTS_MAX = 5
+"""Of a query that broke, e.g. because a worker was killed."""
+
+
+class Applying:
+    """Loads and applies every wanted table until it is told to stop."""
+
+    def __init__(self, settings: PipelineSettings, change_log: ChangeLog, source: PostgresCapture) -> None:
+        self._settings = settings
+        self._log = change_log
+        self._source = source
+        self.lives = Lives(change_log, settings.tables.path)
+        self._stopping = threading.Event()
+        self._hurry = False
+        self._batch = threading.Lock()
+        self._woken = threading.Event()
+        self._scratch = Path(tempfile.mkdtemp(prefix="tailrace-spark-"))
+        self._spark: SparkSession | None = None
+        self._query: StreamingQuery | None = None
+        self._restarts = 0
+        self._threads: list[threading.Thread] = []
+        self._failure: TailraceError | None = None
+
+    # Life and death.
+
+    def discover(self) -> None:
+        """Find the wanted tables and what their lake tables already hold."""
+        self.lives.grow()
+        for table in self._source.tables():
+            self.lives.add(table.table, table)
+
+    def start(self) -> None:
+        """Start Spark, the loads and the query that wakes the work."""
+        self._spark = open_session(self._settings.name, self._scratch, self.spark_log)
+        self._spark.dataSource.register(WakeSource)
+        # Neither waits for the query, which takes seconds to start.
+        self._in_background(self._load_all)
+        self._in_background(self._apply_until_woken)
+        self._query = self._start_query()
+
+    def _start_query(self) -> StreamingQuery:
+        """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
+        assert self._spark is not None, "started"
+        known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
+        wakes = self._spark.readStream.format(FORMAT).option("log", str(self._log.path))
+        wakes = wakes.option("after", str(min(known, default=0)))
+        checkpoint = self._scratch / f"checkpoint-{self._restarts}"
+        writer = wakes.load().writeStream.foreachBatch(self._on_batch)
+        return writer.option("checkpointLocation", str(checkpoint)).start()
+
+    @property
+    def spark_log(self) -> Path:
+        """Where Spark writes what it has to say."""
+        return self._settings.log.path / "status" / "spark.log"
+
+    def stop(self) -> None:
+        """Finish what is under way, then let go of everything."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        with self._batch:  # a query that is stopped inside a micro-batch dies noisily
+            if self._query is not None:
+                self._query.stop()
+        if self._spark is not None:
+            self._spark.stop()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def check(self) -> None:
+        """Start the query again if it broke; raise what made the apply side as a whole stop."""
+        if self._failure is not None:
+            raise self._failure
+        if self._query is None or self._query.isActive or self._stopping.is_set():
+            return
+        self._restarts += 1
+        if self._restarts > RESTARTS_MAX:
+            raise TableFailed(
+                "the Spark query ended by itself, again and again",
+                times=self._restarts,
+                hint=f"See {self.spark_log}, and start again.",
+            )
+        log.warning("query ended, started again", extra={"spark_log": str(self.spark_log)})
+        self._query = self._start_query()
+
+    def hurry(self) -> None:
+        """Do not rest between micro-batches: someone waits for the end."""
+        self._hurry = True
+
+    def _in_background(self, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except TailraceError as error:
+                self._failure = error
+            except Exception as error:  # the thread's boundary: the pipeline must hear of it
+                self._failure = TableFailed(
+                    f"unexpected {type(error).__name__}: {error}",
+                    hint=f"See {self.spark_log}; if it comes back, report it.",
+                )
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    # Loading.
+
+    def _load_all(self) -> None:
+        """Load the new tables, all from one snapshot; again those whose failure may have passed."""
+        while not self._stopping.is_set():
+            new = [life for life in self.lives.tables.values() if life.state is TableState.NEW]
+            if not new:
+                return
+            self._load(new)
+            self._stopping.wait(RETRY_SECONDS)
+
+    def _load(self, lives: list[TableLife]) -> None:
+        try:
+            with self._source.snapshot() as snapshot, ThreadPoolExecutor(LOADS_AT_ONCE) as pool:
+                self.lives.grow()
+                commit = self.lives.index.commit_at(snapshot.point)
+                # A commit that straddles the point is not covered by number; its rows are told by position.
+                cursor = Cursor(
+                    seq=self.lives.index.next_seq(commit) - 1, commit=commit, position=snapshot.point
+                )
+                list(pool.map(lambda life: self._load_one(life, snapshot, cursor), lives))
+        except TailraceError as error:
+            if error.remedy is not Remedy.RETRY:
+                raise
+            for life in lives:
+                life.fail(error)
+
+    def _load_one(self, life: TableLife, snapshot: TableSnapshot, cursor: Cursor) -> None:
+        if self._stopping.is_set():
+            return
+        life.state = TableState.SEEDING
+        progress = self._scratch / f"load-{id(life)}.json"
+        work = LoadWork(
+            table=life.table,
+            reader=snapshot.reader(),
+            lake=life.path,
+            log_id=self._log.log_id,
+            cursor=cursor,
+            progress=progress,
+        )
+        done = threading.Event()
+        watcher = threading.Thread(target=_watch_load, args=(life, progress, done), daemon=True)
+        watcher.start()
+        try:
+            outcome = self._run(load_table, [work])[0]
+        finally:
+            done.set()
+            watcher.join()
+        if outcome.error is not None:
+            life.state = TableState.NEW
+            life.fail(outcome.error)
+            return
+        assert outcome.cursor is not None, "a load that did not fail"
+        assert outcome.schema is not None, "a load that did not fail"
+        life.rows_loaded = outcome.rows
+        life.moved(outcome.cursor, outcome.schema)
+        life.state = TableState.CATCHING_UP
+        self._advance([life], self.lives.grow())
+
+    def _run(self, task: Callable[..., Outcome], works: Sequence[LoadWork | ApplyWork]) -> list[Outcome]:
+        assert self._spark is not None, "started"
+        return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
+
+    # Applying.
+
+    def _apply_until_woken(self) -> None:
+        """Apply what there is while the query starts."""
+        while not self._stopping.is_set() and not self._woken.wait(RETRY_SECONDS):
+            self._advance(self._loaded(), self.lives.grow())
+
+    def _on_batch(self, batch: DataFrame, _: int) -> None:
+        """One micro-batch: bring every loaded table to the commit it ends on."""
+        self._woken.set()
+        with self._batch:
+            if self._stopping.is_set():
+                return
+            started = time.monotonic()
+            end = max(row["commit"] for row in batch.collect())
+            newest = self.lives.grow()
+            self._advance(self._loaded(), end)
+            failpoints.hit("apply.batch_done")
+            if end == newest and not self._hurry:
+                self._stopping.wait(min(time.monotonic() - started, REST_SECONDS_MAX))
+
+    def _loaded(self) -> list[TableLife]:
+        loaded = (TableState.CATCHING_UP, TableState.LIVE)
+        return [life for life in self.lives.tables.values() if life.state in loaded]
+
+    def _advance(self, lives: list[TableLife], end: int) -> None:
+        """Apply, table beside table, until each has reached the commit, has failed, or is another's."""
+        mine = [life for life in lives if life.lock.acquire(blocking=False)]
+        try:
+            while not self._stopping.is_set():
+                works = [work for life in mine if (work := self._work(life, end)) is not None]
+                if not works:
+                    return
+                for outcome in self._run(apply_changes, works):
+                    self._settle(self.lives.tables[outcome.table], outcome)
+        finally:
+            for life in mine:
+                life.lock.release()
+
+    def _work(self, life: TableLife, end: int) -> ApplyWork | None:
+        stretch = self.lives.stretch(life, end)
+        if stretch is None or life.cursor is None:
+            return None
+        return ApplyWork(
+            table=life.table, log=self._log.path, lake=life.path, log_id=self._log.log_id,
+            slices=tuple((item.commit, item.body) for item in stretch.slices),
+            expected=life.cursor, cursor=stretch.cursor,
+        )  # fmt: skip
+
+    def _settle(self, life: TableLife, outcome: Outcome) -> None:
+        if outcome.error is None:
+            assert outcome.cursor is not None, "an apply that did not fail"
+            assert outcome.schema is not None, "an apply that did not fail"
+            life.moved(outcome.cursor, outcome.schema)
+            return
+        life.fail(outcome.error)
+        self._stopping.wait(RETRY_SECONDS)
+
+
+def _watch_load(life: TableLife, progress: Path, done: threading.Event) -> None:
+    """Copy the task's note of its progress, for people who watch."""
+    while not done.wait(0.25):
+        try:
+            life.rows_loaded = json.loads(progress.read_bytes())["rows"]
+        except (OSError, ValueError, KeyError):
+            continue

@@ -1,0 +1,202 @@
+"""Each table's life, as far as the log and the table itself tell it; no Spark in here.
+
+A table's own commit says what it has; `TableLife` keeps only a copy of that. A table that holds no position of
+this log is new, and nothing else decides that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tailrace.capture.postgres.catalogue import SourceTable
+from tailrace.changelog.index import LogIndex, Slice
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import Remedy, SchemaChanged, TableFailed, TailraceError
+from tailrace.model.schema import Identity, TableId, TableSchema
+from tailrace.pipeline.report import TableState
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.paths import table_path
+
+log = logging.getLogger(__name__)
+
+ROWS_PER_APPLY_MAX = 500_000
+"""Of one table in one commit, unless a single commit of the log has more."""
+RETRIES_MAX = 5
+"""Of a table whose failure may pass by itself, before it counts as failed."""
+RELOAD_HINT = (
+    "Its changes are kept in the log. Remove the lake table's folder and start again: it is loaded anew."
+)
+
+
+@dataclass
+class TableLife:
+    """One table: where it stands, and why it stands still if it does."""
+
+    table: TableId
+    path: Path
+    state: TableState = TableState.NEW
+    cursor: Cursor | None = None
+    shape: TableSchema | None = None
+    error: TailraceError | None = None
+    failures: int = 0
+    rows_estimated: int | None = None
+    rows_loaded: int = 0
+    note: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by whoever is applying to the table."""
+
+    def fail(self, error: TailraceError) -> None:
+        """Stop the table, unless the failure may pass by itself and has not come too often."""
+        self.error = error
+        self.failures += 1
+        passing = error.remedy is Remedy.RETRY or isinstance(error, TableFailed)
+        if not passing or self.failures > RETRIES_MAX:
+            self.state = TableState.FAILED
+            log.error(
+                "table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message}
+            )
+        else:
+            log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
+
+    def moved(self, cursor: Cursor, shape: TableSchema) -> None:
+        """The table's own commit now says this."""
+        self.cursor, self.shape, self.error, self.failures = cursor, shape, None, 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Slices of the log that a table can take in one commit, and where that brings it."""
+
+    slices: tuple[Slice, ...]
+    cursor: Cursor
+
+
+class Lives:
+    """The tables of a pipeline beside the log they are fed from."""
+
+    def __init__(self, log_reader: ChangeLog, lake: Path) -> None:
+        self.log = log_reader
+        self.index = LogIndex(log_reader)
+        self._lake = lake
+        self._growing = threading.Lock()
+        self.tables: dict[TableId, TableLife] = {}
+
+    def grow(self) -> int:
+        """Take in what the log has got; its newest commit."""
+        with self._growing:
+            self.index.grow()
+            return self.index.commit
+
+    def add(self, table: TableId, source: SourceTable | None = None) -> TableLife:
+        """Begin to follow a table from what its own commit says."""
+        life = TableLife(table, self._lake / table.schema / table.name)
+        self.tables[table] = life
+        if source is not None:
+            life.rows_estimated = source.rows_estimated
+            life.note = _identity_note(source)
+        try:
+            life.path = table_path(self._lake, table)
+            lake_table = DeltaRsTable(life.path, self.log.log_id)
+            life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
+            if life.cursor is not None:
+                life.state = TableState.CATCHING_UP
+        except TailraceError as error:
+            life.fail(error)
+        return life
+
+    def pending(self, life: TableLife, to: int) -> list[Slice]:
+        """What the log holds for the table up to a commit and the table has not covered."""
+        if life.cursor is None:
+            return []
+        covered = self.index.commit_at(life.cursor.position)
+        found = [
+            item
+            for number in self.numbers(life)
+            for item in self.index.pending(number, life.cursor.seq, to)
+            if item.commit > covered
+        ]
+        return sorted(found, key=lambda item: (item.commit, item.body))
+
+    def numbers(self, life: TableLife) -> list[int]:
+        """The log's numbers for the table: one, unless it was dropped and made again."""
+        relation = life.shape.relation if life.shape else None
+        return [
+            version.table
+            for version in self.log.schemas.latest()
+            if version.schema.table == life.table or version.schema.relation == relation
+        ]
+
+    def stretch(self, life: TableLife, end: int) -> Stretch | None:
+        """The next stretch the table can take; None when there is none, and then its state says why."""
+        if life.state.broken or life.cursor is None or life.shape is None:
+            return None
+        pending = self.pending(life, end)
+        taken: list[Slice] = []
+        rows = 0
+        for item in pending:
+            error = self._unusable(life.shape, item)
+            if error is not None and not taken:
+                life.fail(error)
+                return None
+            if error is not None or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
+                break
+            taken.append(item)
+            rows += item.rows
+        if not taken:
+            life.state = TableState.LIVE
+            return None
+        # A commit may hold several slices of a table; a cursor must not pass the ones left for later.
+        last = end if len(taken) == len(pending) else pending[len(taken)].commit - 1
+        seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
+        position = max(life.cursor.position, self.index.end_of(last))
+        return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+
+    def covered(self, commit: int) -> bool:
+        """Whether every table that can go on has applied the log up to the commit."""
+        return all(
+            life.state.broken or (life.state is TableState.LIVE and not self.pending(life, commit))
+            for life in self.tables.values()
+        )
+
+    def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
+        """Why rows of this version cannot go into the table as it is; None if they can."""
+        found = self.log.schemas.get(item.table, item.schema).schema
+        if found.table == shape.table and found.relation == shape.relation and found.same_rows(shape):
+            return None
+        return SchemaChanged(
+            "the source table changed its shape",
+            table=shape.table,
+            commit=item.commit,
+            change=difference(shape, found),
+            hint=RELOAD_HINT,
+        )
+
+
+def _identity_note(source: SourceTable) -> str | None:
+    if source.identity is not Identity.NONE:
+        return None
+    name = ".".join('"' + part.replace('"', '""') + '"' for part in (source.table.schema, source.table.name))
+    return (
+        "Only inserts and truncates are captured: the table has no usable replica identity. For updates and "
+        f"deletes run: ALTER TABLE {name} REPLICA IDENTITY FULL;"
+    )
+
+
+def difference(old: TableSchema, new: TableSchema) -> str:
+    """What changed between two shapes, in a few words."""
+    if old.table != new.table:
+        return f"renamed to {new.table}"
+    if old.relation != new.relation:
+        return "dropped and created again"
+    before = {column.name: column.type for column in old.columns}
+    after = {column.name: column.type for column in new.columns}
+    said = [f"added {name}" for name in after if name not in before]
+    said += [f"dropped {name}" for name in before if name not in after]
+    said += [f"retyped {name}" for name in after if name in before and after[name] != before[name]]
+    if old.key != new.key:
+        said.append("another key")
+    return ", ".join(said) or "columns in another order"

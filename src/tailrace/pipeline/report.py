@@ -1,0 +1,202 @@
+"""What a pipeline tells about itself: plain values, shared by the side that measures and the side that shows.
+
+Everything in here is a fact at one moment and can be printed as JSON; nothing holds a connection, a row's
+values or a secret. The names of the fields are the names in `--json`, which scripts rely on: fields are
+added, never renamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tailrace import errors
+from tailrace.errors import ExitCode, TailraceError
+
+
+class TableState(enum.Enum):
+    """Where a table stands in its life: new → seeding → catching_up → live, and what can come between."""
+
+    NEW = "new"
+    """The globs match it and its lake table holds no position of this log. Never stored: it follows from
+    that."""
+    SEEDING = "seeding"
+    """The first load is reading the source. Set by the process that loads; not stored: a load that died
+    starts again from `new`."""
+    CATCHING_UP = "catching_up"
+    """Loaded, but behind the log as it was when apply last looked. Never stored: it follows from the position
+    in the table's own commit."""
+    LIVE = "live"
+    """Has applied everything the log held when apply last looked. Never stored, for the same reason."""
+    REFRESHING = "refreshing"
+    """Being loaded anew while its old contents stay readable. Set by apply when rows changed at rest; stored
+    until the load's commit."""
+    PAUSED = "paused"
+    """Held back by an operator. Stored until the operator resumes it."""
+    FAILED = "failed"
+    """An error that a person must mend; the other tables go on. Set by capture or apply; stored with its
+    reason until a start finds the cause gone."""
+    NEEDS_SNAPSHOT = "needs_snapshot"
+    """The log no longer holds what the table lacks. Set by retention or apply; stored until it is loaded
+    again."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the table goes nowhere until a person acts."""
+        return self in (TableState.FAILED, TableState.NEEDS_SNAPSHOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableStatus:
+    """One table: how far it is and, if it stands still, why and what to do."""
+
+    schema: str
+    table: str
+    state: TableState
+    path: str
+    """Where its lake table lies."""
+    reason: str | None = None
+    """The code of the error that stopped it, e.g. `schema-changed`."""
+    detail: str | None = None
+    """That error's text."""
+    hint: str | None = None
+    rows_captured: int = 0
+    rows_applied: int = 0
+    rows_loaded: int = 0
+    load_rows_estimated: int | None = None
+    applied_commit: int | None = None
+    applied_position: str | None = None
+    lag_bytes: int | None = None
+    lag_seconds: float | None = None
+    note: str | None = None
+    """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
+
+    def __post_init__(self) -> None:
+        if self.state is TableState.FAILED and not self.reason:
+            raise ValueError("a failed table says why: give `reason`, the code of its error")
+
+    @property
+    def name(self) -> str:
+        """For people only: two tables can share it, when a name holds a dot."""
+        return f"{self.schema}.{self.table}"
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogStatus:
+    """The change log: what it spans and what it weighs."""
+
+    path: str
+    id: str | None = None
+    commits: int = 0
+    first_commit: int | None = None
+    last_commit: int | None = None
+    position: str | None = None
+    """The source position it reaches."""
+    bytes: int = 0
+    last_seq: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceStatus:
+    """The database, as far as it could be asked."""
+
+    reachable: bool
+    place: str
+    """Host, port and database; never a user, never a password."""
+    slot: str | None = None
+    slot_active: bool | None = None
+    retained_bytes: int | None = None
+    """What the server keeps for us on its own disk."""
+    position: str | None = None
+    """The end of the server's log."""
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStatus:
+    """One pipeline at one moment."""
+
+    name: str
+    running: bool
+    """Whether any of its processes is alive."""
+    source: SourceStatus
+    log: LogStatus
+    tables: tuple[TableStatus, ...] = ()
+    capture_pid: int | None = None
+    apply_pid: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a command did, said once when it ends."""
+
+    name: str
+    command: str
+    seconds: float
+    transactions: int = 0
+    rows_captured: int = 0
+    tables: tuple[TableStatus, ...] = ()
+    exit_code: ExitCode = ExitCode.OK
+    message: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+class Observer(Protocol):
+    """Someone watching a pipeline. Both calls return soon, never raise, and may come from any thread; missing
+    one loses nothing but a view of that moment."""
+
+    def tick(self, status: PipelineStatus) -> None:
+        """The state now; called about twice a second."""
+
+    def event(self, text: str, **fields: object) -> None:
+        """Something happened that is worth a line: a lower-case fragment, and its identifiers as fields."""
+
+
+def tables_exit_code(tables: Iterable[TableStatus]) -> ExitCode:
+    """How a command that waited for these tables ends: TABLE if one of them cannot go on."""
+    return ExitCode.TABLE if any(table.state.broken for table in tables) else ExitCode.OK
+
+
+def error_to_json(error: TailraceError) -> dict[str, Any]:
+    """An error as `--json` prints it; `error_from_json` gives it back in another process."""
+    fields = {name: _plain(value) for name, value in error.fields.items()}
+    return {"code": error.code, "message": error.message, "hint": error.hint, "fields": fields}
+
+
+def error_from_json(stored: Mapping[str, Any]) -> TailraceError:
+    """The error of the class its code names; the root class for a code this version does not know."""
+    known = errors.from_text(f"[{stored['code']}]")
+    kind = type(known) if known else TailraceError
+    return kind(stored["message"], hint=stored["hint"], **stored["fields"])
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return round(value, 3)
+    return value if value is None or isinstance(value, (str, int)) else str(value)

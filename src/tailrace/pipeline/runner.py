@@ -1,0 +1,298 @@
+"""The commands' work: run, capture, apply, drop. Starts what is needed, watches it, ends it.
+
+`run` keeps capture in a child process, so that a pause or an out-of-memory kill of the Spark side never costs
+the source's connection. All processes stay in one process group and none outlives its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from tailrace.capture.postgres.source import identify
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
+from tailrace.errors import ExitCode, LogForeign, LogUnusable, SourceError, TailraceError
+from tailrace.pipeline.capturing import Capturing
+from tailrace.pipeline.report import Observer, PipelineStatus, Summary, error_from_json
+from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure, read_status
+from tailrace.pipeline.wiring import open_source
+from tailrace.processes import die_with_parent
+
+TICK_SECONDS = 0.5
+CHILD_START_SECONDS_MAX = 90.0
+"""Waiting for lease and slot, 30 s each, and for the server."""
+CHILD_STOP_SECONDS_MAX = 15.0
+
+
+@contextmanager
+def stop_signal(asked: threading.Event | None = None) -> Iterator[threading.Event]:
+    """An event that SIGTERM sets; Ctrl-C stays an exception. Elsewhere than in the main thread, never set."""
+    asked = asked or threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def ask(_number: int, _frame: FrameType | None) -> None:
+        asked.set()
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def capture(
+    settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool = False
+) -> Summary:
+    """Capture into the log until stopped or, if asked, until everything committed before the start is in.
+
+    As a child of `run` it goes on after catching up: the log must not stop while tables are being loaded.
+    """
+    if child:
+        die_with_parent()
+    with stop_signal() as asked:
+        capturing = Capturing(settings, until_caught_up=until_caught_up)
+        observer.event(
+            "capture started", position=capturing.log.position, slot=capturing.source.settings.slot
+        )
+
+        def stopping() -> bool:
+            return asked.is_set() or (until_caught_up and not child and capturing.runtime.caught_up)
+
+        # The status is for people; a child has none to show it to.
+        with _watched(settings, observer, None if child else capturing):
+            capturing.run(stopping)
+    done = capturing.runtime.progress
+    return Summary(
+        name=settings.name,
+        command="capture",
+        seconds=time.monotonic() - capturing.started,
+        transactions=done.transactions,
+        rows_captured=done.rows,
+        message=f"the log reaches {capturing.log.position}",
+    )
+
+
+@contextmanager
+def _watched(settings: PipelineSettings, observer: Observer, capturing: Capturing | None) -> Iterator[None]:
+    """Tell the observer about twice a second how a capture stands."""
+    if capturing is None:
+        yield
+        return
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(TICK_SECONDS):
+            try:
+                observer.tick(read_status(settings))
+            except TailraceError:
+                continue
+
+    watcher = threading.Thread(target=watch, name="tailrace-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def run(
+    settings: PipelineSettings,
+    *,
+    until_caught_up: bool,
+    observer: Observer,
+    stop: threading.Event | None = None,
+) -> Summary:
+    """The whole pipeline, until it is caught up or `stop` is set."""
+    with stop_signal(stop) as asked:
+        identify(settings.source.url)  # the common mistakes, told before anything is started
+        child = CaptureChild(settings, until_caught_up=until_caught_up)
+        try:
+            log = child.wait_for_log(asked)
+            return _apply(
+                settings,
+                log,
+                "run",
+                until_caught_up=until_caught_up,
+                observer=observer,
+                asked=asked,
+                capture_alive=child.check,
+            )
+        finally:
+            child.stop()
+
+
+def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
+    """Load tables and apply what the log holds."""
+    with stop_signal() as asked:
+        log = ChangeLog.open(settings.log.path)
+        found = identify(settings.source.url)
+        if (found.system, found.database) != (log.source.system, log.source.database):
+            raise LogForeign(
+                "the log belongs to another source",
+                log=log.path,
+                hint="Point `source.url` at the database this log was made from.",
+            )
+        return _apply(
+            settings,
+            log,
+            "apply",
+            until_caught_up=until_caught_up,
+            observer=observer,
+            asked=asked,
+            capture_alive=None,
+        )
+
+
+class CaptureChild:
+    """`tailrace capture` as our child. It ends with us, however we end."""
+
+    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool) -> None:
+        command = [sys.executable, "-m", "tailrace", "capture", str(settings.file), "--child"]
+        self._path = settings.log.path
+        # Ctrl-C reaches the whole group; the child is stopped by us, once tables are at rest.
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self._process = subprocess.Popen(
+                command + ["--until-caught-up"] * until_caught_up,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+            )
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGINT, before)
+
+    def wait_for_log(self, asked: threading.Event) -> ChangeLog:
+        """The log, once capture has made sure that it and the slot belong together."""
+        deadline = time.monotonic() + CHILD_START_SECONDS_MAX
+        while time.monotonic() < deadline and not asked.is_set():
+            self.check()
+            try:
+                log = ChangeLog.open(self._path)
+                if log.newest() >= FIRST_COMMIT and self._holds_lease():
+                    return log
+            except LogUnusable:
+                pass
+            time.sleep(0.1)
+        raise SourceError(
+            "capture did not start in time",
+            seconds=CHILD_START_SECONDS_MAX,
+            hint="Run `tailrace capture FILE` to see why.",
+        )
+
+    def _holds_lease(self) -> bool:
+        from tailrace.changelog.lease import held
+
+        return held(self._path) == self._process.pid
+
+    def check(self) -> None:
+        """Raise what ended the child, if it ended."""
+        code = self._process.poll()
+        if code is None:
+            return
+        assert self._process.stdout is not None, "a pipe"
+        raise self._error(self._process.stdout.read(), code)
+
+    def _error(self, said: bytes, code: int) -> TailraceError:
+        try:
+            return error_from_json(json.loads(said.splitlines()[-1])["error"])
+        except (ValueError, KeyError, IndexError):
+            return SourceError(
+                "the capture process ended",
+                exit_code=code,
+                hint="Run `tailrace capture FILE --log-level debug` to see why.",
+            )
+
+    def stop(self) -> None:
+        """Ask it to end, and make sure that it does."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(CHILD_STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _apply(
+    settings: PipelineSettings, log: ChangeLog, command: str, *, until_caught_up: bool, observer: Observer,
+    asked: threading.Event, capture_alive: Callable[[], None] | None,
+) -> Summary:  # fmt: skip
+    from tailrace.pipeline.applying import Applying  # pyspark comes with it, and capture must not
+
+    started = time.monotonic()
+    source = open_source(settings, log.log_id)
+    held = Lease(log.path, APPLIER)
+    try:
+        horizon = source.horizon() if until_caught_up and capture_alive else None
+        applying = Applying(settings, log, source)
+        try:
+            applying.discover()
+            if until_caught_up:
+                applying.hurry()
+            observer.event("starting Spark", tables=len(applying.lives.tables))
+            applying.start()
+            observer.event("Spark started", seconds=round(time.monotonic() - started, 1))
+            watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
+            while not asked.is_set():
+                applying.check()
+                if capture_alive:
+                    capture_alive()
+                applying.lives.grow()
+                if goal is None and horizon is not None and applying.lives.index.position >= horizon:
+                    goal = applying.lives.index.commit
+                status = measure(settings, applying.lives, source, watch.lag())
+                observer.tick(status)
+                leave_note(log.path, status)
+                if until_caught_up and goal is not None and applying.lives.covered(goal):
+                    break
+                asked.wait(TICK_SECONDS)
+        finally:
+            applying.stop()
+            leave_note(log.path, measure(settings, applying.lives, source, None))
+        return _summary(
+            settings, command, started, measure(settings, applying.lives, source, watch.lag()), applying
+        )
+    finally:
+        held.release()
+
+
+def _summary(
+    settings: PipelineSettings, command: str, started: float, status: PipelineStatus, applying: object
+) -> Summary:
+    from tailrace.pipeline.applying import Applying
+
+    assert isinstance(applying, Applying)
+    broken = sum(table.state.broken for table in status.tables)
+    return Summary(
+        name=settings.name, command=command, seconds=time.monotonic() - started,
+        transactions=applying.lives.index.transactions, rows_captured=applying.lives.index.rows, tables=status.tables,
+        exit_code=ExitCode.OK,
+        message=f"{len(status.tables) - broken} of {len(status.tables)} tables hold all that was asked for"
+        if broken else "every table holds all that was asked for",
+    )  # fmt: skip
+
+
+def drop(settings: PipelineSettings) -> list[str]:
+    """Remove slot and publications; log and tables stay."""
+    log = ChangeLog.open(settings.log.path)
+    held = Lease(log.path)
+    try:
+        return open_source(settings, log.log_id).drop()
+    finally:
+        held.release()

@@ -1,0 +1,690 @@
+"""The settings file: what it may say, and every mistake in it with its line and remedy.
+
+A `PipelineSettings` that exists is usable as far as the file alone can tell: nothing here opens a connection.
+Loading and checking read the file the same way, so a file that checks clean loads. The URL never stands in a
+`repr`, an error or a problem, and neither does any other value that could hold a secret.
+
+Reading goes: bytes → YAML nodes (which know their lines) → plain values with variables replaced → the models.
+The file is longer than most because a key, its rule and the words for breaking it change together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import quote
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from tailrace.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Importing it costs an import of pyarrow, which `tailrace check` has no use for.
+    from tailrace.model.schema import TableId
+
+FILE_BYTES_MAX = 1 << 20
+VALUES_MAX = 10_000
+"""An alias of an alias of an alias can stand for more values than fit in memory."""
+DEPTH_MAX = 20
+PUBLICATION_BYTES_MAX = 63 - len("_inserts")
+"""PostgreSQL cuts longer names without a word. The second publication, for tables that can publish inserts
+only, is named after the first."""
+
+Loc = tuple[str | int, ...]
+"""Where a value stands: `("source", "tables", 0)` is the first glob."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One mistake. Lines and columns count from 1; line 0 means the file as a whole."""
+
+    line: int
+    column: int
+    where: str
+    message: str
+    hint: str
+
+    def to_json(self) -> dict[str, str | int]:
+        return asdict(self)
+
+
+def _refusal(message: str, hint: str) -> PydanticCustomError:
+    # The text travels as a value: a template would read braces in it as places to fill.
+    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint})
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,63}", name):
+        raise _refusal("must be 1 to 63 letters, digits, `_` or `-`", "For example: `name: shop`.")
+    return name
+
+
+def _check_slot_name(name: str) -> str:
+    if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
+        raise _refusal(
+            "must be 1 to 63 lower-case letters, digits or `_`, as the server demands of slots",
+            "For example: `slot: {name: tailrace_shop}`.",
+        )
+    return name
+
+
+def _check_publication_name(name: str) -> str:
+    fits = 0 < len(name.encode()) <= PUBLICATION_BYTES_MAX
+    if not fits or not name.isprintable() or re.search(r"[\"'\\]", name):
+        raise _refusal(
+            f"must be 1 to {PUBLICATION_BYTES_MAX} bytes of printable text without quotes and backslashes",
+            "For example: `publication: {name: tailrace_shop}`.",
+        )
+    return name
+
+
+_NOT_YET = {"mysql": "MySQL", "mariadb": "MariaDB", "sqlserver": "SQL Server", "mssql": "SQL Server"}
+"""Sources that are planned, by the scheme of their URL."""
+_URL_HINT = "It looks like `postgresql://user:${PGPASSWORD}@host:5432/database`."
+_ENCODE_HINT = (
+    "Percent-encode special characters in user and password (`@` is %40, `/` is %2F, `%` is %25), "
+    "or write the password as `${PGPASSWORD}`: a variable there is encoded for you."
+)
+
+
+def _check_url(url: str) -> str:
+    """What libpq would stumble over, said before it does: its own messages quote pieces of the URL."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        raise _refusal("must be a URL that begins with `postgresql://`", _URL_HINT)
+    if scheme.split("+")[0].lower() in _NOT_YET:
+        kind = _NOT_YET[scheme.split("+")[0].lower()]
+        raise _refusal(
+            f"names {kind} (`{scheme}://`), which is not available yet", "Use a `postgresql://` source."
+        )
+    if scheme not in ("postgresql", "postgres"):
+        raise _refusal(f"begins with `{scheme}://`, which is no source we know", _URL_HINT)
+    if re.search(r"[\s\x00-\x1f\x7f]", url):
+        raise _refusal("must not hold spaces or control characters", _ENCODE_HINT)
+    authority = re.split(r"[/?]", rest, maxsplit=1)[0]
+    if authority.count("@") > 1 or re.search(r"%(?![0-9A-Fa-f]{2})", authority):
+        raise _refusal("holds a special character in user or password", _ENCODE_HINT)
+    for host in authority.rpartition("@")[2].split(","):
+        port = re.sub(r"^(\[[^\]]*\]|[^:]*):?", "", host)
+        if port and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
+            raise _refusal("has a port that is not a number from 1 to 65535", f"{_URL_HINT} {_ENCODE_HINT}")
+    return url
+
+
+_BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
+"""One `[…]` of a glob; as in fnmatch a `]` right after the opening stands for itself."""
+
+
+def _splits(glob: str) -> Iterator[tuple[str, str]]:
+    """Every way to read a glob as schema and table: at each dot that stands outside brackets."""
+    hidden = _BRACKETS.sub(lambda found: "x" * len(found.group()), glob)
+    for at, letter in enumerate(hidden):
+        if letter == ".":
+            yield glob[:at], glob[at + 1 :]
+
+
+def _check_glob(glob: str) -> str:
+    if "[" in _BRACKETS.sub("", glob):
+        raise _refusal(
+            f"holds `{glob}`, which opens a bracket and does not close it",
+            "Close it, or write `[[]` for a bracket that is part of a name.",
+        )
+    splits = list(_splits(glob))
+    if not splits:
+        raise _refusal(
+            f"holds `{glob}`, which names no schema",
+            f'Write schema and table with a dot between them: "public.{glob or "*"}".',
+        )
+    if not any(schema and table for schema, table in splits):
+        raise _refusal(
+            f"holds `{glob}`, which lacks a schema or a table",
+            'Write both, with a dot between them; `*` stands for any: "public.*".',
+        )
+    return glob
+
+
+def _check_format(name: object) -> object:
+    if name == "iceberg":
+        raise _refusal("names `iceberg`, which is not available yet", "Use `format: delta`.")
+    if isinstance(name, str) and name != "delta":
+        raise _refusal(f"names `{name}`, which is no table format", "Use `format: delta`.")
+    return name
+
+
+def _check_folder(given: object) -> object:
+    if not isinstance(given, str):
+        return given
+    if not given.strip() or not given.isprintable():
+        raise _refusal("must be a folder's path", "For example: `./shop/changes`.")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", given):
+        raise _refusal(
+            "must be a folder on this machine; object stores are not available yet",
+            "Give a plain path, without `…://`.",
+        )
+    try:
+        return Path(given).resolve()
+    except (OSError, RuntimeError):
+        raise _refusal("is a path that leads in a circle", "Look at the symbolic links in it.") from None
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
+SlotName = Annotated[str, AfterValidator(_check_slot_name)]
+PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
+Url = Annotated[SecretStr, AfterValidator(lambda secret: SecretStr(_check_url(secret.get_secret_value())))]
+Glob = Annotated[str, AfterValidator(_check_glob)]
+Folder = Annotated[Path, BeforeValidator(_check_folder)]
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class SlotSettings(BaseModel):
+    """The replication slot: named by the log's id unless named here; created if missing unless forbidden."""
+
+    model_config = _FROZEN
+    name: SlotName | None = None
+    create: bool = True
+
+    @model_validator(mode="after")
+    def _is_findable(self) -> SlotSettings:
+        if not self.create and self.name is None:
+            raise _refusal(
+                "`create: false` needs a `name`: there is no other way to know which slot is meant",
+                "Add `name:`, the name of the slot you made.",
+            )
+        return self
+
+
+class PublicationSettings(BaseModel):
+    """The publication: named by the log's id unless named here; created if missing unless forbidden."""
+
+    model_config = _FROZEN
+    name: PublicationName | None = None
+    create: bool = True
+
+    @model_validator(mode="after")
+    def _is_findable(self) -> PublicationSettings:
+        if not self.create and self.name is None:
+            raise _refusal(
+                "`create: false` needs a `name`: there is no other way to know which publication is meant",
+                "Add `name:`, the name of the publication you made.",
+            )
+        return self
+
+
+class SourceSettings(BaseModel):
+    """The database and which of its tables are copied."""
+
+    model_config = _FROZEN
+    secret_url: Url = Field(alias="url")
+    tables: tuple[Glob, ...] = Field(min_length=1)
+    exclude: tuple[Glob, ...] = ()
+    slot: SlotSettings = SlotSettings()
+    publication: PublicationSettings = PublicationSettings()
+
+    @property
+    def url(self) -> str:
+        """The URL with its password: hand it to the driver and to nothing else."""
+        return self.secret_url.get_secret_value()
+
+
+class LogSettings(BaseModel):
+    """The change log's folder."""
+
+    model_config = _FROZEN
+    path: Folder
+
+
+class TablesSettings(BaseModel):
+    """The lake tables: one at `<path>/<schema>/<table>`."""
+
+    model_config = _FROZEN
+    format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
+    path: Folder
+
+
+class PipelineSettings(BaseModel):
+    """One pipeline. `file` is where the settings came from; relative paths start at its folder."""
+
+    model_config = _FROZEN
+    name: Name
+    source: SourceSettings
+    log: LogSettings
+    tables: TablesSettings
+    file: Path
+
+    @model_validator(mode="before")
+    @classmethod
+    def _anchor_paths(cls, given: Any) -> Any:
+        return _anchored(given) if isinstance(given, dict) and "file" in given else given
+
+    @model_validator(mode="after")
+    def _folders_are_apart(self) -> PipelineSettings:
+        if said := _overlap(self.log.path, self.tables.path):
+            raise _refusal(said, _OVERLAP_HINT)
+        return self
+
+
+def _anchored(given: dict[str, Any]) -> dict[str, Any]:
+    """The same settings with absolute paths, and `log: folder` written out as `log: {path: folder}`."""
+    # Not `resolve`: a mounted settings file is often a link into a folder that is replaced at every change.
+    file = Path(os.path.abspath(given["file"]))
+
+    def anchor(holder: Any) -> Any:
+        path = holder.get("path") if isinstance(holder, dict) else None
+        if not isinstance(path, (str, Path)) or not str(path).strip() or "://" in str(path):
+            return holder
+        return {**holder, "path": os.path.join(file.parent, os.path.expanduser(path))}
+
+    log = given.get("log")
+    anchored = {
+        **given,
+        "file": file,
+        "log": anchor({"path": log} if isinstance(log, (str, Path)) else log),
+        "tables": anchor(given.get("tables")),
+    }
+    return {key: value for key, value in anchored.items() if key in given}
+
+
+_OVERLAP_HINT = "Give the log and the tables folders side by side, e.g. `./shop/changes` and `./shop/lake`."
+
+
+def _overlap(log: Path, tables: Path) -> str | None:
+    if log == tables:
+        return "is the log's folder"
+    if log in tables.parents:
+        return "lies inside the log's folder"
+    return "holds the log's folder" if tables in log.parents else None
+
+
+def matches(source: SourceSettings, table: TableId) -> bool:
+    """Whether the pipeline copies this table: some glob of `tables` matches it and none of `exclude` does.
+
+    A glob is `schema-glob.table-glob`; names are compared verbatim, case included. A name may itself hold a
+    dot, so the glob matches if it does so when split at any one of its dots (those in brackets aside).
+    """
+
+    def matched(globs: Sequence[str]) -> bool:
+        return any(
+            fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name)
+            for glob in globs
+            for schema, name in _splits(glob)
+        )
+
+    return matched(source.tables) and not matched(source.exclude)
+
+
+# ---- loading and checking --------------------------------------------------------------------------------
+
+
+def load_settings(path: str | Path, environment: Mapping[str, str] = os.environ) -> PipelineSettings:
+    """The settings in a file, or a ConfigError that tells the first problem and how many more there are."""
+    settings, problems = _examine(Path(path), environment)
+    if settings is not None:
+        return settings
+    first = problems[0]
+    place = f"{path}:{first.line}: " if first.line else f"{path}: "
+    message = place + (f"`{first.where}` " if first.where else "") + first.message
+    if len(problems) > 1:
+        message += f" (and {len(problems) - 1} more problem{'s' if len(problems) > 2 else ''})"
+    raise ConfigError(message, hint=f"{first.hint} `tailrace check {path}` lists every problem.")
+
+
+def check_settings(path: str | Path, environment: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Every problem that the file alone shows, in the order of its lines; empty if it can be used."""
+    return _examine(Path(path), environment)[1]
+
+
+def _examine(file: Path, environment: Mapping[str, str]) -> tuple[PipelineSettings | None, list[Problem]]:
+    text = _read(file)
+    document = _Document(environment)
+    if isinstance(text, Problem):
+        return None, [text]
+    document.parse(text)
+    settings = None
+    if isinstance(document.data, dict):
+        if "file" in document.data:
+            document.add_unknown_key(("file",))
+        try:
+            settings = PipelineSettings.model_validate({**document.data, "file": file})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False, include_input=False):
+                document.add_refusal(detail)
+            document.add_overlap(file)
+    problems = sorted(document.problems, key=lambda problem: (problem.line, problem.column))
+    return (None if problems else settings), problems
+
+
+def _read(file: Path) -> str | Problem:
+    """The file's text, or why there is none."""
+
+    def whole(message: str, hint: str, line: int = 0) -> Problem:
+        return Problem(line=line, column=min(line, 1), where="", message=message, hint=hint)
+
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        return whole("the file does not exist", "Check the path.")
+    except IsADirectoryError:
+        return whole("this is a folder", "Give the path of the settings file in it.")
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        return whole(f"the file cannot be read: {said.lower()}", "Check the path and the file's permissions.")
+    if len(content) > FILE_BYTES_MAX:
+        return whole("the file is larger than 1 MiB", "Is it the right file?")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return whole(
+            "the file is not UTF-8 text", "Save it as UTF-8.", line=content[: error.start].count(b"\n") + 1
+        )
+
+
+_SHAPES: dict[Loc, type[BaseModel]] = {
+    (): PipelineSettings,
+    ("source",): SourceSettings,
+    ("source", "slot"): SlotSettings,
+    ("source", "publication"): PublicationSettings,
+    ("log",): LogSettings,
+    ("tables",): TablesSettings,
+}
+
+_EXAMPLES = {
+    "": "name, source, log and tables; docs/reference/configuration.md has an example",
+    "name": "`name: shop`",
+    "source": "`source:` and below it, indented, `url:` and `tables:`",
+    "source.url": "`url: postgresql://user:${PGPASSWORD}@host:5432/database`",
+    "source.tables": '`tables: ["public.*"]`',
+    "source.exclude": '`exclude: ["public.audit_*"]`',
+    "source.slot": "`slot: {name: tailrace_shop, create: true}`",
+    "source.publication": "`publication: {name: tailrace_shop, create: true}`",
+    "log": "`log: ./shop/changes`",
+    "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
+    "tables.format": "`format: delta`",
+    "tables.path": "`path: ./shop/lake`",
+}
+
+_WANTED = {
+    "string_type": "must be text",
+    "path_type": "must be a folder's path",
+    "tuple_type": "must be a list",
+    "too_short": "must not be empty",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "literal_error": "must be text",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+}
+"""What pydantic's own refusals mean here; anything else is shown in its own words."""
+
+
+def _keys(loc: Loc) -> list[str]:
+    shape = _SHAPES.get(loc)
+    fields = shape.model_fields.items() if shape else ()
+    return [found.alias or name for name, found in fields if name != "file"]
+
+
+def _example(loc: Loc) -> str:
+    while _dotted(loc) not in _EXAMPLES:
+        loc = loc[:-1]
+    return f"For example: {_EXAMPLES[_dotted(loc)]}."
+
+
+def _folder_of(holder: object) -> Path | None:
+    try:
+        found = _check_folder(holder.get("path")) if isinstance(holder, dict) else None
+    except PydanticCustomError:
+        return None
+    return found if isinstance(found, Path) else None
+
+
+def _dotted(loc: Loc) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+
+
+_VARIABLE = re.compile(r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}|\$\{")
+_PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://(?:\$\{[^}]*\}|[^:/?@])*:(?P<password>(?:\$\{[^}]*\}|[^/?@])*)@")
+"""Where the password stands in a URL. A variable holds the password itself, as PGPASSWORD does, so it is
+percent-encoded on the way in: libpq would take an `@` in it for the end of the password."""
+
+_NOT_READ = object()
+"""Stands for a value whose own problem is already told."""
+
+_NO_TEXT = object()
+"""Stands for a number or a date: no setting takes one."""
+
+
+@dataclass
+class _Document:
+    """A file's values, where each stands, and what is wrong with it. Problems are only ever added."""
+
+    environment: Mapping[str, str]
+    text: str = ""
+    data: Any = None
+    problems: list[Problem] = field(default_factory=list)
+    keys: dict[Loc, int] = field(default_factory=dict)
+    """Where each key begins, as an index into the text."""
+    values: dict[Loc, int] = field(default_factory=dict)
+    unread: set[Loc] = field(default_factory=set)
+
+    def parse(self, text: str) -> None:
+        """Fill `data`; it stays None if there is nothing to validate."""
+        self.text = text
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.reader.ReaderError as error:
+            self.add(
+                (),
+                error.position,
+                "the file holds a character that YAML does not allow",
+                "Remove the control character on this line.",
+            )
+        except yaml.MarkedYAMLError as error:
+            self.add_syntax(error)
+        except RecursionError:
+            self.add((), 0, "the file is nested too deeply", "Is it the right file?")
+        else:
+            if node is None:
+                self.add((), 0, "the file is empty", f"It needs {_EXAMPLES['']}.")
+            elif not isinstance(node, yaml.MappingNode):
+                self.add(
+                    (),
+                    node.start_mark.index,
+                    "the file must be a mapping of keys to values",
+                    f"It needs {_EXAMPLES['']}.",
+                )
+            else:
+                self.data = self.read(node, ())
+
+    def read(self, node: yaml.Node, loc: Loc) -> Any:
+        """A node as plain data, with variables replaced."""
+        self.values[loc] = node.start_mark.index
+        if len(loc) > DEPTH_MAX or len(self.values) > VALUES_MAX:
+            self.unread.add(loc)
+            if len(self.values) <= VALUES_MAX + 1:
+                self.add(
+                    loc,
+                    node.start_mark.index,
+                    "is nested too deeply or holds too many values",
+                    "Look for an alias (`*name`) that contains itself.",
+                )
+            return _NOT_READ
+        if isinstance(node, yaml.MappingNode):
+            return self.read_mapping(node, loc)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(item, (*loc, at)) for at, item in enumerate(node.value)]
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return yaml.SafeLoader.bool_values.get(node.value.lower(), _NO_TEXT)
+        return self.expand(node, loc) if isinstance(node, yaml.ScalarNode) and kind == "str" else _NO_TEXT
+
+    def read_mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in node.value:
+            at = key.start_mark.index
+            if not isinstance(key, yaml.ScalarNode):
+                self.add(loc, at, "has a key that is not text", f"It needs {_EXAMPLES['']}.")
+            elif key.value in found:
+                first, _ = self.line_and_column(self.keys[(*loc, key.value)])
+                self.add((*loc, key.value), at, f"is given twice; first on line {first}", "Keep one of them.")
+            else:
+                self.keys[(*loc, key.value)] = at
+                found[key.value] = self.read(value, (*loc, key.value))
+        return found
+
+    def expand(self, node: yaml.ScalarNode, loc: Loc) -> Any:
+        """A scalar's text with `${VAR}` replaced; `$$` is a dollar, a dollar before anything else too."""
+        begin = node.start_mark.index
+        secret = _PASSWORD.match(node.value) if loc == ("source", "url") else None
+
+        def replaced(found: re.Match[str]) -> str:
+            nonlocal begin
+            if found.group() == "$$":
+                return "$"
+            # Where it stands in the file: the search goes on behind the one before.
+            at = self.text.find(found.group(), begin, node.end_mark.index)
+            begin = at + 1 if at >= 0 else begin
+            name, default = found.group("name"), found.group("default")
+            if name is None or "${" in (default or ""):
+                self.unread.add(loc)
+                self.add(
+                    loc,
+                    max(at, node.start_mark.index),
+                    "has a `${` that does not begin a variable",
+                    "Write `${NAME}` or `${NAME:-default}`, not nested; `$$` is a literal dollar.",
+                )
+                return ""
+            if name not in self.environment and default is None:
+                self.unread.add(loc)
+                self.add(
+                    loc,
+                    max(at, node.start_mark.index),
+                    f"needs the environment variable {name}, which is not set",
+                    f"Set it, or give a default: `${{{name}:-default}}`.",
+                )
+            value = self.environment.get(name, "") or default or ""
+            inside = secret is not None and secret.start("password") <= found.start() < secret.end("password")
+            return quote(value, safe="") if inside else value
+
+        text = _VARIABLE.sub(replaced, node.value)
+        return _NOT_READ if loc in self.unread else text
+
+    def line_and_column(self, index: int) -> tuple[int, int]:
+        before = self.text[:index]
+        return before.count("\n") + 1, index - (before.rfind("\n") + 1) + 1
+
+    def add(self, loc: Loc, index: int, message: str, hint: str) -> None:
+        line, column = self.line_and_column(index)
+        self.problems.append(
+            Problem(line=line, column=column, where=_dotted(loc), message=message, hint=hint)
+        )
+
+    def add_syntax(self, error: yaml.MarkedYAMLError) -> None:
+        said = " ".join(part for part in (error.context, error.problem) if part)
+        mark = error.problem_mark or error.context_mark
+        at = mark.index if mark else 0
+        if "'\\t'" in said or self.text[at : at + 1] == "\t":
+            self.add(
+                (), at, "a tab stands where YAML allows only spaces", "Use spaces, also for indentation."
+            )
+        elif "alias" in said or "anchor" in said:
+            # Its own words quote what follows the star, which may be a secret.
+            self.add(
+                (),
+                at,
+                "a `*` or `&` at the beginning of a value means something else in YAML",
+                'Put the value in quotes: "*.orders".',
+            )
+        elif "mapping values are not allowed" in said:
+            self.add(
+                (),
+                at,
+                "a `:` stands where YAML expects no key",
+                "Check the indentation, or put a value that holds `: ` in quotes.",
+            )
+        elif "single document" in said:
+            self.add((), at, "a second document begins here", "Keep one document: remove the `---`.")
+        else:
+            self.add(
+                (),
+                at,
+                f"this is not YAML: {error.problem}",
+                "Check indentation, quotes and brackets on this line and the one before.",
+            )
+
+    def add_unknown_key(self, loc: Loc) -> None:
+        *parent, key = loc
+        known = _keys(tuple(parent))
+        close = difflib.get_close_matches(str(key), known, n=1)
+        homes = [
+            f"under `{_dotted(home)}`" if home else "at the top" for home in _SHAPES if key in _keys(home)
+        ]
+        if close:
+            hint = f"Did you mean `{close[0]}`?"
+        elif homes:
+            hint = f"It belongs {' or '.join(homes)}."
+        else:
+            hint = f"Remove it. Known here: {', '.join(known)}."
+        self.add(loc, self.keys.get(loc, 0), "is not a key we know", hint)
+
+    def add_refusal(self, detail: ErrorDetails) -> None:
+        """Turn pydantic's refusal into a problem at the nearest thing that the file does say."""
+        loc = detail["loc"]
+        if any(loc[: len(unread)] == unread for unread in self.unread):
+            return
+        if detail["type"] == "extra_forbidden":
+            self.add_unknown_key(loc)
+            return
+        if detail["type"] == "missing":
+            parent = loc[:-1]
+            self.add(loc, self.keys.get(parent, self.values.get(parent, 0)), "is missing", _example(loc))
+            return
+        if loc == ():
+            return  # The rule about the two folders: `add_overlap` tells it.
+        while loc not in self.values:
+            loc = loc[:-1]
+        if detail["type"] == "too_short" and self.value(loc):
+            return  # Pydantic counts only the globs that are well; the file does hold some.
+        context = detail.get("ctx", {})
+        message = context.get("message") or _WANTED.get(detail["type"], detail["msg"])
+        if detail["type"] in _WANTED and self.value(loc) is None:
+            message = "has no value"
+        self.add(loc, self.values[loc], message, context.get("hint") or _example(loc))
+
+    def add_overlap(self, file: Path) -> None:
+        """The rule about the two folders, which the models reach only when all else is well."""
+        anchored = _anchored({**self.data, "file": file})
+        log, tables = (_folder_of(anchored.get(key)) for key in ("log", "tables"))
+        if log and tables and (said := _overlap(log, tables)):
+            self.add(("tables", "path"), self.values[("tables", "path")], said, _OVERLAP_HINT)
+
+    def value(self, loc: Loc) -> Any:
+        found = self.data
+        for part in loc:
+            found = found[part]
+        return found

@@ -1,0 +1,166 @@
+"""The state of a pipeline as one value, for the terminal, for `--json` and for any page.
+
+It is put together from the log, from the tables' own commits and, if it answers, from the source. What a
+running process knows beyond that (a load's progress, why a table failed) it leaves in `status/apply.json`;
+nothing correct hangs on that file.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tailrace.capture.base import Lag
+from tailrace.capture.postgres.connect import place
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog import files, lease
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import LogUnusable, TailraceError
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.report import LogStatus, PipelineStatus, SourceStatus, TableState, TableStatus
+from tailrace.pipeline.settings import PipelineSettings, matches
+from tailrace.pipeline.wiring import open_source
+
+APPLIER = "applier"
+"""The lease of the one process that applies."""
+NOTE = Path("status") / "apply.json"
+
+
+class SourceWatch:
+    """Asks the source for its end now and then; an unreachable source is a fact, not a failure."""
+
+    def __init__(self, source: PostgresCapture, every_seconds: float = 2.0) -> None:
+        self._source = source
+        self._every = every_seconds
+        self._due = 0.0
+        self._lag: Lag | None = None
+
+    def lag(self) -> Lag | None:
+        """How far the source is; None if it does not answer."""
+        if time.monotonic() >= self._due:
+            try:
+                self._lag = self._source.lag()
+            except TailraceError:
+                self._lag = None
+            self._due = time.monotonic() + self._every
+        return self._lag
+
+
+def measure(
+    settings: PipelineSettings, lives: Lives, source: PostgresCapture, lag: Lag | None
+) -> PipelineStatus:
+    """The pipeline now, from what is at hand."""
+    log, index = lives.log, lives.index
+    apply_pid, capture_pid = lease.held(log.path, APPLIER), lease.held(log.path)
+    end = max(lag.end, index.position) if lag else index.position
+    return PipelineStatus(
+        name=settings.name, running=bool(apply_pid or capture_pid), capture_pid=capture_pid, apply_pid=apply_pid,
+        source=SourceStatus(
+            reachable=lag is not None, place=place(settings.source.url), slot=source.settings.slot,
+            slot_active=capture_pid is not None, retained_bytes=lag.retained_bytes if lag else None,
+            position=str(lag.end) if lag else None,
+        ),
+        log=LogStatus(
+            path=str(log.path), id=log.log_id, commits=index.commit, first_commit=1 if index.commit else None,
+            last_commit=index.commit or None, position=str(index.position) if index.commit else None,
+            bytes=index.bytes, last_seq=index.next_seq(index.commit) - 1,
+        ),
+        tables=tuple(_table(lives, life, end) for _, life in sorted(lives.tables.items())),
+    )  # fmt: skip
+
+
+def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
+    pending = lives.pending(life, lives.index.commit)
+    captured = sum(lives.index.captured(number) for number in lives.numbers(life))
+    cursor = life.cursor
+    # A table with nothing pending is as far as the log, wherever its own last commit lies.
+    reached = (
+        None
+        if cursor is None
+        else (cursor.position if pending else max(cursor.position, lives.index.position))
+    )
+    return TableStatus(
+        schema=life.table.schema, table=life.table.name, state=life.state, path=str(life.path),
+        reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
+        hint=life.error.hint if life.error else None, note=life.note,
+        rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
+        rows_loaded=life.rows_loaded, load_rows_estimated=life.rows_estimated,
+        applied_commit=cursor.commit if cursor else None, applied_position=str(cursor.position) if cursor else None,
+        lag_bytes=max(0, end - reached) if reached is not None else None,
+        lag_seconds=max(0.0, time.time() - pending[0].committed_at / 1e6) if pending else (0.0 if cursor else None),
+    )  # fmt: skip
+
+
+def leave_note(path: Path, status: PipelineStatus) -> None:
+    """For a `tailrace status` in another process."""
+    with suppress(OSError):
+        files.replace(
+            path / NOTE, json.dumps({"tables": [table.to_json() for table in status.tables]}).encode()
+        )
+
+
+def _read_note(path: Path) -> dict[TableId, dict[str, Any]]:
+    try:
+        stored = json.loads((path / NOTE).read_bytes())
+        return {TableId(table["schema"], table["table"]): table for table in stored["tables"]}
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def read_status(settings: PipelineSettings) -> PipelineStatus:
+    """The pipeline as seen from another process, running or not."""
+    try:
+        log = ChangeLog.open(settings.log.path)
+    except LogUnusable:
+        return _not_started(settings)
+    source = open_source(settings, log.log_id)
+    lives = Lives(log, settings.tables.path)
+    lives.grow()
+    lag = SourceWatch(source).lag()
+    noted = _read_note(log.path)
+    known = source.tables() if lag is not None else []
+    for table in known:
+        lives.add(table.table, table)
+    wanted = [version.schema.table for version in log.schemas.latest()] + list(noted)
+    for name in wanted:
+        if name not in lives.tables and matches(settings.source, name):
+            lives.add(name)
+    for life in lives.tables.values():
+        lives.stretch(life, lives.index.commit)  # says whether it is live, behind, or cannot go on
+    status = measure(settings, lives, source, lag)
+    return replace(status, tables=tuple(_with_note(table, noted, status) for table in status.tables))
+
+
+def _with_note(
+    table: TableStatus, noted: dict[TableId, dict[str, Any]], status: PipelineStatus
+) -> TableStatus:
+    """What the applying process knows better: its state while it runs, and a failure after it stopped."""
+    note = noted.get(TableId(table.schema, table.table))
+    if note is None:
+        return table
+    table = replace(
+        table,
+        rows_loaded=note["rows_loaded"],
+        load_rows_estimated=table.load_rows_estimated or note["load_rows_estimated"],
+    )
+    state = TableState(note["state"])
+    if status.apply_pid is None and not state.broken:
+        return table
+    return replace(table, state=state, reason=note["reason"], detail=note["detail"], hint=note["hint"])
+
+
+def _not_started(settings: PipelineSettings) -> PipelineStatus:
+    """Before the first start there is no log, so nothing but the settings is known."""
+    source = SourceStatus(reachable=False, place=place(settings.source.url))
+    with suppress(TailraceError):
+        lag = open_source(settings, "none").lag()
+        source = replace(source, reachable=True, position=str(lag.end))
+    return PipelineStatus(
+        name=settings.name, running=False, source=source, log=LogStatus(path=str(settings.log.path))
+    )

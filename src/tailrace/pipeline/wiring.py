@@ -1,0 +1,23 @@
+"""Settings to running objects, in one place.
+
+Slot and publication are named after the log unless the settings name them, so two pipelines on one database
+never meet and a log always finds its own slot again.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.pipeline.settings import PipelineSettings, matches
+
+
+def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
+    """The source of this pipeline, for the log of this id."""
+    slot, publication = settings.source.slot, settings.source.publication
+    return PostgresCapture(PostgresSettings(
+        url=settings.source.url, wanted=functools.partial(matches, settings.source),
+        slot=slot.name or f"tailrace_{log_id}", slot_create=slot.create,
+        publication=publication.name or f"tailrace_{log_id}", publication_create=publication.create,
+    ))  # fmt: skip

@@ -1,0 +1,1 @@
+"""The capture loop: read, append, record, confirm, in that order."""

@@ -1,0 +1,143 @@
+"""The one loop: read, append, confirm, in that order.
+
+The order is the delivery guarantee. Changes are durable in the log before the source may discard its own, so a
+crash replays a window and never skips one. A source that breaks is opened again from the log's own position;
+what was read and not appended is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tailrace import failpoints
+from tailrace.capture.base import Stream
+from tailrace.errors import Remedy, TailraceError
+from tailrace.model.batch import Window
+from tailrace.model.position import Lsn
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS_MAX = 10.0
+IDLE_BYTES_MAX = 16 << 20
+"""A quiet source's position is recorded at least this often, so that it can discard its log."""
+READ_SECONDS = 0.25
+RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.5, 15.0
+
+
+class Sink(Protocol):
+    """Where windows become durable. `append` returns only when the window and its end are durable together;
+    it refuses a window that does not start at `position`."""
+
+    position: Lsn
+
+    def append(self, window: Window) -> object: ...
+
+
+@dataclass
+class Progress:
+    """What the loop has done since it was started."""
+
+    windows: int = 0
+    transactions: int = 0
+    rows: int = 0
+    reconnects: int = 0
+    source_end: Lsn = Lsn(0)
+    """The furthest position the source has shown."""
+    last_error: TailraceError | None = None
+
+
+def step(
+    stream: Stream, sink: Sink, wait_seconds: float, idle_due: Callable[[Window], bool]
+) -> Window | None:
+    """Move the capture one window forward; the window, or None if there was none to take."""
+    window = stream.read(sink.position, wait_seconds)
+    if window is None:
+        return None
+    failpoints.hit("capture.window_read")
+    if window.empty and not idle_due(window):
+        return window
+    sink.append(window)  # data and position in one atomic commit
+    failpoints.hit("capture.before_confirm")
+    stream.confirm(window.end)  # only now may the server drop its log
+    failpoints.hit("capture.after_confirm")
+    return window
+
+
+class CdcRuntime:
+    """Runs the loop until told to stop, through broken connections."""
+
+    def __init__(
+        self, open_stream: Callable[[Lsn], Stream], sink: Sink, *, target: Lsn | None = None,
+        retry_seconds_max: float = 300.0,
+    ) -> None:  # fmt: skip
+        self._open = open_stream
+        self._sink = sink
+        self._target = target
+        self._retry_seconds_max = retry_seconds_max
+        self._last_commit = time.monotonic()
+        self._failing_since: float | None = None
+        self.progress = Progress()
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the log holds everything up to the target."""
+        return self._target is not None and self._sink.position >= self._target
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Loop until `stopping` says so; transient failures of the source are waited out."""
+        pause = RETRY_SECONDS_FIRST
+        while not stopping():
+            before = self.progress.windows
+            try:
+                self._stream_until(stopping)
+            except TailraceError as error:
+                if self.progress.windows > before:
+                    self._failing_since, pause = None, RETRY_SECONDS_FIRST
+                self._give_up_or_wait(error, pause, stopping)
+                pause = min(pause * 2, RETRY_SECONDS_MAX)
+
+    def _stream_until(self, stopping: Callable[[], bool]) -> None:
+        stream = self._open(self._sink.position)
+        try:
+            stream.confirm(self._sink.position)
+            while not stopping():
+                window = step(stream, self._sink, READ_SECONDS, self._idle_due)
+                self.progress.last_error = None
+                if window is not None:
+                    self._count(window)
+        finally:
+            stream.close()
+
+    def _count(self, window: Window) -> None:
+        self.progress.source_end = max(self.progress.source_end, window.end)
+        self.progress.transactions += window.transactions
+        self.progress.rows += window.rows
+        self.progress.windows += 1
+        if self._sink.position == window.end:
+            self._last_commit = time.monotonic()
+
+    def _idle_due(self, window: Window) -> bool:
+        reached = self._target is not None and window.start < self._target <= window.end
+        return (
+            reached
+            or window.end - window.start >= IDLE_BYTES_MAX
+            or time.monotonic() - self._last_commit >= IDLE_SECONDS_MAX
+        )
+
+    def _give_up_or_wait(self, error: TailraceError, pause: float, stopping: Callable[[], bool]) -> None:
+        self._failing_since = self._failing_since or time.monotonic()
+        failing = time.monotonic() - self._failing_since
+        if error.remedy is not Remedy.RETRY or failing > self._retry_seconds_max:
+            raise error
+        self.progress.last_error = error
+        self.progress.reconnects += 1
+        log.warning(
+            "source lost, trying again", extra={"code": error.code, "reason": error.message, "wait": pause}
+        )
+        until = time.monotonic() + pause
+        while time.monotonic() < until and not stopping():
+            time.sleep(0.05)

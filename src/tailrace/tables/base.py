@@ -1,0 +1,87 @@
+"""What a destination must promise, so that it alone decides what it still needs.
+
+A table's position and its rows change in one atomic commit or not at all. Whoever reads the position back
+therefore knows exactly which changes the rows hold, after any crash, and needs no other record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import pyarrow as pa
+
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+from tailrace.tables.fold import Folded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """What a table has applied, kept in its own commit."""
+
+    seq: int
+    """The last `_seq` of the log it covers."""
+    commit: int
+    """The log's commit number at that point."""
+    position: Lsn
+    """Everything that ended at or before this is covered too: a load's point may lie past the log's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What an apply came to. `cursor` is where the table stands now."""
+
+    committed: bool
+    """False: there was nothing to do, and the table and its position are as they were."""
+    cursor: Cursor
+    upserted: int = 0
+    deleted: int = 0
+
+
+class LakeTable(Protocol):
+    """A mirror of one source table, written on behalf of one change log.
+
+    Order: changes are applied in `_seq` order and `expected` names the position they start from, so a gap is
+    refused, not applied. Repetition: an apply that the table already covers does nothing, so any call may be
+    repeated. Durability: when `load` or `apply` returns, rows and position are on disk; when it raises or the
+    process dies, either the whole commit is there or nothing of it is visible. No commit lacks the position.
+
+    One table has one writer at a time. That is not assumed but checked: a commit fails if any other was made
+    since the table was read. Methods open the table anew and keep nothing between calls, so an object may be
+    sent to another process.
+    """
+
+    def cursor(self) -> Cursor | None:
+        """What this log has applied; None only if there is no table here, or none with a position of this log.
+
+        Raises `ForeignWrite` if someone else changed the table since, `TableUnusable` if it cannot be read.
+        """
+        ...
+
+    def shape(self) -> TableSchema | None:
+        """The source's shape as of the last commit of this log; None where `cursor` is None."""
+        ...
+
+    def load(self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor) -> int:
+        """Make these rows, the table's own columns, all that it holds, at this position; return how many.
+
+        Streams: memory does not grow with the table. Replaces whatever this log put here before, even after
+        others changed it, and refuses a table this log did not make (`ForeignWrite`). An exception out of
+        `batches` is raised unchanged and nothing is committed.
+        """
+        ...
+
+    def apply(self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor) -> Applied:
+        """Bring the table from `expected` to `cursor` in one commit.
+
+        Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
+        position does not move. A value to be taken from a row that the table does not hold is found before
+        the commit (`BaseRowMissing`), never nulled.
+        """
+        ...
+
+    def rows(self) -> int:
+        """How many rows it holds; 0 if there is no table."""
+        ...

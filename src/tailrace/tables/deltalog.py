@@ -1,0 +1,168 @@
+"""Our position in a Delta table's own log, and who wrote the commits after it.
+
+A table is where its newest commit says it is, and only if that commit is ours or maintenance that changes no
+rows. `RESTORE` is not: it brings old rows back and leaves the position of the new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from deltalake import CommitProperties, Transaction
+
+from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+from tailrace.tables.base import Cursor
+
+METADATA_KEY = "tailrace"
+FORMAT = 1
+"""Of the JSON under that key."""
+
+MAINTENANCE = frozenset(["OPTIMIZE", "VACUUM START", "VACUUM END"])
+"""What delta-rs and Spark call the commits that change files but no rows."""
+MAINTENANCE_COMMITS_MAX = 10_000
+
+_ANEW = "Move the folder away or delete it; the next `tailrace run` loads the table again."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """What one of our commits says of itself."""
+
+    log: str
+    cursor: Cursor
+    schema: TableSchema
+
+    def properties(self) -> CommitProperties:
+        """What makes a commit ours. No retries: a commit made by anyone since the table was read fails it."""
+        stored = {
+            "format": FORMAT,
+            "log": self.log,
+            "seq": self.cursor.seq,
+            "commit": self.cursor.commit,
+            "position": str(self.cursor.position),
+            "schema": self.schema.to_json(),
+        }
+        return CommitProperties(
+            custom_metadata={METADATA_KEY: json.dumps(stored)},
+            app_transactions=[Transaction(app_id(self.log), self.cursor.seq)],
+            max_commit_retries=0,
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        stored = json.loads(text)
+        if stored["format"] != FORMAT:
+            raise TableUnusable(
+                "the table's position was written by a newer Tailrace", format=stored["format"],
+                hint="Update Tailrace.",
+            )  # fmt: skip
+        cursor = Cursor(seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]))
+        return cls(log=stored["log"], cursor=cursor, schema=TableSchema.from_json(stored["schema"]))
+
+
+def app_id(log_id: str) -> str:
+    """Under which the position's number stands in Delta's own `txn` action."""
+    return f"tailrace/{log_id}"
+
+
+def has_commits(folder: Path) -> bool:
+    """Whether a Delta table stands here: a crash before a first commit leaves a log folder without one."""
+    log = folder / "_delta_log"
+    return log.is_dir() and any(entry.suffix in (".json", ".parquet") for entry in log.iterdir())
+
+
+def last_position(folder: Path, version: int) -> Position | None:
+    """The position of the last commit that any log of ours made, up to this version; None if there is none."""
+    for number in range(version, max(-1, version - MAINTENANCE_COMMITS_MAX), -1):
+        found = _Commit.read(folder, number)
+        if found is None or found.position is not None:
+            return None if found is None else found.position
+    return None
+
+
+def position_of(folder: Path, version: int, log_id: str) -> Position:
+    """Our position at this version of the table, which is known to hold one; refuse if others wrote since."""
+    for number in range(version, max(-1, version - MAINTENANCE_COMMITS_MAX), -1):
+        found = _Commit.read(folder, number)
+        if found is None:
+            break
+        if found.position is not None and found.position.log == log_id:
+            return found.position
+        if found.position is not None:
+            raise ForeignWrite(
+                "another change log writes this table", path=folder, log=found.position.log, version=number,
+                hint="Give each pipeline its own `tables.path`. " + _ANEW,
+            )  # fmt: skip
+        if not found.maintenance:
+            raise ForeignWrite(
+                "someone else changed the table", path=folder, operation=found.operation, version=number,
+                hint="A mirror is written by Tailrace alone. " + _ANEW,
+            )  # fmt: skip
+    raise TableUnusable(
+        "the table's log no longer holds the commit with our position", path=folder, version=version, hint=_ANEW
+    )
+
+
+def make_durable(folder: Path, version: int) -> None:
+    """Push a commit and the files it adds to the disk: delta-rs leaves them in the operating system's cache."""
+    commit = _Commit.read(folder, version)
+    for name in commit.adds if commit else ():
+        _fsync(folder / name)
+    _fsync(folder)
+    _fsync(_commit_path(folder, version))
+    _fsync(folder / "_delta_log")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Commit:
+    operation: str
+    maintenance: bool
+    position: Position | None
+    adds: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path, version: int) -> _Commit | None:
+        """One commit; None if the log no longer holds it."""
+        try:
+            lines = _commit_path(folder, version).read_text("utf-8").splitlines()
+            actions = [json.loads(line) for line in lines if line]
+            info = _only(actions, "commitInfo")
+            position = Position.parse(info[METADATA_KEY]) if METADATA_KEY in info else None
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as exc:
+            raise TableUnusable(
+                "a commit of the table cannot be read", path=folder, version=version, hint=_ANEW
+            ) from exc
+        files = [action[kind] for action in actions for kind in ("add", "remove") if kind in action]
+        operation = str(info.get("operation", "unknown"))
+        return cls(
+            operation=operation,
+            maintenance=operation in MAINTENANCE and not any(file.get("dataChange", True) for file in files),
+            position=position,
+            adds=tuple(unquote(action["add"]["path"]) for action in actions if "add" in action),
+        )
+
+
+def _only(actions: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """The commit's action of this kind; nothing if it has none, as a commit may."""
+    return next((action[kind] for action in actions if kind in action), {})
+
+
+def _commit_path(folder: Path, version: int) -> Path:
+    return folder / "_delta_log" / f"{version:020d}.json"
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

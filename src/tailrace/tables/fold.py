@@ -1,0 +1,375 @@
+"""Changes of one table folded to its last state: one row per key, or per image where there is no key.
+
+What must stay true: *absent is not null*. A value the server did not send comes from the row's previous state
+in the batch, through any chain of key moves, else from the table's row under the key the chain began with;
+where neither exists the fold refuses. A row that was deleted lends its values to the move that deleted it and
+to nothing after that. The result does not depend on how the changes were cut into batches.
+
+Pure: no Spark, no I/O. No Python object per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.errors import BaseRowMissing, ValueUnfit
+from tailrace.kernels import kernel
+from tailrace.model import change
+from tailrace.model.change import OPERATION_NAMES, Operation
+from tailrace.model.schema import TableSchema
+from tailrace.tables.identity import Ints, image_numbers, key_numbers
+
+UPSERT, DELETE = 0, 1
+"""What stands in `op`."""
+
+Codes = npt.NDArray[np.int8]
+Flags = npt.NDArray[np.bool_]
+
+_UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
+_UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
+_NOWHERE = -1
+
+_RELOAD = "Delete or move the table's folder; the next `tailrace run` loads it again."
+_UNFIT_HINT = (
+    "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
+    "then reload the table."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folded:
+    """What a batch comes to. `rows` follows `folded_schema`; when `truncated`, they are all the table holds."""
+
+    truncated: bool
+    rows: pa.Table
+
+
+def folded_schema(schema: TableSchema) -> pa.Schema:
+    """`c0…cN` are the table's own columns in order; `absent` lists the ordinals of those whose value stands in
+    the table's row `base` (its key before this batch); `copies` counts equal rows of a keyless table."""
+    own = [pa.field(f"c{i}", column.type) for i, column in enumerate(schema.columns)]
+    key = [own[i] for i in key_ordinals(schema)]
+    return pa.schema(
+        [
+            *own,
+            pa.field("op", pa.int8(), nullable=False),
+            pa.field("absent", pa.list_(pa.int16())),
+            pa.field("base", pa.struct(key)),
+            pa.field("copies", pa.int64(), nullable=False),
+        ]
+    )
+
+
+def key_ordinals(schema: TableSchema) -> list[int]:
+    """The key's columns by number, in the table's column order."""
+    return [i for i, column in enumerate(schema.columns) if column.name in schema.key]
+
+
+def fold(schema: TableSchema, changes: pa.Table) -> Folded:
+    """Fold changes that stand in `_seq` order; optional columns may be missing, foreign ones are ignored."""
+    operations = _operations(changes)
+    truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
+    if truncates.size:
+        after = int(truncates[-1]) + 1
+        changes, operations = changes.slice(after), operations[after:]
+    batch = _Batch(schema, changes, operations, empty_before=truncates.size > 0)
+    rows = _fold_keyed(batch) if schema.key else _fold_keyless(batch)
+    return Folded(truncated=truncates.size > 0, rows=rows)
+
+
+class _Batch:
+    """The changes after the last TRUNCATE, by column."""
+
+    def __init__(self, schema: TableSchema, changes: pa.Table, operations: Codes, *, empty_before: bool) -> None:
+        self.schema, self.operations, self.size = schema, operations, changes.num_rows
+        self.empty_before = empty_before
+        self._changes = changes
+        self.own = [
+            _typed(changes.column(change.stored_name(column.name)), column.type) for column in schema.columns
+        ]
+
+    def optional(self, name: str) -> Any | None:
+        """An optional column as one array; None when it is null throughout."""
+        if name not in self._changes.column_names:
+            return None
+        column = self._changes.column(name)
+        return None if column.null_count == self.size else column.combine_chunks()
+
+    def position(self, row: int) -> str:
+        return str(self._changes.column(change.POSITION)[row].as_py())
+
+    def base_missing(self, row: int, what: str) -> BaseRowMissing:
+        return BaseRowMissing(what, table=self.schema.table, position=self.position(row), hint=_RELOAD)
+
+
+def _operations(changes: pa.Table) -> Codes:
+    codes = pc.index_in(_typed(changes.column(change.OP), pa.string()), value_set=OPERATION_NAMES)
+    if codes.null_count:
+        raise ValueError("a table's changes hold an operation that is not one of a row")
+    return np.asarray(codes.to_numpy(), dtype=np.int8)
+
+
+def _typed(column: Any, kind: pa.DataType) -> Any:
+    return column if column.type == kind else column.cast(kind)
+
+
+# --- tables with a key -------------------------------------------------------------------------------------
+
+
+def _fold_keyed(batch: _Batch) -> pa.Table:
+    keys = _Keys(batch)
+    rows = np.arange(batch.size)
+    last = np.full(keys.limit, _NOWHERE, np.int64)
+    last[keys.own] = rows
+    final = np.sort(last[last >= 0])
+    alive = batch.operations[final] != _DELETED
+    picked = [final] * len(batch.own)
+    gaps = _Gaps.of(batch)
+    if gaps is None:
+        _refuse_unfit(batch, picked, alive)
+        return _result(batch.schema, _take(batch.own, picked), ~alive, None, None)
+    source, root = _follow_all(batch, keys, gaps)
+    at = keys.own[final]
+    for place, ordinal in enumerate(gaps.ordinals):
+        picked[ordinal] = np.where(alive, source[at, place], final)
+    _refuse_unfit(batch, picked, alive)
+    missing = (source[at] == _NOWHERE) & alive[:, None]
+    absent = _lists(missing, np.array(gaps.ordinals, np.int16))
+    base = keys.structs(np.where(missing.any(axis=1), root[at], _NOWHERE))
+    return _result(batch.schema, _take(batch.own, picked), ~alive, absent, base)
+
+
+class _Keys:
+    """Every key of the batch as a number: each row's own, and the one it moved from (-1: it did not)."""
+
+    def __init__(self, batch: _Batch) -> None:
+        ordinals = key_ordinals(batch.schema)
+        moved = batch.optional(change.MOVED_FROM)
+        self._columns = [batch.own[i] for i in ordinals]
+        movers = np.empty(0, np.int64)
+        if moved is not None:
+            movers = np.flatnonzero(moved.is_valid().to_numpy(zero_copy_only=False))
+            old = moved.take(pa.array(movers))
+            fields = [pc.struct_field(old, [i]) for i in range(len(ordinals))]
+            self._columns = [
+                pa.chunked_array([*own.chunks, _typed(field, own.type)], own.type)
+                for own, field in zip(self._columns, fields, strict=True)
+            ]
+        numbered = key_numbers(self._columns)
+        self.limit = numbered.limit
+        self.own = numbered.numbers[: batch.size]
+        self.old = np.full(batch.size, _NOWHERE, np.int64)
+        self.old[movers] = numbered.numbers[batch.size :]
+        self._numbers = numbered.numbers
+        self._fields = [folded_schema(batch.schema).field(i) for i in ordinals]
+
+    def structs(self, numbers: Ints) -> pa.StructArray:
+        """The keys with these numbers, as `base` holds them; null for -1."""
+        somewhere = np.zeros(self.limit, np.int64)
+        somewhere[self._numbers] = np.arange(self._numbers.size)
+        none = numbers == _NOWHERE
+        places = pa.array(somewhere[np.where(none, 0, numbers)], mask=none)
+        columns = [column.take(places).combine_chunks() for column in self._columns]
+        return pa.StructArray.from_arrays(columns, fields=self._fields, mask=pa.array(none))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gaps:
+    """Which values the server did not send: a flag per row for each column that has any."""
+
+    ordinals: list[int]
+    flags: Flags
+
+    @classmethod
+    def of(cls, batch: _Batch) -> _Gaps | None:
+        unchanged = batch.optional(change.UNCHANGED)
+        if unchanged is None:
+            return None
+        names = pa.array(batch.schema.names, pa.string())
+        which = pc.index_in(_typed(unchanged.flatten(), pa.string()), value_set=names)
+        if which.null_count:
+            raise ValueError("a change names a column that its table does not have")
+        rows, columns = pc.list_parent_indices(unchanged).to_numpy(), which.to_numpy()
+        ordinals = np.unique(columns)
+        if not ordinals.size:
+            return None
+        flags = np.zeros((batch.size, ordinals.size), np.bool_)
+        flags[rows, np.searchsorted(ordinals, columns)] = True
+        found = cls(ordinals=[int(i) for i in ordinals], flags=flags)
+        found._refuse_keys(batch)
+        return found
+
+    def _refuse_keys(self, batch: _Batch) -> None:
+        for place, ordinal in enumerate(self.ordinals):
+            if batch.schema.columns[ordinal].name in batch.schema.key:
+                row = int(np.argmax(self.flags[:, place]))
+                raise batch.base_missing(row, "a change came without a part of its key")
+
+
+def _follow_all(batch: _Batch, keys: _Keys, gaps: _Gaps) -> tuple[Ints, Ints]:
+    """Per key and gappy column the row that gives the value (-1: the table does), and the table row's key."""
+    source = np.full((keys.limit, len(gaps.ordinals)), _NOWHERE, np.int64)
+    root = np.arange(keys.limit)
+    state = np.zeros(keys.limit, np.int8)
+    left_at = np.full(keys.limit, _NOWHERE, np.int64)
+    wrong = _follow(
+        batch.operations, keys.own, keys.old, gaps.flags, batch.empty_before, source, root, state, left_at
+    )
+    if wrong >= 0:
+        raise batch.base_missing(int(wrong), "a partial change arrived for a row that does not exist")
+    return source, root
+
+
+@kernel
+def _follow(
+    operations: Codes, own: Ints, old: Ints, gap: Flags, empty_before: bool,
+    source: Ints, root: Ints, state: Codes, left_at: Ints,
+) -> int:  # fmt: skip
+    """Walk the changes in order; the first row whose missing values have no base, or -1.
+
+    A deleted key keeps its last state until it is used again, and `left_at` says when it went: only the row
+    right after may take values from it, as the other half of a move.
+    """
+    columns = source.shape[1]
+    for i in range(own.size):
+        k = own[i]
+        known = state[k] == _ALIVE or (state[k] == _UNTOUCHED and not empty_before)
+        if operations[i] == _DELETED:
+            left_at[k] = i if known else _NOWHERE
+            state[k] = _GONE
+            continue
+        base = -1
+        if operations[i] == _UPDATED:
+            base = k if known else -1
+        elif old[i] >= 0 and i > 0 and left_at[old[i]] == i - 1:
+            base = old[i]
+        for c in range(columns):
+            if not gap[i, c]:
+                source[k, c] = i
+            elif base < 0:
+                return i
+            else:
+                source[k, c] = source[base, c]
+        root[k] = root[base] if base >= 0 else k
+        state[k] = _ALIVE
+    return -1
+
+
+# --- tables without a key ----------------------------------------------------------------------------------
+
+
+def _fold_keyless(batch: _Batch) -> pa.Table:
+    """Net copies per image: +1 for a row that came, -1 for one that went."""
+    gaps = _Gaps.of(batch)
+    if gaps is not None:
+        row = int(np.argmax(gaps.flags.any(axis=1)))
+        raise batch.base_missing(row, "a partial change arrived for a table without a key")
+    images, weights = _images(batch)
+    if not weights.size:
+        return _result(batch.schema, batch.own, np.zeros(0, np.bool_), None, None)
+    unfit = images.pop()
+    numbered = image_numbers([*images, unfit] if unfit.null_count < weights.size else images)
+    net = np.zeros(numbered.limit, np.int64)
+    np.add.at(net, numbered.numbers, weights)
+    last = np.full(numbered.limit, _NOWHERE, np.int64)
+    last[numbered.numbers] = np.arange(weights.size)
+    rows = np.sort(last[net != 0])
+    surviving = unfit.take(pa.array(rows))
+    if surviving.null_count < rows.size:
+        at = int(np.argmax(surviving.is_valid().to_numpy()))
+        raise _unfit(batch, int(rows[at]), str(surviving[at][0]["column"].as_py()))
+    copies = net[numbered.numbers[rows]]
+    columns = _take(images, [rows] * len(images))
+    return _result(batch.schema, columns, copies < 0, None, None, copies)
+
+
+def _images(batch: _Batch) -> tuple[list[Any], Ints]:
+    """The image of every change, then of every row an update replaced; `_unfit` last; and their weights."""
+    updates = np.flatnonzero(batch.operations == _UPDATED)
+    weights = np.where(batch.operations == _DELETED, -1, 1)
+    unfit = batch.optional(change.UNFIT)
+    unfit = pa.nulls(batch.size, change.UNFIT_TYPE) if unfit is None else unfit
+    if not updates.size:
+        return [*batch.own, pa.chunked_array([unfit])], weights
+    before = batch.optional(change.BEFORE)
+    old = None if before is None else before.take(pa.array(updates))
+    if old is None or old.null_count:
+        row = updates[0] if old is None else updates[int(np.argmin(old.is_valid().to_numpy(zero_copy_only=False)))]
+        raise batch.base_missing(int(row), "an update of a table without a key came without the old row")
+    images = [
+        pa.chunked_array([*own.chunks, _typed(pc.struct_field(old, [i]), own.type)], own.type)
+        for i, own in enumerate(batch.own)
+    ]
+    unfits = pa.chunked_array([unfit, pa.nulls(updates.size, change.UNFIT_TYPE)])
+    return [*images, unfits], np.concatenate([weights, np.full(updates.size, -1)])
+
+
+# --- shared ------------------------------------------------------------------------------------------------
+
+
+def _refuse_unfit(batch: _Batch, picked: list[Ints], alive: Flags) -> None:
+    """Refuse if a value that stays, or any row's key, is one that the column's type cannot hold."""
+    unfit = batch.optional(change.UNFIT)
+    if unfit is None:
+        return
+    entries = unfit.flatten()
+    rows = pc.list_parent_indices(unfit).to_numpy()
+    columns = pc.index_in(pc.struct_field(entries, [0]), value_set=pa.array(batch.schema.names)).to_numpy()
+    for ordinal in np.unique(columns).tolist():
+        name = batch.schema.columns[ordinal].name
+        bad = rows[columns == ordinal]
+        if name not in batch.schema.key:
+            bad = bad[np.isin(bad, picked[ordinal][alive])]
+        if bad.size:
+            raise _unfit(batch, int(bad[0]), name)
+
+
+def _unfit(batch: _Batch, row: int, column: str) -> ValueUnfit:
+    return ValueUnfit(
+        "a value does not fit the column's type",
+        table=batch.schema.table, column=column, position=batch.position(row), hint=_UNFIT_HINT,
+    )  # fmt: skip
+
+
+def _take(columns: Sequence[Any], places: Sequence[Ints]) -> list[Any]:
+    """The rows at these places, column by column; null for -1."""
+    taken, indices = [], {}
+    for column, rows in zip(columns, places, strict=True):
+        if id(rows) not in indices:
+            indices[id(rows)] = pa.array(rows, mask=rows == _NOWHERE)
+        whole = rows.size == len(column) and not indices[id(rows)].null_count
+        taken.append(column if whole and _in_place(rows) else column.take(indices[id(rows)]))
+    return taken
+
+
+def _in_place(rows: Ints) -> bool:
+    return bool((rows == np.arange(rows.size)).all())
+
+
+def _lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
+    rows, places = np.nonzero(missing)
+    counts = np.bincount(rows, minlength=missing.shape[0])
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ordinals[places]), mask=pa.array(counts == 0))
+
+
+def _result(
+    schema: TableSchema, columns: list[Any], deleted: Flags, absent: Any, base: Any, copies: Ints | None = None
+) -> pa.Table:
+    fields = folded_schema(schema)
+    size = deleted.size
+    copies = np.ones(size, np.int64) if copies is None else copies
+    rest = [
+        pa.array(deleted.astype(np.int8)),
+        pa.nulls(size, fields.field("absent").type) if absent is None else absent,
+        pa.nulls(size, fields.field("base").type) if base is None else base,
+        pa.array(copies),
+    ]
+    return pa.Table.from_arrays([*columns, *rest], schema=fields)

@@ -1,0 +1,93 @@
+"""The folder a Delta table really lies in, and what else may stand there.
+
+delta-rs 1.6 decodes `%2F` in a path once too often (it writes the data in one folder and looks for the log in
+another) and panics at five other characters. A table with such a name lies under `<root>/.tailrace/`, and its
+own path is a relative link there, which every reader follows. No source table can claim that folder: a leading
+dot is encoded. Nothing that is not ours is ever overwritten or taken for a table.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from pathlib import Path
+
+from tailrace.errors import TableUnusable
+from tailrace.tables.deltalog import has_commits
+
+ASIDE = ".tailrace"
+
+_UNUSABLE = re.compile(r"%[0-9A-Fa-f]{2}|[\[\]\\^|]")
+_OURS = re.compile(r"\..*|_delta_log|part-.*\.parquet")
+"""What a load that died leaves behind, and the hidden files that systems add."""
+
+
+def find_folder(path: Path) -> Path | None:
+    """Where the table lies; None if there is no table yet. Refuses a place that cannot hold one."""
+    try:
+        folder = _real(path)
+        if folder is None or not folder.exists():
+            return None
+        if not folder.is_dir():
+            raise TableUnusable("a file stands in the table's place", path=path, hint=_AWAY)
+        if has_commits(folder):
+            return folder
+        strays = sorted(entry.name for entry in folder.iterdir() if not _OURS.fullmatch(entry.name))
+    except OSError as exc:
+        raise unreadable(path, exc) from exc
+    if strays:
+        raise TableUnusable(
+            "the folder holds something that is not a Delta table", path=path, found=strays[0], hint=_AWAY
+        )
+    return None
+
+
+def make_folder(path: Path) -> Path:
+    """The folder for a new table, made if need be."""
+    try:
+        if _needs_link(path) and not path.is_symlink():
+            aside = path.parent.parent / ASIDE / uuid.uuid4().hex
+            aside.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.symlink_to(os.path.relpath(aside, path.parent), target_is_directory=True)
+        folder = _real(path) or path
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise unreadable(path, exc) from exc
+    return folder
+
+
+def unreadable(path: Path, exc: BaseException) -> TableUnusable:
+    """The table cannot be read or written, for the reason the system gave."""
+    # Only the system's own words: another message of the engine's could quote a row.
+    said = re.search(r"([A-Z][^\n\x1b]*)\(os error \d+\)", str(exc))
+    reason = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else None
+    reason = reason or (said.group(1).strip() if said else type(exc).__name__)
+    return TableUnusable(
+        "the table's folder cannot be used", path=path, reason=reason,
+        hint="Check that the path is a Delta table or free, that this user may write there, and the disk's room.",
+    )  # fmt: skip
+
+
+def _real(path: Path) -> Path | None:
+    if not _needs_link(path):
+        return path
+    if path.is_symlink():
+        return path.resolve()
+    if path.exists():
+        raise TableUnusable("delta-rs cannot use a folder with this name", path=path, hint=_AWAY)
+    return None
+
+
+def _needs_link(path: Path) -> bool:
+    root = path.parent.parent
+    if _UNUSABLE.search(str(root)):
+        raise TableUnusable(
+            "delta-rs cannot use this path", path=root,
+            hint=r"Choose a `tables.path` without [ ] \ ^ | and without a percent sign before two digits.",
+        )  # fmt: skip
+    return _UNUSABLE.search(str(path)) is not None
+
+
+_AWAY = "Move it away, or choose another `tables.path`."

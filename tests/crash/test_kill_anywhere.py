@@ -1,0 +1,84 @@
+"""Kill the whole process group at every named place, under load; afterwards the tables equal the source."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tailrace import failpoints
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
+from tests.support.pipelines import Pipeline, assert_log_is_whole, eventually
+
+NAMES = [table for _, table in TABLES]
+KILL_SECONDS_MAX = 150.0
+
+# A table is described and loaded only once, so these come before the others.
+FIRST = ("log.schema_recorded", "load.snapshot_open", "load.before_commit", "load.after_commit")
+ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
+
+
+@pytest.fixture
+def shop(tmp_path: Path):  # type: ignore[no-untyped-def] # a generator of one pair
+    with EmbeddedPostgres() as server:
+        with server.connect() as connection:
+            connection.execute("CREATE DATABASE shop")
+        with server.connect("shop") as connection:
+            connection.execute(SCHEMA_SQL)
+            seed(connection, scale=0.3)
+        yield Pipeline(tmp_path / "pipeline", server.url("shop")), Workload(server.url("shop"))
+
+
+def run_into(pipeline: Pipeline, name: str, turn: int, hits: Path) -> None:
+    """Run the pipeline with one failpoint armed until it has killed everything."""
+    armed = {"TAILRACE_FAILPOINT": f"{name}:{turn}", "TAILRACE_FAILPOINT_LOG": str(hits)}
+    running = pipeline.start("run", environment=armed)
+    try:
+        assert running.wait(KILL_SECONDS_MAX) == -9, f"{name} was not reached\n{running.said()}"
+        assert eventually(lambda: not running.alive(), seconds=5), running.alive()
+    finally:
+        running.end()
+
+
+@pytest.mark.timeout(1500 + ROUNDS * 120)
+def test_killed_at_every_named_place_the_tables_equal_the_source_in_the_end(shop, tmp_path: Path) -> None:  # type: ignore[no-untyped-def] # the fixture's pair
+    pipeline, workload = shop
+    hits = tmp_path / "hits"
+    chance = random.Random(os.environ.get("TAILRACE_SEED", "17"))
+    later = [name for name in failpoints.NAMES if name not in FIRST]
+    chance.shuffle(later)
+    with workload:
+        for name in (*FIRST, *later):
+            # Loading happens once a table and in several workers, so only the others can wait for a later turn.
+            run_into(
+                pipeline, name, 1 if name.startswith(("load.", "log.schema")) else chance.randint(1, 4), hits
+            )
+        for _ in range(ROUNDS):
+            run_into(pipeline, chance.choice(later), chance.randint(1, 20), hits)
+    counted = Counter(hits.read_text().split())
+    assert set(counted) == set(failpoints.NAMES), counted
+    pipeline.catch_up()
+    pipeline.assert_equal(*NAMES)
+    assert_log_is_whole(pipeline.log)
+
+
+@pytest.mark.timeout(300)
+def test_a_process_that_outlives_its_parent_ends_within_five_seconds(shop) -> None:  # type: ignore[no-untyped-def] # the fixture's pair
+    pipeline, workload = shop
+    with workload:
+        running = pipeline.start("run")
+        try:
+            live = lambda: [t["state"] for t in pipeline.status()["tables"]] == ["live"] * len(NAMES)  # noqa: E731
+            assert eventually(live, seconds=150, pause=1), running.said()
+            assert any("java" in command for command in running.alive())
+            running.process.kill()
+            running.process.wait()
+            assert eventually(lambda: not running.alive(), seconds=5), running.alive()
+        finally:
+            running.end()
+    pipeline.catch_up()
+    pipeline.assert_equal(*NAMES)

@@ -1,0 +1,164 @@
+"""A pipeline in a folder of its own, run as a user runs it: as a command, in its own process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from tailrace.changelog.reader import ChangeLog
+from tailrace.demo.compare import TableVerdict, compare
+from tailrace.model import change
+
+RUN_SECONDS_MAX = 240.0
+
+
+class Pipeline:
+    """Settings, log and lake in one folder, and the commands on them."""
+
+    def __init__(self, folder: Path, url: str, *, tables: str = '["public.*"]', extra: str = "") -> None:
+        self.folder = folder
+        self.url = url
+        self.file = folder / "tailrace.yaml"
+        self.log = folder / "changes"
+        self.lake = folder / "lake"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(
+            f"name: test\nsource:\n  url: {url}\n  tables: {tables}\n{extra}"
+            f"log: ./changes\ntables:\n  format: delta\n  path: ./lake\n"
+        )
+
+    def start(self, command: str, *flags: str, environment: Mapping[str, str] | None = None) -> Running:
+        """Start a command in a process group of its own."""
+        return Running(["-m", "tailrace", command, str(self.file), *flags], self.folder, environment or {})
+
+    def call(
+        self, command: str, *flags: str, seconds: float = RUN_SECONDS_MAX
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        return subprocess.run(
+            [sys.executable, "-m", "tailrace", command, str(self.file), *flags], capture_output=True, text=True,
+            timeout=seconds, check=False, start_new_session=True,
+        )  # fmt: skip
+
+    def catch_up(self) -> None:
+        """`tailrace run --until-caught-up` must succeed."""
+        done = self.call("run", "--until-caught-up")
+        assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+
+    def status(self) -> dict[str, Any]:
+        done = self.call("status", "--json")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def table_status(self, name: str) -> dict[str, Any]:
+        return next(table for table in self.status()["tables"] if table["table"] == name)
+
+    def compare(self, *tables: str, schema: str = "public") -> list[TableVerdict]:
+        return compare(self.url, self.lake, [(schema, table) for table in tables])
+
+    def assert_equal(self, *tables: str, schema: str = "public") -> None:
+        for verdict in self.compare(*tables, schema=schema):
+            assert verdict.equal, verdict
+
+
+class Running:
+    """A command that is under way."""
+
+    def __init__(self, arguments: list[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self.output = (folder / f"output-{time.monotonic_ns()}.txt").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=self.output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True, env={**os.environ, **environment},
+        )  # fmt: skip
+
+    def said(self) -> str:
+        self.output.flush()
+        return Path(self.output.name).read_text()
+
+    def wait(self, seconds: float = RUN_SECONDS_MAX) -> int:
+        return self.process.wait(seconds)
+
+    def kill_group(self) -> None:
+        """What a power cut looks like."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def terminate(self) -> int:
+        self.process.terminate()
+        return self.process.wait(60)
+
+    def alive(self) -> list[str]:
+        """The processes of the group that still run, by command line."""
+        return processes_of_group(self.process.pid)
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever state it is in."""
+        if self.process.poll() is None or self.alive():
+            try:
+                self.kill_group()
+            except ProcessLookupError:
+                self.process.wait()
+        self.output.close()
+
+
+def processes_of_group(group: int) -> list[str]:
+    """Command lines of the live members of a process group; the dead that nobody waited for do not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
+
+
+def eventually(condition: Any, seconds: float = 60.0, pause: float = 0.1) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(pause)
+    return bool(condition())
+
+
+def assert_log_is_whole(log: Path) -> None:
+    """`_seq` is dense, no transaction stands in two commits, every transaction is whole."""
+    reader = ChangeLog.open(log)
+    next_seq, seen = 1, dict[int, int]()
+    for header in reader.headers(0):
+        rows: list[tuple[int, int, int]] = []
+        for body in header.bodies:
+            data = reader.batch(header, body).data
+            names = (change.SEQ, change.TX, change.TX_INDEX)
+            rows += zip(*(data.column(name).to_pylist() for name in names), strict=True)
+        rows.sort()
+        assert [row[0] for row in rows] == list(range(next_seq, next_seq + len(rows))), "`_seq` has a gap"
+        next_seq += len(rows)
+        indexes: dict[int, int] = {}
+        for _, tx, index in rows:
+            assert seen.get(tx, header.commit) == header.commit, f"transaction {tx} stands in two commits"
+            assert index == indexes.get(tx, 0), f"transaction {tx} is not whole"
+            seen[tx], indexes[tx] = header.commit, index + 1
+        assert header.next_seq == next_seq
+
+
+def execute(url: str, *statements: str) -> None:
+    """Run statements at the source, each in its own transaction."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        for statement in statements:
+            connection.execute(statement)

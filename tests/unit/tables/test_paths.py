@@ -1,0 +1,58 @@
+"""A table's folder: verbatim where it can be, never outside its root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.errors import TableUnusable
+from tailrace.model.schema import TableId
+from tailrace.tables.paths import table_path
+
+ROOT = Path("/lake")
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@pytest.mark.parametrize("name", ["orders", "Order Items", 'He said "hi"', "naïve", "a.b", "a\\b", "~", "-rf", "日本"])
+def test_an_ordinary_name_is_the_folder_verbatim(name: str) -> None:
+    assert table_path(ROOT, TableId("public", name)) == ROOT / "public" / name
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("a/b", "a%2Fb"), ("100%", "100%25"), ("a%2Fb", "a%252Fb"), (".hidden", "%2Ehidden"), (".", "%2E"),
+        ("..", "%2E."), ("a.", "a."), ("tab\there", "tab%09here"), ("\x00", "%00"), ("\x7f", "%7F"),
+        ("\x85", "%C2%85"), ("../../etc", "%2E.%2F..%2Fetc"),
+    ],
+)  # fmt: skip
+def test_what_a_path_cannot_hold_is_percent_encoded(name: str, folder: str) -> None:
+    assert table_path(ROOT, TableId("public", name)) == ROOT / "public" / folder
+    assert table_path(ROOT, TableId(name, "t")) == ROOT / folder / "t"
+
+
+def test_a_dot_between_schema_and_table_does_not_make_them_meet() -> None:
+    assert table_path(ROOT, TableId("a.b", "c")) != table_path(ROOT, TableId("a", "b.c"))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256, "/" * 86, "é" * 128])
+def test_a_name_that_makes_no_folder_is_refused_with_a_hint(name: str) -> None:
+    with pytest.raises(TableUnusable) as refused:
+        table_path(ROOT, TableId("public", name))
+    assert "Rename" in refused.value.hint
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "/" * 85])
+def test_a_name_of_255_bytes_is_a_folder(name: str) -> None:
+    assert len(table_path(ROOT, TableId("public", name)).name.encode()) == 255
+
+
+@given(NAMES, NAMES)
+def test_no_path_leaves_its_root_and_every_path_reads_back(schema: str, name: str) -> None:
+    path = table_path(ROOT, TableId(schema, name))
+    assert path.resolve().relative_to(ROOT).parts == path.relative_to(ROOT).parts
+    assert tuple(unquote(part) for part in path.relative_to(ROOT).parts) == (schema, name)
