@@ -26,7 +26,9 @@ def main(arguments: list[str]) -> int:
     print("\nmatrix:")
     for version, verdict in verdicts.items():
         print(f"  PostgreSQL {version:<3} {verdict}")
-    return 0 if all(verdict == "passed" or verdict.startswith("SKIPPED") for verdict in verdicts.values()) else 1
+    return (
+        0 if all(verdict == "passed" or verdict.startswith("SKIPPED") for verdict in verdicts.values()) else 1
+    )
 
 
 def run(version: int, extra: list[str]) -> str:
@@ -38,7 +40,9 @@ def run(version: int, extra: list[str]) -> str:
     print(f"\n=== PostgreSQL {version} ===", flush=True)
     folders = [folder for folder in FOLDERS if any((ROOT / folder).rglob("test_*.py"))]
     environment = {**os.environ, "TAILRACE_TEST_PG": str(version)}
-    done = subprocess.run([sys.executable, "-m", "pytest", *folders, *extra], cwd=ROOT, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *folders, *extra], cwd=ROOT, env=environment, check=False
+    )
     if done.returncode == _NO_TESTS:
         return "FAILED: there was no test to run"
     return "passed" if done.returncode == 0 else f"FAILED (exit code {done.returncode})"

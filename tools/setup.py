@@ -42,7 +42,9 @@ def main() -> int:
             _note("installed", install)
             _note("warm", "")
             say(f"installed in {time.monotonic() - started:.0f} s")
-        kernels = _key(path for path in sorted((ROOT / "src").rglob("*.py")) if b"@kernel" in path.read_bytes())
+        kernels = _key(
+            path for path in sorted((ROOT / "src").rglob("*.py")) if b"@kernel" in path.read_bytes()
+        )
         if _noted("warm") != kernels:
             started = time.monotonic()
             _run([PYTHON, "-c", WARM], "the kernels could not be compiled")
@@ -76,7 +78,10 @@ def _note(name: str, key: str) -> None:
 def _works(python: Path) -> bool:
     question = "import sys; sys.exit(sys.version_info < (3, 11) or sys.prefix == sys.base_prefix)"
     try:
-        return subprocess.run([python, "-c", question], capture_output=True, timeout=60, check=False).returncode == 0
+        return (
+            subprocess.run([python, "-c", question], capture_output=True, timeout=60, check=False).returncode
+            == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -89,7 +94,10 @@ def _make_venv() -> None:
         return
     say(f"making .venv with Python {sys.version.split()[0]}")
     if uv := shutil.which("uv"):
-        _run([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, VENV], "uv could not make .venv")
+        _run(
+            [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, VENV],
+            "uv could not make .venv",
+        )
         return
     base = getattr(sys, "_base_executable", sys.executable)
     if _try([base, "-m", "venv", VENV]):
@@ -102,8 +110,10 @@ def _make_venv() -> None:
     package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
     if _apt_install((package,)) and _try([base, "-m", "venv", VENV]):
         return
-    fail(f"Python's venv module cannot make an environment (on Debian it lacks the package {package}).",
-         f"Run `apt-get install {package}` as root, or install uv, and try again.")
+    fail(
+        f"Python's venv module cannot make an environment (on Debian it lacks the package {package}).",
+        f"Run `apt-get install {package}` as root, or install uv, and try again.",
+    )
 
 
 def _install() -> None:
@@ -172,7 +182,10 @@ def _run(command: Sequence[str | Path], failure: str) -> None:
     """Run; what it prints is shown, and a failure ends the set-up."""
     done = subprocess.run(command, check=False, cwd=ROOT, timeout=COMMAND_SECONDS_MAX)
     if done.returncode:
-        fail(f"{failure} (exit code {done.returncode})", "The lines above say why; then run `make setup` again.")
+        fail(
+            f"{failure} (exit code {done.returncode})",
+            "The lines above say why; then run `make setup` again.",
+        )
 
 
 def say(text: str) -> None:

@@ -61,6 +61,13 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+NEW_LOG_HINT = (
+    "Run `tailrace drop FILE`, move the log's folder and the lake tables away, and run again: every table is "
+    "loaded anew."
+)
+"""The last resort: what is in the log can no longer be trusted or continued."""
+
+
 class TailraceError(Exception):
     """The root: a message, a hint that says what to do, and identifiers as fields."""
 

@@ -170,6 +170,28 @@ def test_every_commit_carries_the_position(tmp_path: Path) -> None:
             assert set(stored) == {"format", "log", "seq", "commit", "position", "schema"}
 
 
+def test_a_commit_and_its_files_are_on_disk_when_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: set[int] = set()
+    fsync = os.fsync
+
+    def noted(handle: int) -> None:
+        fsync(handle)
+        pushed.add(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    mirror = Mirror(tmp_path / "t", rows=ROWS)
+    for step in ("loaded", "applied", "loaded again", "nothing to merge"):
+        if step == "loaded again":
+            mirror.table.load(SHOP, record_batches(SHOP, ROWS), at(20))
+        elif step != "loaded":
+            mirror.apply(insert(9) if step == "applied" else delete(77))
+        commit = f"_delta_log/{mirror.version:020d}.json"
+        written = [mirror.folder / name for name in (*mirror.table.files(), commit, ".", "_delta_log")]
+        assert {path.stat().st_ino for path in written} <= pushed, step
+
+
 def test_an_apply_that_is_repeated_does_nothing(shop: Mirror) -> None:
     result = fold(SHOP, changes(SHOP, update(1, big="x")))
     assert shop.table.apply(SHOP, result, at(0), at(10)).committed
@@ -194,6 +216,14 @@ def test_a_quiet_table_s_position_does_not_move(shop: Mirror) -> None:
     with nothing_committed(shop):
         assert shop.apply().committed is False
     assert shop.seq == 0
+
+
+@pytest.mark.parametrize("schema", [SHOP, KEYLESS])
+def test_a_position_moves_without_rows_when_asked_to(tmp_path: Path, schema: TableSchema) -> None:
+    mirror = Mirror(tmp_path / "t", schema, [{}])
+    nothing = fold(schema, changes(schema))
+    assert mirror.table.apply(schema, nothing, at(0), at(10), touch=True).committed
+    assert (mirror.seq, mirror.version, len(mirror.content())) == (10, 1, 1)
 
 
 def test_a_batch_that_changes_no_row_still_moves_the_position(shop: Mirror) -> None:
@@ -341,7 +371,9 @@ def test_two_first_loads_one_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loaded_before", [False, True])
-def test_an_error_of_the_source_is_raised_as_it_is_and_commits_nothing(tmp_path: Path, loaded_before: bool) -> None:
+def test_an_error_of_the_source_is_raised_as_it_is_and_commits_nothing(
+    tmp_path: Path, loaded_before: bool
+) -> None:
     table = DeltaRsTable(tmp_path / "t", LOG)
     if loaded_before:
         table.load(SHOP, record_batches(SHOP, ROWS), at(0))
@@ -386,12 +418,12 @@ def test_a_date_the_engine_cannot_write_is_refused_by_name(tmp_path: Path) -> No
     schema = table_schema({"id": pa.int64(), "d": pa.date32()})
     mirror = Mirror(tmp_path / "t", schema)
     far = pa.array([2_145_042_541], pa.int32()).view(pa.date32())
+    rows = changes(schema, insert(1))
+    folded = fold(schema, rows.set_column(rows.column_names.index("d"), "d", far))
+    batch = pa.RecordBatch.from_arrays([pa.array([1]), far], names=["id", "d"])
     with nothing_committed(mirror), pytest.raises(ValueUnfit, match="column=d"):
-        rows = changes(schema, insert(1))
-        rows = rows.set_column(rows.column_names.index("d"), "d", far)
-        mirror.table.apply(schema, fold(schema, rows), at(0), at(1))
+        mirror.table.apply(schema, folded, at(0), at(1))
     with nothing_committed(mirror), pytest.raises(ValueUnfit, match="column=d"):
-        batch = pa.RecordBatch.from_arrays([pa.array([1]), far], names=["id", "d"])
         mirror.table.load(schema, [batch], at(1))
 
 
@@ -422,7 +454,8 @@ def test_a_key_update_keeps_the_large_value_also_twice_in_one_batch(shop: Mirror
 
 def test_rows_swap_their_keys_and_keep_their_values(shop: Mirror) -> None:
     shop.apply(*move(1, 9, unchanged=BIG), *move(2, 1, unchanged=BIG), *move(9, 2, unchanged=BIG),
-               update(3, unchanged=BIG), *move(4, 8, unchanged=("big", "name")), *move(8, 4, unchanged=BIG))  # fmt: skip
+               update(3, unchanged=BIG), *move(4, 8, unchanged=("big", "name")),
+               *move(8, 4, unchanged=BIG))  # fmt: skip
     assert by_id(shop.content()) == {1: "large 2", 2: "large 1", 3: "large 3", 4: "large 4", 5: "large 5"}
 
 
@@ -465,7 +498,9 @@ def test_every_type_and_name_survives_load_merge_and_absence(tmp_path: Path) -> 
     mirror = Mirror(tmp_path / "t", EVERY, [FULL, {'I"d x': 2}])
     others = tuple(name for name in TYPES if name != 'I"d x')
     key, other = {'I"d x': 1}, {'I"d x': 2}
-    mirror.apply(update(key, unchanged=others), update(other, **{k: v for k, v in FULL.items() if k in others}))
+    mirror.apply(
+        update(key, unchanged=others), update(other, **{k: v for k, v in FULL.items() if k in others})
+    )
     assert {row['I"d x']: row for row in mirror.content()} == {1: FULL, 2: FULL | other}
     mirror.apply(*move(key, {'I"d x': 3}, unchanged=others), *move(other, key, unchanged=others))
     assert {row['I"d x']: row for row in mirror.content()} == {3: FULL | {'I"d x': 3}, 1: FULL}
@@ -490,8 +525,12 @@ KEYS: list[tuple[pa.DataType, list[Any]]] = [
 def test_keys_of_every_type_are_matched(
     tmp_path: Path, kind: pa.DataType, values: list[Any], composite: bool
 ) -> None:
-    schema = table_schema({"big": pa.string(), "part": pa.int16(), "k": kind}, key=("k", "part")[: 1 + composite])
-    mirror = Mirror(tmp_path / "t", schema, [{"k": v, "part": 1, "big": str(i)} for i, v in enumerate(values)])
+    schema = table_schema(
+        {"big": pa.string(), "part": pa.int16(), "k": kind}, key=("k", "part")[: 1 + composite]
+    )
+    mirror = Mirror(
+        tmp_path / "t", schema, [{"k": v, "part": 1, "big": str(i)} for i, v in enumerate(values)]
+    )
     mirror.apply(*(update({"k": value, "part": 1}, unchanged=BIG) for value in values))
     expected = {str(i): value for i, value in enumerate(values)}
     assert {row["big"]: row["k"] for row in mirror.content()} == expected
@@ -515,7 +554,10 @@ def test_a_zero_key_that_changes_its_sign_stays_one_row(tmp_path: Path) -> None:
     schema = table_schema({"id": pa.float64(), "big": pa.string()})
     mirror = Mirror(tmp_path / "t", schema, [{"id": -0.0, "big": "kept"}, {"id": 1.0}])
     mirror.apply(*move(-0.0, 0.0, unchanged=BIG))
-    assert sorted(str(row) for row in mirror.content()) == ["{'id': 0.0, 'big': 'kept'}", "{'id': 1.0, 'big': None}"]
+    assert sorted(str(row) for row in mirror.content()) == [
+        "{'id': 0.0, 'big': 'kept'}",
+        "{'id': 1.0, 'big': None}",
+    ]
 
 
 # --- tables without a key ----------------------------------------------------------------------------------
@@ -531,13 +573,17 @@ def test_keyless_inserts_are_appended_as_often_as_they_came(tmp_path: Path) -> N
 
 def test_k_deletes_of_one_image_remove_exactly_k_copies(tmp_path: Path) -> None:
     schema = table_schema(
-        {"f": pa.float64(), "l": pa.list_(pa.binary()), "d": pa.decimal128(5, 2)}, key=(), identity=Identity.FULL
+        {"f": pa.float64(), "l": pa.list_(pa.binary()), "d": pa.decimal128(5, 2)},
+        key=(),
+        identity=Identity.FULL,
     )
     nan, null = float("nan"), {"f": None, "l": None, "d": None}
     image = {"f": nan, "l": [b"", None], "d": Decimal("1.50")}
     others = [null, image | {"l": []}, image | {"l": None}, image | {"f": -0.0}, image | {"f": 0.0}]
     mirror = Mirror(tmp_path / "t", schema, [image] * 5 + others)
-    mirror.apply(delete(image), delete(image), delete(image | {"f": -0.0}), delete(null), insert(null | {"f": 2.0}))
+    mirror.apply(
+        delete(image), delete(image), delete(image | {"f": -0.0}), delete(null), insert(null | {"f": 2.0})
+    )
     left = Counter(map(str, mirror.content()))
     kept = [image] * 3 + [others[1], others[2], others[4], null | {"f": 2.0}]
     assert left == Counter(map(str, kept))
@@ -558,7 +604,10 @@ def test_a_keyless_update_replaces_one_copy(tmp_path: Path) -> None:
 
 # --- folders -----------------------------------------------------------------------------------------------
 
-NAMES = ["plain", "a/b", "100%", "a%2Fb", ".hidden", "..", "sp ace", "日本é", "tab\t", "q?#[x]*", "back\\slash", '"', "%41", "a^b|c"]
+NAMES = [
+    "plain", "a/b", "100%", "a%2Fb", ".hidden", "..", "sp ace", "日本é", "tab\t", "q?#[x]*", "back\\slash", '"', "%41",
+    "a^b|c",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -568,7 +617,13 @@ def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
         assert DeltaRsTable(folder, LOG).cursor() is None
         mirror = Mirror(folder, rows=ROWS)
         mirror.apply(update(1, unchanged=BIG), *move(2, 9, unchanged=BIG))
-        assert by_id(mirror.content()) == {1: "large 1", 9: "large 2", 3: "large 3", 4: "large 4", 5: "large 5"}
+        assert by_id(mirror.content()) == {
+            1: "large 1",
+            9: "large 2",
+            3: "large 3",
+            4: "large 4",
+            5: "large 5",
+        }
         mirror.table.load(SHOP, record_batches(SHOP, ROWS[:1]), at(50))
         assert (mirror.seq, len(mirror.table.files()), (folder / "_delta_log").is_dir()) == (50, 1, True)
     assert not set(os.listdir(tmp_path)) - {"lake"}

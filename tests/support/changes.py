@@ -68,7 +68,9 @@ def delete(key: Any, *, unfit: tuple[str, ...] | None = None, **values: Any) -> 
     return Change(op="delete", values=_key(key) | values, unfit=unfit)
 
 
-def move(old: Any, new: Any, *, unchanged: tuple[str, ...] | None = None, **values: Any) -> tuple[Change, Change]:
+def move(
+    old: Any, new: Any, *, unchanged: tuple[str, ...] | None = None, **values: Any
+) -> tuple[Change, Change]:
     """A key update: the two neighbouring rows it arrives as."""
     arrival = Change(op="insert", values=_key(new) | values, unchanged=unchanged, moved_from=_key(old))
     return delete(old), arrival
@@ -97,7 +99,9 @@ def _stored(schema: TableSchema, row: Change, seq: int) -> Row:
         change.UNCHANGED: None if row.unchanged is None else list(row.unchanged),
         change.BEFORE: _renamed(row.before),
         change.MOVED_FROM: _renamed(row.moved_from),
-        change.UNFIT: None if row.unfit is None else [{"column": name, "text": "SECRET"} for name in row.unfit],
+        change.UNFIT: None
+        if row.unfit is None
+        else [{"column": name, "text": "SECRET"} for name in row.unfit],
         **{change.stored_name(name): row.values.get(name) for name in schema.names},
     }
 
@@ -108,7 +112,7 @@ def _renamed(row: Row | None) -> Row | None:
 
 def record_batches(schema: TableSchema, rows: Iterable[Row]) -> list[pa.RecordBatch]:
     """Rows as a snapshot hands them to a load."""
-    return pa.Table.from_pylist(list(rows), schema=pa.schema(schema.row_fields())).to_batches()
+    return list(pa.Table.from_pylist(list(rows), schema=pa.schema(schema.row_fields())).to_batches())
 
 
 def apply_in_memory(schema: TableSchema, table: dict[Any, Row], folded: Folded) -> dict[Any, Row]:
@@ -157,7 +161,9 @@ class Model:
             by_key[tuple(whole[name] for name in self.schema.names if name in self.schema.key)] = whole
         return by_key
 
-    def step(self, kind: str, at: int, to: int, value: str | None, unchanged: tuple[str, ...]) -> list[Change]:
+    def step(
+        self, kind: str, at: int, to: int, value: str | None, unchanged: tuple[str, ...]
+    ) -> list[Change]:
         if kind == "truncate":
             self.rows.clear()
             return [truncate()]
@@ -169,7 +175,7 @@ class Model:
         if kind == "delete":
             del self.rows[at]
             return [delete(self.key(at))]
-        row = {"name": value, "big": value, "n": to}
+        row: Row = {"name": value, "big": value, "n": to}
         new = row | {name: self.rows[at][name] for name in unchanged}
         sent = {name: given for name, given in row.items() if name not in unchanged}
         if kind == "move" and to not in self.rows:

@@ -40,6 +40,15 @@ def explained(path: Path) -> Iterator[None]:
         ) from error
 
 
+def make_folder(path: Path) -> None:
+    """The folder and those above it, unless they are there."""
+    with explained(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+
+
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

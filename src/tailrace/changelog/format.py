@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tailrace.errors import LogCorrupt
+from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import Lsn
 
 FORMAT = 1
@@ -120,6 +120,5 @@ def corrupt(path: Path, why: str) -> LogCorrupt:
     return LogCorrupt(
         f"a commit of the log is damaged: {why}",
         path=path,
-        hint="Restore the file from a copy of the log, or start a new log: `tailrace drop FILE`, remove the log "
-        "folder, and run again; every table is reloaded.",
+        hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
     )

@@ -66,6 +66,10 @@ class LogIndex:
         """Where a commit ends in the source's log."""
         return self._ends[commit - 1]
 
+    def start_of(self, commit: int) -> Lsn:
+        """Where a commit begins in the source's log."""
+        return self._ends[commit - 2] if commit > 1 else ZERO
+
     def next_seq(self, commit: int) -> int:
         return self._next_seqs[commit - 1] if commit else 1
 

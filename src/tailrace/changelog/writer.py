@@ -35,10 +35,8 @@ class LogWriter:
 
     def __init__(self, path: Path, source: SourceId) -> None:
         self.path = path
-        with files.explained(path):
-            path.mkdir(parents=True, exist_ok=True)
-            for name in _FOLDERS:
-                (path / name).mkdir(exist_ok=True)
+        for name in _FOLDERS:
+            files.make_folder(path / name)
         self._lease = Lease(path)
         try:
             self.log_id = _identify(path, source)

@@ -143,6 +143,8 @@ def _path_part(name: str) -> str:
 
 
 class Kind(enum.Enum):
+    """How a type of the source stands in the lake."""
+
     BOOLEAN = "boolean"
     INTEGER = "integer"
     REAL = "float"

@@ -28,6 +28,7 @@ from tailrace.errors import Remedy, TableFailed, TailraceError
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.status import read_note
 from tailrace.spark.session import open_session
 from tailrace.spark.tasks import ApplyWork, LoadWork, Outcome, apply_changes, load_table
 from tailrace.spark.wake import FORMAT, WakeSource
@@ -67,8 +68,10 @@ class Applying:
     def discover(self) -> None:
         """Find the wanted tables and what their lake tables already hold."""
         self.lives.grow()
+        noted = read_note(self._log.path)
         for table in self._source.tables():
-            self.lives.add(table.table, table)
+            life = self.lives.add(table.table, table)
+            life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
 
     def start(self) -> None:
         """Start Spark, the loads and the query that wakes the work."""
@@ -246,11 +249,12 @@ class Applying:
 
     def _work(self, life: TableLife, end: int) -> ApplyWork | None:
         stretch = self.lives.stretch(life, end)
-        if stretch is None or life.cursor is None:
+        if stretch is None or life.cursor is None or life.shape is None:
             return None
         return ApplyWork(
             table=life.table, log=self._log.path, lake=life.path, log_id=self._log.log_id,
             slices=tuple((item.commit, item.body) for item in stretch.slices),
+            shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
         )  # fmt: skip
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import Remedy, SchemaChanged, TableFailed, TailraceError
+from tailrace.errors import Remedy, TableFailed, TailraceError
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import TableState
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.paths import table_path
+from tailrace.tables.shapes import unusable
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +28,6 @@ ROWS_PER_APPLY_MAX = 500_000
 """Of one table in one commit, unless a single commit of the log has more."""
 RETRIES_MAX = 5
 """Of a table whose failure may pass by itself, before it counts as failed."""
-RELOAD_HINT = (
-    "Its changes are kept in the log. Remove the lake table's folder and start again: it is loaded anew."
-)
 
 
 @dataclass
@@ -138,7 +136,9 @@ class Lives:
         taken: list[Slice] = []
         rows = 0
         for item in pending:
-            error = self._unusable(life.shape, item)
+            # Of a commit that a load's point lies inside of, the task sees which rows are left at all.
+            inside = self.index.start_of(item.commit) < life.cursor.position
+            error = None if inside else self._unusable(life.shape, item)
             if error is not None and not taken:
                 life.fail(error)
                 return None
@@ -163,17 +163,7 @@ class Lives:
         )
 
     def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
-        """Why rows of this version cannot go into the table as it is; None if they can."""
-        found = self.log.schemas.get(item.table, item.schema).schema
-        if found.table == shape.table and found.relation == shape.relation and found.same_rows(shape):
-            return None
-        return SchemaChanged(
-            "the source table changed its shape",
-            table=shape.table,
-            commit=item.commit,
-            change=difference(shape, found),
-            hint=RELOAD_HINT,
-        )
+        return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.commit)
 
 
 def _identity_note(source: SourceTable) -> str | None:
@@ -184,19 +174,3 @@ def _identity_note(source: SourceTable) -> str | None:
         "Only inserts and truncates are captured: the table has no usable replica identity. For updates and "
         f"deletes run: ALTER TABLE {name} REPLICA IDENTITY FULL;"
     )
-
-
-def difference(old: TableSchema, new: TableSchema) -> str:
-    """What changed between two shapes, in a few words."""
-    if old.table != new.table:
-        return f"renamed to {new.table}"
-    if old.relation != new.relation:
-        return "dropped and created again"
-    before = {column.name: column.type for column in old.columns}
-    after = {column.name: column.type for column in new.columns}
-    said = [f"added {name}" for name in after if name not in before]
-    said += [f"dropped {name}" for name in before if name not in after]
-    said += [f"retyped {name}" for name in after if name in before and after[name] != before[name]]
-    if old.key != new.key:
-        said.append("another key")
-    return ", ".join(said) or "columns in another order"

@@ -105,7 +105,8 @@ def leave_note(path: Path, status: PipelineStatus) -> None:
         )
 
 
-def _read_note(path: Path) -> dict[TableId, dict[str, Any]]:
+def read_note(path: Path) -> dict[TableId, dict[str, Any]]:
+    """What the applying process left last; nothing if it cannot be read."""
     try:
         stored = json.loads((path / NOTE).read_bytes())
         return {TableId(table["schema"], table["table"]): table for table in stored["tables"]}
@@ -123,7 +124,7 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     lives = Lives(log, settings.tables.path)
     lives.grow()
     lag = SourceWatch(source).lag()
-    noted = _read_note(log.path)
+    noted = read_note(log.path)
     known = source.tables() if lag is not None else []
     for table in known:
         lives.add(table.table, table)

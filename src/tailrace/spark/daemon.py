@@ -2,7 +2,7 @@
 
 PySpark puts its daemon into a process group of its own and ends its workers by a signal to that group. Ours
 stay in the pipeline's group, so that one kill reaches everything, and the kernel ends a worker whose daemon
-is gone. Chosen with `spark.python.daemon.module`.
+is gone. `session.py` has Spark start this one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def main() -> None:
     os.kill = kill_one
     # A worker would restore the handler that raises; Ctrl-C is the pipeline's to answer.
     signal.default_int_handler = signal.SIG_IGN  # type: ignore[assignment] # what `signal.signal` takes
+    # Not the daemon itself: the kernel would end it with the *thread* of the JVM that started it. It ends by
+    # itself when the JVM is gone and its input closes.
     os.register_at_fork(after_in_child=die_with_parent)
-    die_with_parent()
     daemon.manager()
 
 

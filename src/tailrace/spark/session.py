@@ -15,9 +15,7 @@ from tailrace.spark.java import find_java
 TASK_SLOTS_MIN = 4
 """A load keeps a slot for long, so there are always more than the cores of a small machine."""
 
-_FILE_MANAGER = (
-    "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-)
+_FILE_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 _SETTINGS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

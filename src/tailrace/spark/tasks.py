@@ -27,6 +27,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
+from tailrace.tables.shapes import unusable
 
 PROGRESS_SECONDS = 0.5
 
@@ -54,6 +55,7 @@ class ApplyWork:
     log_id: str
     slices: tuple[tuple[int, int], ...]
     """Commit, and the body's place in it."""
+    shape: TableSchema
     expected: Cursor
     cursor: Cursor
 
@@ -105,9 +107,9 @@ def apply_changes(work: ApplyWork) -> Outcome:
     failpoints.hit("apply.before_table")
     try:
         table = DeltaRsTable(work.lake, work.log_id)
-        schema, changes = _changes(work)
-        if changes.num_rows:
-            table.apply(schema, fold(schema, changes), work.expected, work.cursor)
+        changes = _changes(work)
+        # Where nothing is left to write the position is still committed: the driver goes on from it.
+        table.apply(work.shape, fold(work.shape, changes), work.expected, work.cursor, touch=True)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=_as_ours(error))
     return Outcome(
@@ -115,26 +117,27 @@ def apply_changes(work: ApplyWork) -> Outcome:
         rows=changes.num_rows,
         seconds=time.monotonic() - started,
         cursor=work.cursor,
-        schema=schema,
+        schema=work.shape,
     )
 
 
-def _changes(work: ApplyWork) -> tuple[TableSchema, pa.Table]:
+def _changes(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
     log = ChangeLog.open(work.log)
-    pieces, schema = [], None
+    pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
     for commit, place in work.slices:
         header = log.header(commit)
         batch = log.batch(header, header.bodies[place])
-        schema = batch.schema
         data = batch.data
         if header.bodies[place].first_seq <= work.expected.seq:
             data = data.filter(pc.greater(data.column(change.SEQ), work.expected.seq))
         if header.start < work.expected.position:
             data = _after(data, work.expected.position)
-        pieces.append(data)
-    assert schema is not None, "work has at least one slice"
-    return schema, pa.Table.from_batches(pieces)
+        if data.num_rows:
+            if error := unusable(work.shape, batch.schema, commit):
+                raise error
+            pieces.append(data)
+    return pa.Table.from_batches(pieces)
 
 
 def _after(data: pa.RecordBatch, position: Lsn) -> pa.RecordBatch:

@@ -73,11 +73,14 @@ class LakeTable(Protocol):
         """
         ...
 
-    def apply(self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor) -> Applied:
+    def apply(
+        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False
+    ) -> Applied:
         """Bring the table from `expected` to `cursor` in one commit.
 
         Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
-        position does not move. A value to be taken from a row that the table does not hold is found before
+        position does not move, unless it is asked to (`touch`). Whoever goes on from here must expect the
+        cursor that was returned. A value to be taken from a row that the table does not hold is found before
         the commit (`BaseRowMissing`), never nulled.
         """
         ...

@@ -88,16 +88,18 @@ class DeltaRsTable:
 
         fields = pa.schema(schema.row_fields())
         self._stream(fields, count.each(_own_batches(schema, batches)), write)
-        make_durable(folder, DeltaTable(str(folder)).version() if table is None else table.version())
+        self._make_durable(folder, 0 if table is None else table.version())
         return count.rows
 
-    def apply(self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor) -> Applied:
+    def apply(
+        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False
+    ) -> Applied:
         opened = self._open()
         if opened is None:
             raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
         here = opened.position.cursor
         idle = not folded.truncated and not folded.rows.num_rows
-        if here.seq >= cursor.seq or idle:
+        if here.seq >= cursor.seq or (idle and not touch):
             return Applied(committed=False, cursor=here)
         if here != expected:
             raise ForeignWrite(
@@ -109,7 +111,7 @@ class DeltaRsTable:
                 "the table was loaded with other columns", table=schema.table, path=self._path, hint=_RELOAD
             )
         self._write(opened, schema, folded, self._properties(schema, cursor))
-        make_durable(opened.folder, opened.table.version())
+        self._make_durable(opened.folder, opened.table.version())
         upserted = int(np.count_nonzero(_operations(folded) == UPSERT))
         deleted = folded.rows.num_rows - upserted
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
@@ -125,7 +127,7 @@ class DeltaRsTable:
             self._commit(
                 lambda: write_deltalake(table, upserts, mode="overwrite", commit_properties=properties)
             )
-        elif schema.key:
+        elif schema.key and folded.rows.num_rows:
             merge = _merge(schema, table, folded.rows, properties)
             self._commit(merge)
         elif (_operations(folded) == UPSERT).all():
@@ -156,7 +158,10 @@ class DeltaRsTable:
         self._stream(upserts.schema, rows(), write)
 
     def _stream(
-        self, fields: pa.Schema, batches: Iterator[pa.RecordBatch], write: Callable[[pa.RecordBatchReader], None]
+        self,
+        fields: pa.Schema,
+        batches: Iterator[pa.RecordBatch],
+        write: Callable[[pa.RecordBatchReader], None],
     ) -> None:
         _pump(fields, batches, lambda reader: self._commit(lambda: write(reader), streams=True))
 
@@ -173,6 +178,12 @@ class DeltaRsTable:
         except (DeltaError, OSError) as exc:
             raise unreadable(self._path, exc) from exc
         failpoints.hit("table.after_commit")
+
+    def _make_durable(self, folder: Path, version: int) -> None:
+        try:
+            make_durable(folder, version)
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
 
     def _properties(self, schema: TableSchema, cursor: Cursor) -> CommitProperties:
         return Position(log=self._log_id, cursor=cursor, schema=schema).properties()
@@ -267,7 +278,8 @@ def _upserts(schema: TableSchema, folded: Folded) -> pa.Table:
     """The rows that come in, as the table's own columns; a keyless row as often as it came."""
     operations = _operations(folded)
     copies = np.where(operations == UPSERT, folded.rows.column("copies").to_numpy(), 0)
-    rows = folded.rows.select(range(len(schema.columns))).take(pa.array(np.repeat(np.arange(copies.size), copies)))
+    places = pa.array(np.repeat(np.arange(copies.size), copies))
+    rows = folded.rows.select(range(len(schema.columns))).take(places)
     return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))
 
 

@@ -106,7 +106,10 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
                 hint="A mirror is written by Tailrace alone. " + _ANEW,
             )  # fmt: skip
     raise TableUnusable(
-        "the table's log no longer holds the commit with our position", path=folder, version=version, hint=_ANEW
+        "the table's log no longer holds the commit with our position",
+        path=folder,
+        version=version,
+        hint=_ANEW,
     )
 
 

@@ -87,7 +87,9 @@ def fold(schema: TableSchema, changes: pa.Table) -> Folded:
 class _Batch:
     """The changes after the last TRUNCATE, by column."""
 
-    def __init__(self, schema: TableSchema, changes: pa.Table, operations: Codes, *, empty_before: bool) -> None:
+    def __init__(
+        self, schema: TableSchema, changes: pa.Table, operations: Codes, *, empty_before: bool
+    ) -> None:
         self.schema, self.operations, self.size = schema, operations, changes.num_rows
         self.empty_before = empty_before
         self._changes = changes
@@ -301,8 +303,10 @@ def _images(batch: _Batch) -> tuple[list[Any], Ints]:
     before = batch.optional(change.BEFORE)
     old = None if before is None else before.take(pa.array(updates))
     if old is None or old.null_count:
-        row = updates[0] if old is None else updates[int(np.argmin(old.is_valid().to_numpy(zero_copy_only=False)))]
-        raise batch.base_missing(int(row), "an update of a table without a key came without the old row")
+        at = 0 if old is None else int(np.argmin(old.is_valid().to_numpy(zero_copy_only=False)))
+        raise batch.base_missing(
+            int(updates[at]), "an update of a table without a key came without the old row"
+        )
     images = [
         pa.chunked_array([*own.chunks, _typed(pc.struct_field(old, [i]), own.type)], own.type)
         for i, own in enumerate(batch.own)
@@ -361,7 +365,12 @@ def _lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
 
 
 def _result(
-    schema: TableSchema, columns: list[Any], deleted: Flags, absent: Any, base: Any, copies: Ints | None = None
+    schema: TableSchema,
+    columns: list[Any],
+    deleted: Flags,
+    absent: Any,
+    base: Any,
+    copies: Ints | None = None,
 ) -> pa.Table:
     fields = folded_schema(schema)
     size = deleted.size

@@ -135,10 +135,8 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> Any:
 
 def _joined(first: Any, second: Any) -> Any:
     """The values of one after those of the other; either may be an array or a chunked one."""
-    chunks = [
-        chunk for part in (first, second) for chunk in (part.chunks if isinstance(part, pa.ChunkedArray) else [part])
-    ]
-    return pa.chunked_array(chunks, first.type)
+    parts = [part.chunks if isinstance(part, pa.ChunkedArray) else [part] for part in (first, second)]
+    return pa.chunked_array([*parts[0], *parts[1]], first.type)
 
 
 def _chunks(table: DeltaTable, schema: TableSchema, names: list[str], rows_wanted: int) -> Iterator[pa.Table]:

@@ -91,7 +91,9 @@ def test_columns_of_no_interest_are_ignored_and_reserved_names_are_found() -> No
     schema = table_schema({"id": pa.int64(), "_op": pa.string(), "_seq_": pa.int32()})
     table = changes(schema, Change(op="insert", values={"id": 1, "_op": "mine", "_seq_": 7}))
     table = table.append_column(change.COMMIT, pa.array([5]))
-    assert fold(schema, table).rows.select(["c0", "c1", "c2"]).to_pylist() == [{"c0": 1, "c1": "mine", "c2": 7}]
+    assert fold(schema, table).rows.select(["c0", "c1", "c2"]).to_pylist() == [
+        {"c0": 1, "c1": "mine", "c2": 7}
+    ]
 
 
 def test_a_batch_in_many_chunks_folds_like_one() -> None:
@@ -248,7 +250,9 @@ def test_an_unfit_value_of_a_keyless_row_is_refused_unless_the_row_went_again() 
     row = {"a": None, "b": "x"}
     with pytest.raises(ValueUnfit, match="column=a"):
         fold(KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",))))
-    came_and_went = fold(KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",)), delete(row, unfit=("a",))))
+    came_and_went = fold(
+        KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",)), delete(row, unfit=("a",)))
+    )
     assert came_and_went.rows.column("copies").to_pylist() == [1]
 
 
@@ -282,7 +286,9 @@ def test_keys_of_every_type_are_told_apart_and_found_again(kind: pa.DataType, va
 
 @pytest.mark.parametrize(("kind", "values"), KEYS, ids=lambda value: str(value)[:24])
 def test_a_key_of_several_columns_moves_by_any_of_them(kind: pa.DataType, values: list[Any]) -> None:
-    schema = table_schema({"v": pa.int32(), "k": kind, "big": pa.string(), "part": pa.int16()}, key=("k", "part"))
+    schema = table_schema(
+        {"v": pa.int32(), "k": kind, "big": pa.string(), "part": pa.int16()}, key=("k", "part")
+    )
     rows = [row for i, value in enumerate(values)
             for row in move({"k": value, "part": 1}, {"k": value, "part": 2}, v=i, unchanged=BIG)]  # fmt: skip
     result = fold(schema, changes(schema, *rows)).rows.to_pylist()
@@ -380,7 +386,8 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(max_examples=400, deadline=None)
 def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
-    model, table, pending = Model(), {}, []
+    model, pending = Model(), []
+    table: dict[Any, dict[str, Any]] = {}
     for *step, cut in [*steps, ("none", 99, 0, None, (), True)]:
         pending += model.step(*step)
         if cut:

@@ -11,7 +11,14 @@ import psycopg
 from psycopg import pq
 from psycopg.pq.abc import PGconn
 
-from tailrace.errors import PositionLost, SlotBusy, SourceError, SourceRefused, SourceUnreachable
+from tailrace.errors import (
+    NEW_LOG_HINT,
+    PositionLost,
+    SlotBusy,
+    SourceError,
+    SourceRefused,
+    SourceUnreachable,
+)
 
 CONNECT_SECONDS_MAX = 10
 
@@ -123,7 +130,7 @@ def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
         return PositionLost(
             "the replication slot was invalidated: " + _said(text),
             **fields,
-            hint="Run `tailrace drop FILE`, remove the log folder, start again: tables are reloaded.",
+            hint=NEW_LOG_HINT,
         )
     if "all replication slots are in use" in text or state == "53400":
         return SourceRefused(

@@ -17,7 +17,7 @@ from tailrace.capture.base import Lag, SourceId
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.connect import command, connect_replication, explain
 from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.errors import PositionLost, SlotBusy, SourceNotReady, SourceRefused
+from tailrace.errors import NEW_LOG_HINT, PositionLost, SlotBusy, SourceNotReady, SourceRefused
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity
 
@@ -155,7 +155,7 @@ def ensure_slot(
                 hint=f"Run SELECT pg_create_logical_replication_slot('{settings.slot}', 'pgoutput');",
             )
         return _create_slot(settings)
-    remedy = "Changes since then are gone. Run `tailrace drop FILE`, remove log and tables, and run again."
+    remedy = "Changes since then are gone. " + NEW_LOG_HINT
     if slot is None:
         raise PositionLost("the replication slot is gone", slot=settings.slot, position=position, hint=remedy)
     if slot["wal_status"] == "lost" or slot["confirmed"] is None:

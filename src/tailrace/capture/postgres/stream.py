@@ -37,14 +37,16 @@ WINDOW_BYTES = 8 << 20
 """A window closes at this size,"""
 WINDOW_SECONDS = 0.010
 """or at this age while changes trickle in,"""
-WINDOW_SECONDS_BEHIND = 0.150
+WINDOW_SECONDS_BEHIND = 0.300
 """or at this age while there is a backlog, where larger commits are cheaper and nobody waits for the first."""
 BUFFER_BYTES_MAX = 32 << 20
 """Held back beyond this, unless a single transaction needs more."""
 DRAIN_BYTES = 1 << 20
 """Read between two looks at the clock."""
 BUSY_BYTES = 4 << 10
-"""More than this in one nap means that we are behind."""
+"""More than this in one nap means that we are behind,"""
+BUSY_SECONDS = 0.02
+"""and still are so long after: the server pauses between two large transactions."""
 NAP_SECONDS = 0.002
 IDLE_SECONDS = 0.05
 STATUS_SECONDS = 0.1
@@ -111,7 +113,7 @@ class PostgresStream:
         self._ready: _Buffer | None = None
         self._end = after
         self._opened_at: float | None = None
-        self._behind = False
+        self._behind_until = 0.0
         self._failure: TailraceError | None = None
         self._stopping = False
         self._changed = threading.Condition()
@@ -187,23 +189,25 @@ class PostgresStream:
         if why == wire.FULL:
             buffer.make_room()
         got = int(buffer.state[wire.BYTES]) - filled
+        now = time.monotonic()
         if got and self._opened_at is None:
-            self._opened_at = time.monotonic()
-        self._hand_over(dry=why != wire.FULL and got < BUSY_BYTES)
+            self._opened_at = now
+        if got >= BUSY_BYTES:
+            self._behind_until = now + BUSY_SECONDS
+        self._hand_over(now, dry=why != wire.FULL and now >= self._behind_until)
         self._report_if_due()
         if why in (wire.ENDED, wire.BROKEN):
             raise self._what_happened()
         if why == wire.DRY:
-            self._rest(got)
+            self._rest(now)
 
-    def _rest(self, got: int) -> None:
-        self._behind = got >= BUSY_BYTES
-        if self._behind:
+    def _rest(self, now: float) -> None:
+        if now < self._behind_until:
             time.sleep(NAP_SECONDS)
         else:
             select.select([self._wire.socket], [], [], IDLE_SECONDS)
 
-    def _hand_over(self, *, dry: bool) -> None:
+    def _hand_over(self, now: float, *, dry: bool) -> None:
         """Offer what is whole to the caller, if it is time and the last offer was taken."""
         buffer = self._filling
         whole = int(buffer.state[wire.WHOLE_BYTES])
@@ -211,8 +215,8 @@ class PostgresStream:
             if not buffer.state[wire.OPEN] and self._ready is None:
                 self._end = max(self._end, Lsn(int(buffer.state[wire.END])))
             return
-        age = time.monotonic() - (self._opened_at or 0.0)
-        limit = WINDOW_SECONDS_BEHIND if self._behind else WINDOW_SECONDS
+        age = now - (self._opened_at or 0.0)
+        limit = WINDOW_SECONDS_BEHIND if now < self._behind_until else WINDOW_SECONDS
         if self._ready is not None or not (dry or whole >= WINDOW_BYTES or age >= limit):
             return
         with self._changed:
@@ -221,7 +225,7 @@ class PostgresStream:
             self._filling, self._ready = following, buffer
             self._end = Lsn(int(buffer.state[wire.END]))
             self._changed.notify_all()
-        self._opened_at = time.monotonic() if following.state[wire.BYTES] else None
+        self._opened_at = now if following.state[wire.BYTES] else None
 
     def _report_if_due(self) -> None:
         since = time.monotonic() - self._reported_at

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.kernels import kernel
+from tailrace.kernels import copy_bytes, kernel
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -29,11 +29,14 @@ NULL, ABSENT = -1, -2
 """Lengths that are not lengths."""
 
 _NULL, _VALID, _UNFIT = 0, 1, 2
+_COPY_BYTES_MIN = 16
+"""Shorter values are copied faster byte by byte than by a call."""
 
 SECOND = 1_000_000
 DAY = 86_400 * SECOND
 FIRST_DAY, LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days from 1970
 FIRST_INSTANT, LAST_INSTANT = FIRST_DAY * DAY, (LAST_DAY + 1) * DAY - 1
+_UNCOMMON = -(1 << 63)
 _DAY_LIMIT = 106_751_990  # days whose microseconds fit 64 bits
 
 
@@ -147,7 +150,7 @@ def _number(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
 def _days(year: Word, month: Word, day: Word) -> Word:
     """Days from 1970 in the proleptic Gregorian calendar, for any year (year 0 is 1 BC)."""
     y = year - 1 if month <= 2 else year
-    era = (y if y >= 0 else y - 399) // 400
+    era = y // 400  # rounds down, before year 0 too
     of_era = y - era * 400
     of_year = (153 * (month + (-3 if month > 2 else 9)) + 2) // 5 + day - 1
     return era * 146_097 + of_era * 365 + of_era // 4 - of_era // 100 + of_year - 719_468
@@ -254,12 +257,47 @@ def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
 
 
 @kernel
+def _two(b: Bytes, i: Word) -> Word:
+    """Two digits; what is not a digit makes it negative or too large for any part of a date."""
+    tens, ones = np.int64(b[i]) - 48, np.int64(b[i + 1]) - 48
+    return tens * 10 + ones if 0 <= tens <= 9 and 0 <= ones <= 9 else -10_000
+
+
+@kernel
+def _common_timestamp(b: Bytes, i: Word, n: Word) -> Word:
+    """`YYYY-MM-DD HH:MM:SS[.ffffff][+00]` without further ado; `_UNCOMMON` for any other form."""
+    if n < 19 or b[i + 4] != 45 or b[i + 7] != 45 or b[i + 10] != 32 or b[i + 13] != 58 or b[i + 16] != 58:
+        return _UNCOMMON
+    year = _two(b, i) * 100 + _two(b, i + 2)
+    month, day, hour = _two(b, i + 5), _two(b, i + 8), _two(b, i + 11)
+    minute, second = _two(b, i + 14), _two(b, i + 17)
+    if year < 0 or month < 0 or day < 0 or hour < 0 or minute < 0 or second < 0:
+        return _UNCOMMON
+    j, end, micros = i + 19, i + n, np.int64(0)
+    if j < end and b[j] == 46:
+        j += 1
+        unit = 100_000
+        while j < end and unit > 0 and 48 <= b[j] <= 57:
+            micros += (np.int64(b[j]) - 48) * unit
+            unit //= 10
+            j += 1
+    if j != end and not (end - j == 3 and b[j] == 43 and b[j + 1] == 48 and b[j + 2] == 48):
+        return _UNCOMMON
+    return _days(year, month, day) * DAY + ((hour * 60 + minute) * 60 + second) * SECOND + micros
+
+
+@kernel
 def _timestamps(
     b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Bytes, minus: Bytes
 ) -> None:
     for r in range(at.size):
         n = size[r]
         if n < 0:
+            continue
+        common = _common_timestamp(b, at[r], n)
+        if common != _UNCOMMON:
+            out[r] = common
+            state[r] = _VALID
             continue
         state[r] = _UNFIT
         if _is_word(b, at[r], n, infinity):
@@ -300,14 +338,18 @@ def _offsets(size: Ints, out: Any) -> Word:
 
 @kernel
 def _gather(b: Bytes, at: Ints, size: Ints, offsets: Any, out: Bytes, state: Bytes) -> None:
+    source, to = b.ctypes.data, out.ctypes.data
     for r in range(at.size):
         n = size[r]
         if n < 0:
             continue
         state[r] = _VALID
-        i, j = at[r], np.int64(offsets[r])
-        for k in range(n):
-            out[j + k] = b[i + k]
+        if n <= _COPY_BYTES_MIN:
+            i, j = at[r], np.int64(offsets[r])
+            for k in range(n):
+                out[j + k] = b[i + k]
+        else:
+            copy_bytes(to + offsets[r], source + at[r], n)
 
 
 @kernel
@@ -451,12 +493,22 @@ _MINUS_INFINITY = np.frombuffer(b"-infinity", np.uint8)
 _NOTHING = np.empty(0, np.int64)
 
 
+@kernel
+def _bitmap(state: Bytes, out: Bytes) -> Word:
+    """Arrow's validity bits; how many are not set."""
+    missing = 0
+    for r in range(state.size):
+        if state[r] == _VALID:
+            out[r >> 3] |= 1 << (r & 7)
+        else:
+            missing += 1
+    return missing
+
+
 def _validity(state: Bytes) -> tuple[pa.Buffer | None, int]:
-    valid = state == _VALID
-    missing = int(state.size - np.count_nonzero(valid))
-    if not missing:
-        return None, 0
-    return pa.py_buffer(np.packbits(valid, bitorder="little")), missing
+    bits = np.zeros((state.size + 7) // 8, np.uint8)
+    missing = _bitmap(state, bits)
+    return (pa.py_buffer(bits), missing) if missing else (None, 0)
 
 
 def text_column(cells: Cells) -> pa.StringArray:
@@ -548,7 +600,8 @@ def _column(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
 def typed(cells: Cells, kind: pa.DataType) -> Typed:
     """The cells as a column of the given type."""
     column, state = _column(cells, kind)
-    unfit = np.flatnonzero(state == _UNFIT) if (state == _UNFIT).any() else _NOTHING
+    # An unfit cell is null in the column, so a column without nulls has none.
+    unfit = np.flatnonzero(state == _UNFIT) if column.null_count else _NOTHING
     return Typed(column, unfit)
 
 

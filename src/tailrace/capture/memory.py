@@ -1,0 +1,225 @@
+"""A source in memory: what a database promises, without one. For tests, and for changes made by a program.
+
+Order: transactions arrive in the order of `commit`, whole, `window_transactions_max` to a window at most.
+Repetition: a stream yields nothing that ended at or before the position it is asked for, and everything
+after it, however often it is asked.
+Durability: a transaction stays until a position at or behind its end is confirmed; then it is gone, and
+asking for anything before that position is `PositionLost`. Nothing survives the process.
+
+Any thread may call `commit`, `quiet` and `break_next_read`; one thread uses a stream. A stream that failed
+stays failed: it must be opened again, as a broken connection must.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.capture.base import Capabilities, Lag, SourceId, Stream, TableSnapshot
+from tailrace.errors import ConfigError, PositionLost, TailraceError
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.change import Operation
+from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import TableSchema
+
+_TRANSACTION_BYTES = 64
+"""What a transaction takes in the log beside its rows."""
+
+
+def batch_of(schema: TableSchema, *rows: tuple[Operation, Mapping[str, Any]]) -> ChangeBatch:
+    """A batch from operations and values, in order: `batch_of(orders, (Operation.INSERT, {"id": 1}))`."""
+    stored = [
+        {field.name: 0 for field in change.ALWAYS}
+        | {change.POSITION: "", change.OP: operation.value}
+        | {change.stored_name(name): values.get(name) for name in schema.names}
+        for operation, values in rows
+    ]
+    fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
+    truncates = sum(operation is Operation.TRUNCATE for operation, _ in rows)
+    data = pa.RecordBatch.from_pylist(stored, schema=pa.schema(fields))
+    return ChangeBatch(schema=schema, data=data, truncates=truncates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Transaction:
+    number: int
+    end: Lsn
+    committed_at: int
+    batches: tuple[ChangeBatch, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+    def stamped(self, first_seq: int) -> Iterator[ChangeBatch]:
+        """The batches as the port wants them: numbered batch after batch, and saying where they come from."""
+        index = 0
+        for batch in self.batches:
+            n = len(batch)
+            indexes = np.arange(index, index + n)
+            stamps = {
+                change.SEQ: pa.array(indexes + first_seq, pa.int64()),
+                change.POSITION: pa.array([str(self.end)] * n, pa.string()),
+                change.TX: pa.array([self.number] * n, pa.int64()),
+                change.TX_INDEX: pa.array(indexes, pa.int32()),
+                change.COMMITTED_AT: pa.array([self.committed_at] * n, pa.timestamp("us", "UTC")),
+            }
+            fields = batch.data.schema
+            columns = [stamps.get(name, batch.data.column(name)) for name in fields.names]
+            yield replace(batch, data=pa.RecordBatch.from_arrays(columns, schema=fields))
+            index += n
+
+
+class MemoryCapture:
+    """A log of transactions in memory."""
+
+    capabilities = Capabilities(live=True, snapshot=False, lag=True)
+
+    def __init__(self, *, window_transactions_max: int = 1) -> None:
+        self.identity = SourceId(kind="memory", system=uuid.uuid4().hex, database="", timeline=1)
+        self.window_transactions_max = window_transactions_max
+        self._kept: deque[_Transaction] = deque()
+        self._count = 0
+        self._end = self._confirmed = ZERO
+        self._faults: deque[TailraceError] = deque()
+        self._changed = threading.Condition()
+
+    @property
+    def confirmed(self) -> Lsn:
+        """What a reader has said is durable; everything up to here is gone."""
+        return self._confirmed
+
+    @property
+    def end(self) -> Lsn:
+        """Where the log ends now."""
+        return self._end
+
+    def commit(self, *batches: ChangeBatch) -> Lsn:
+        """Add one transaction; the position behind it. `_seq`, `_tx` and their like are given here, so what
+        stands in those columns of the batches does not matter."""
+        if not batches or not all(len(batch) for batch in batches):
+            raise ConfigError("a transaction needs changes", hint="Use `quiet` to move the log without any.")
+        size = _TRANSACTION_BYTES + sum(batch.data.nbytes for batch in batches)
+        with self._changed:
+            self._count += 1
+            self._end = Lsn(self._end.value + size)
+            self._kept.append(_Transaction(
+                number=self._count, end=self._end, committed_at=time.time_ns() // 1000, batches=batches,
+            ))  # fmt: skip
+            self._changed.notify_all()
+            return self._end
+
+    def quiet(self, size_bytes: int) -> Lsn:
+        """Move the log on without a change, as writes to tables nobody captures do; where it ends then."""
+        with self._changed:
+            self._end = Lsn(self._end.value + size_bytes)
+            return self._end
+
+    def break_next_read(self, error: TailraceError) -> None:
+        """Have the next read, or the one under way, fail with this error. Faults queue up: one a stream."""
+        with self._changed:
+            self._faults.append(error)
+            self._changed.notify_all()
+
+    def live(self, after: Lsn) -> Stream:
+        with self._changed:
+            self._require_kept(after)
+        return _MemoryStream(self)
+
+    def snapshot(self) -> AbstractContextManager[TableSnapshot]:
+        self.capabilities.require("snapshot")
+        raise AssertionError("a capability that is not there was granted")
+
+    def lag(self) -> Lag:
+        with self._changed:
+            return Lag(end=self._end, confirmed=self._confirmed, retained_bytes=self._end - self._confirmed)
+
+    # What a stream calls, for itself alone.
+
+    def _require_kept(self, after: Lsn) -> None:
+        if after < self._confirmed:
+            raise PositionLost(
+                "the source discarded what comes after this position", position=after,
+                confirmed=self._confirmed, hint="Begin again: a confirmed position cannot be gone back on.",
+            )  # fmt: skip
+        if after > self._end:
+            raise PositionLost(
+                "the position lies beyond the end of the source's log", position=after, end=self._end,
+                hint="It belongs to another source. Begin again.",
+            )  # fmt: skip
+
+    def _take(self, after: Lsn, wait_seconds: float) -> Window | None:
+        with self._changed:
+            self._require_kept(after)
+            self._changed.wait_for(
+                lambda: self._faults or (self._kept and self._kept[-1].end > after), wait_seconds
+            )
+            if self._faults:
+                raise self._faults.popleft()
+            picked = [kept for kept in self._kept if kept.end > after][: self.window_transactions_max]
+            if not picked:
+                return Window(start=after, end=self._end) if self._end > after else None
+        return _window(after, picked)
+
+    def _release(self, position: Lsn) -> None:
+        with self._changed:
+            if position > self._end:
+                raise ConfigError(
+                    "a position was confirmed that was never given out", position=position, end=self._end,
+                    hint="Confirm the `end` of a window.",
+                )  # fmt: skip
+            self._confirmed = max(self._confirmed, position)
+            while self._kept and self._kept[0].end <= self._confirmed:
+                self._kept.popleft()
+
+
+def _window(after: Lsn, picked: list[_Transaction]) -> Window:
+    batches: list[ChangeBatch] = []
+    rows = 0
+    for transaction in picked:
+        batches += transaction.stamped(rows)
+        rows += transaction.rows
+    return Window(
+        start=after, end=picked[-1].end, batches=tuple(batches), transactions=len(picked), rows=rows,
+        last_committed_at=picked[-1].committed_at,
+    )  # fmt: skip
+
+
+class _MemoryStream:
+    """One reader's place at the source."""
+
+    def __init__(self, source: MemoryCapture) -> None:
+        self._source = source
+        self._failure: TailraceError | None = None
+        self._closed = False
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        self._require_open()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._source._take(after, wait_seconds)
+        except TailraceError as error:
+            self._failure = error
+            raise
+
+    def confirm(self, position: Lsn) -> None:
+        self._require_open()
+        self._source._release(position)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ValueError("the stream is closed")

@@ -1,0 +1,42 @@
+"""Whether rows of one shape can go into a table of another, and what to say if they cannot.
+
+Until shapes can evolve there is one rule: same table, same columns and types in order, same key.
+"""
+
+from __future__ import annotations
+
+from tailrace.errors import SchemaChanged
+from tailrace.model.schema import TableSchema
+
+RELOAD_HINT = (
+    "Its changes are kept in the log. Remove the lake table's folder and start again: it is loaded anew."
+)
+
+
+def unusable(shape: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:
+    """Why rows of the shape found cannot go into a table of this shape; None if they can."""
+    if found.table == shape.table and found.relation == shape.relation and found.same_rows(shape):
+        return None
+    return SchemaChanged(
+        "the source table changed its shape",
+        table=shape.table,
+        commit=commit,
+        change=difference(shape, found),
+        hint=RELOAD_HINT,
+    )
+
+
+def difference(old: TableSchema, new: TableSchema) -> str:
+    """What changed between two shapes, in a few words."""
+    if old.table != new.table:
+        return f"renamed to {new.table}"
+    if old.relation != new.relation:
+        return "dropped and created again"
+    before = {column.name: column.type for column in old.columns}
+    after = {column.name: column.type for column in new.columns}
+    said = [f"added {name}" for name in after if name not in before]
+    said += [f"dropped {name}" for name in before if name not in after]
+    said += [f"retyped {name}" for name in after if name in before and after[name] != before[name]]
+    if old.key != new.key:
+        said.append("another key")
+    return ", ".join(said) or "columns in another order"

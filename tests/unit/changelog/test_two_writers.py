@@ -1,0 +1,246 @@
+"""Two writers of one log: one wins, the other is refused; no gap, no fork, nothing written over.
+
+The lease keeps the second writer out; the fence must hold where the lease does not (another host, a lock that
+lies). So most tests here take the lease away.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog import files, lease
+from tailrace.changelog import writer as writer_module
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.writer import LogWriter
+from tailrace.errors import LogBusy, LogFenced
+from tests.support.windows import SOURCE, ids, named, rows_window
+
+
+class NoLease:
+    """A lease that keeps nobody out, as a file system whose locks lie would give."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@pytest.fixture
+def rivals(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LogWriter, LogWriter]]:
+    """Two writers of one log, both at commit 3, neither knowing of the other."""
+    monkeypatch.setattr(writer_module, "Lease", NoLease)
+    yield LogWriter(filled, SOURCE), LogWriter(filled, SOURCE)
+
+
+def keys(folder: Path, after: int = 0) -> list[object]:
+    return [key for _, key in ids(list(ChangeLog.open(folder).follow(after)))]
+
+
+# --- the number is the fence -------------------------------------------------------------------------------
+
+
+def test_the_second_to_write_a_number_is_refused_and_writes_nothing_over(
+    rivals: tuple[LogWriter, LogWriter], filled: Path
+) -> None:
+    one, other = rivals
+    one.append(rows_window(300, 400, 10))
+    stored = commit_path(filled, 4).read_bytes()
+    with pytest.raises(LogFenced) as caught:
+        other.append(rows_window(300, 500, 20))
+    assert caught.value.fields["commit"] == 4
+    assert commit_path(filled, 4).read_bytes() == stored
+    assert keys(filled, 3) == [10]
+    assert [path.name for path in (filled / "hot").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_refused_writer_stays_refused(rivals: tuple[LogWriter, LogWriter], filled: Path) -> None:
+    one, other = rivals
+    one.append(rows_window(300, 400, 10))
+    for _ in range(2):
+        with pytest.raises(LogFenced):
+            other.append(rows_window(300, 500, 20))
+    assert other.commit == 3
+    one.append(rows_window(400, 500, 11))
+    assert keys(filled, 3) == [10, 11]
+
+
+def test_a_writer_that_slept_through_several_commits_is_refused(
+    rivals: tuple[LogWriter, LogWriter], filled: Path
+) -> None:
+    one, other = rivals
+    for start in range(300, 600, 100):
+        one.append(rows_window(start, start + 100, start))
+    with pytest.raises(LogFenced):
+        other.append(rows_window(300, 400, 20))
+    assert keys(filled, 3) == [300, 400, 500]
+
+
+def test_the_loser_of_a_new_tables_number_is_refused_too(
+    rivals: tuple[LogWriter, LogWriter], filled: Path
+) -> None:
+    one, other = rivals
+    one.append(rows_window(300, 400, 10, schema=named("public", "new", 2)))
+    for rival in (named("public", "new", 2), named("public", "another", 3)):
+        with pytest.raises(LogFenced):
+            other.append(rows_window(300, 400, 20, schema=rival))
+    (found,) = ChangeLog.open(filled).follow(3)
+    assert found.schema.table.name == "new"
+
+
+def test_a_rival_that_commits_between_our_write_and_our_link_wins(
+    rivals: tuple[LogWriter, LogWriter], filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = rivals
+    publish, turns = files.publish, iter([True])
+
+    def publish_after_the_rival(aside: Path, path: Path) -> None:
+        if next(turns, False):
+            other.append(rows_window(300, 400, 20))
+        publish(aside, path)
+
+    monkeypatch.setattr(files, "publish", publish_after_the_rival)
+    with pytest.raises(LogFenced):
+        one.append(rows_window(300, 400, 10))
+    assert keys(filled, 3) == [20]
+
+
+def test_what_a_writer_publishes_is_what_that_writer_wrote(
+    rivals: tuple[LogWriter, LogWriter], filled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = rivals
+    write, written, go_on = files.write_aside, threading.Event(), threading.Event()
+
+    def write_and_hold_back_the_rival(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+        write(path, parts)
+        if threading.current_thread() is rival:
+            written.set()
+            go_on.wait(10)
+        else:
+            rival.start()
+            assert written.wait(10)
+
+    refused: list[BaseException] = []
+
+    def append() -> None:
+        try:
+            other.append(rows_window(300, 400, 20))
+        except LogFenced as error:
+            refused.append(error)
+
+    rival = threading.Thread(target=append)
+    monkeypatch.setattr(files, "write_aside", write_and_hold_back_the_rival)
+    one.append(rows_window(300, 400, 10))
+    go_on.set()
+    rival.join()
+    assert keys(filled, 3) == [10]
+    assert len(refused) == 1
+
+
+def test_writers_that_race_leave_no_gap_and_no_fork(
+    rivals: tuple[LogWriter, LogWriter], filled: Path
+) -> None:
+    won: list[tuple[int, int]] = []
+
+    def race(writer: LogWriter, name: int) -> None:
+        for turn in range(25):
+            key = name + turn
+            try:
+                position = writer.position.value
+                header = writer.append(rows_window(position, position + 10, key))
+                won.append((header.commit, key))
+            except LogFenced:
+                last = ChangeLog.open(filled).last_header()
+                assert last is not None
+                writer.commit, writer.position, writer.next_seq = last.commit, last.end, last.next_seq
+
+    threads = [
+        threading.Thread(target=race, args=(writer, 1000 * n)) for n, writer in enumerate(rivals, start=1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [commit for commit, _ in sorted(won)] == list(range(4, len(won) + 4))
+    assert keys(filled, 3) == [key for _, key in sorted(won)]
+    assert [seq for seq, _ in ids(list(ChangeLog.open(filled).follow(0)))] == list(range(1, len(won) + 6))
+
+
+# --- the lease ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
+    writer: LogWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "Lease", functools.partial(Lease, wait_seconds=0.3))
+    began = time.monotonic()
+    with pytest.raises(LogBusy) as caught:
+        LogWriter(folder, SOURCE)
+    assert time.monotonic() - began >= 0.3
+    assert caught.value.fields["pid"] == os.getpid()
+    assert caught.value.hint
+    writer.append(rows_window(0, 100, 1))
+
+
+def test_a_writer_that_waits_gets_in_when_the_first_one_closes(folder: Path) -> None:
+    first = LogWriter(folder, SOURCE)
+    timer = threading.Timer(0.2, first.close)
+    timer.start()
+    began = time.monotonic()
+    second = LogWriter(folder, SOURCE)
+    waited = time.monotonic() - began
+    timer.join()
+    second.close()
+    assert 0.1 < waited < 10
+
+
+def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
+    one, other = Lease(tmp_path, "owner", 0.0), Lease(tmp_path, "apply", 0.0)
+    assert lease.held(tmp_path, "owner") == lease.held(tmp_path, "apply") == os.getpid()
+    one.release()
+    assert lease.held(tmp_path, "owner") is None
+    assert lease.held(tmp_path, "apply") == os.getpid()
+    other.release()
+
+
+def test_nobody_holds_a_lease_that_was_never_taken(tmp_path: Path) -> None:
+    assert lease.held(tmp_path) is None
+    assert lease.holder(tmp_path) == {}
+
+
+def test_a_note_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
+    taken = Lease(tmp_path, wait_seconds=0.0)
+    (tmp_path / "owner.json").write_bytes(b"{")
+    assert lease.held(tmp_path) == 0
+    with pytest.raises(LogBusy):
+        Lease(tmp_path, wait_seconds=0.0)
+    taken.release()
+
+
+def test_the_lease_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from tailrace.changelog.lease import Lease; "
+        "held = Lease(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        assert lease.held(tmp_path) == child.pid
+        with pytest.raises(LogBusy) as caught:
+            Lease(tmp_path, wait_seconds=0.1)
+        assert caught.value.fields["pid"] == child.pid
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+    Lease(tmp_path, wait_seconds=5.0).release()
+    assert lease.held(tmp_path) is None
