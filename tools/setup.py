@@ -24,7 +24,7 @@ PYTHON = VENV / "bin" / "python"
 EXTRAS = "demo,test,dev"
 JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-jre-headless")
 FIND_JAVA = "from tailrace.spark.java import find_java; print(find_java())"
-WARM = "from tailrace.capture.postgres.warm import warm_kernels; warm_kernels()"
+WARM = "from tailrace.pipeline.warm import warm_kernels; warm_kernels()"
 COMMAND_SECONDS_MAX = 1800
 
 

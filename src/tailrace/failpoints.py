@@ -2,12 +2,15 @@
 
 `TAILRACE_FAILPOINT=name:n` kills the whole process group at the n-th passing of `name`, after noting it in the
 file `TAILRACE_FAILPOINT_LOG`. Killing the group is what a machine that loses power looks like to the disk.
+`TAILRACE_FAILPOINT_SCOPE=process` kills the one process, after lingering long enough for other threads to
+tell the source what they should not.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 
 NAMES = (
     "capture.window_read",
@@ -27,6 +30,8 @@ NAMES = (
 )
 """Every failpoint there is; the crash test hits each."""
 
+LINGER_SECONDS = 0.5
+
 _armed, _, _count = os.environ.get("TAILRACE_FAILPOINT", "").partition(":")
 _left = int(_count or 1)
 
@@ -43,4 +48,7 @@ def hit(name: str) -> None:
         log.write(name + "\n")
         log.flush()
         os.fsync(log.fileno())
+    if os.environ.get("TAILRACE_FAILPOINT_SCOPE") == "process":
+        time.sleep(LINGER_SECONDS)
+        os.kill(os.getpid(), signal.SIGKILL)
     os.killpg(0, signal.SIGKILL)

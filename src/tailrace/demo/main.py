@@ -7,6 +7,7 @@ every table equals its source. Whatever happens, the server is stopped and no pr
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tailrace.cli import logs
 from tailrace.cli.render import LiveObserver, PlainObserver, QuietObserver, observer_for
 from tailrace.demo.compare import TableVerdict, compare
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
@@ -30,6 +32,7 @@ MARKER = ".tailrace-demo"
 LIVE_SECONDS_MIN = 10.0
 """The workload goes on at least this long after the first load."""
 FIRST_LOAD_SECONDS_MAX = 180.0
+ACCIDENT_AT_COMMIT = 400
 CATCH_UP_SECONDS_MAX = 120.0
 
 SETTINGS = """\
@@ -73,6 +76,7 @@ class Director:
 
     def event(self, text: str, **fields: object) -> None:
         self._shown.event(text, **fields)
+        os.environ.pop("TAILRACE_FAILPOINT", None)  # the first capture has it; its successor must not
 
     def tick(self, status: PipelineStatus) -> None:
         """Show the moment, and decide whether it is the last."""
@@ -122,6 +126,7 @@ def _caught_up(status: PipelineStatus, horizon: Lsn) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; the exit code."""
     arguments = _arguments(argv)
+    logs.set_up(arguments.log_level)
     try:
         folder = _prepare_folder(arguments.folder)
         console.print("starting an embedded PostgreSQL and loading a small shop…")
@@ -146,6 +151,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
     parser.add_argument("--folder", type=Path, default=Path("demo-shop"), help="where log and tables go")
     parser.add_argument("--rate", type=float, default=200.0, help="transactions a second (default: 200)")
+    parser.add_argument(
+        "--log-level", choices=logs.LEVELS, default="warning", help="what is logged to stderr"
+    )
     return parser.parse_args(argv)
 
 
@@ -174,6 +182,7 @@ def _demo(server: EmbeddedPostgres, folder: Path, arguments: argparse.Namespace)
     settings = folder / "tailrace.yaml"
     settings.write_text(SETTINGS.format(url=server.url(DATABASE)))
     workload = Workload(server.url(DATABASE), transactions_per_second=arguments.rate)
+    _arm_accident(folder)
     try:
         workload.start()
         _run(load_settings(settings), server, workload, arguments)
@@ -182,6 +191,15 @@ def _demo(server: EmbeddedPostgres, folder: Path, arguments: argparse.Namespace)
     finally:
         workload.stop(raise_error=False)
     return _verdict(verdicts, folder)
+
+
+def _arm_accident(folder: Path) -> None:
+    """Have the first capture process killed once, at the worst moment: its window read, not yet durable."""
+    os.environ |= {
+        "TAILRACE_FAILPOINT": f"log.before_write:{ACCIDENT_AT_COMMIT}",
+        "TAILRACE_FAILPOINT_SCOPE": "process",
+        "TAILRACE_FAILPOINT_LOG": str(folder / "accidents.txt"),
+    }
 
 
 def _run(
@@ -203,6 +221,8 @@ def _run(
     console.print(f"workload: {workload.operations:,} transactions ({counts})", markup=False)
     first = director.first_change_seconds
     said = f"first change applied after {first:.0f} s" if first is not None else "no change was applied"
+    if (settings.file.parent / "accidents.txt").exists():
+        console.print("capture was killed once, with a window read and not yet durable; it started again")
     console.print(f"{said}; largest lag while live {director.lag_seconds_max:.1f} s", markup=False)
 
 

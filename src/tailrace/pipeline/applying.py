@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
@@ -29,7 +31,7 @@ from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
-from tailrace.spark.session import open_session
+from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, LoadWork, Outcome, apply_changes, load_table
 from tailrace.spark.wake import FORMAT, WakeSource
 from tailrace.tables.base import Cursor
@@ -56,7 +58,11 @@ class Applying:
         self._hurry = False
         self._batch = threading.Lock()
         self._woken = threading.Event()
-        self._scratch = Path(tempfile.mkdtemp(prefix="tailrace-spark-"))
+        # Named by the log, so that what a killed predecessor left is found; we hold the lease.
+        self._scratch = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}-{change_log.log_id}"
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._scratch.mkdir(mode=0o700)
+        self._jvm: Jvm | None = None
         self._spark: SparkSession | None = None
         self._query: StreamingQuery | None = None
         self._restarts = 0
@@ -74,8 +80,14 @@ class Applying:
             life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
 
     def start(self) -> None:
-        """Start Spark, the loads and the query that wakes the work."""
-        self._spark = open_session(self._settings.name, self._scratch, self.spark_log)
+        """Begin to start Spark, the loads and the query that wakes the work; returns at once."""
+        self._in_background(self._start)
+
+    def _start(self) -> None:
+        self._jvm = Jvm(self._settings.name, self._scratch, self.spark_log)
+        if self._stopping.is_set():
+            return
+        self._spark = self._jvm.open_session()
         self._spark.dataSource.register(WakeSource)
         # Neither waits for the query, which takes seconds to start.
         self._in_background(self._load_all)
@@ -100,14 +112,27 @@ class Applying:
     def stop(self) -> None:
         """Finish what is under way, then let go of everything."""
         self._stopping.set()
+        if self._query is None:
+            self._kill_unstarted()
         for thread in self._threads:
             thread.join()
         with self._batch:  # a query that is stopped inside a micro-batch dies noisily
-            if self._query is not None:
+            if self._query is not None and self._query.isActive:
                 self._query.stop()
         if self._spark is not None:
-            self._spark.stop()
+            with suppress(Exception):  # it may be gone already
+                self._spark.stop()
+        if self._jvm is not None:
+            self._jvm.kill()
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _kill_unstarted(self) -> None:
+        """Do not wait for a Spark that is only starting: nothing of ours runs in it yet."""
+        starting = self._threads[0] if self._threads else None
+        while starting is not None and starting.is_alive() and self._query is None:
+            if self._jvm is not None and self._spark is None:
+                self._jvm.kill()
+            starting.join(0.1)
 
     def check(self) -> None:
         """Start the query again if it broke; raise what made the apply side as a whole stop."""
@@ -136,6 +161,8 @@ class Applying:
             except TailraceError as error:
                 self._failure = error
             except Exception as error:  # the thread's boundary: the pipeline must hear of it
+                if self._stopping.is_set():  # Spark was ended under it
+                    return
                 self._failure = TableFailed(
                     f"unexpected {type(error).__name__}: {error}",
                     hint=f"See {self.spark_log}; if it comes back, report it.",
@@ -226,6 +253,9 @@ class Applying:
             newest = self.lives.grow()
             self._advance(self._loaded(), end)
             failpoints.hit("apply.batch_done")
+            log.info(
+                "micro-batch done", extra={"commit": end, "seconds": round(time.monotonic() - started, 3)}
+            )
             if end == newest and not self._hurry:
                 self._stopping.wait(min(time.monotonic() - started, REST_SECONDS_MAX))
 
@@ -263,6 +293,8 @@ class Applying:
             assert outcome.cursor is not None, "an apply that did not fail"
             assert outcome.schema is not None, "an apply that did not fail"
             life.moved(outcome.cursor, outcome.schema)
+            said = {"table": str(life.table), "rows": outcome.rows, "seconds": round(outcome.seconds, 3)}
+            log.info("table applied", extra=said)
             return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)

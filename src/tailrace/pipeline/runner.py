@@ -6,10 +6,7 @@ the source's connection. All processes stay in one process group and none outliv
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,19 +15,17 @@ from types import FrameType
 
 from tailrace.capture.postgres.source import identify
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
-from tailrace.errors import ExitCode, LogForeign, LogUnusable, SourceError, TailraceError
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import ExitCode, LogForeign, TailraceError
 from tailrace.pipeline.capturing import Capturing
-from tailrace.pipeline.report import Observer, PipelineStatus, Summary, error_from_json
+from tailrace.pipeline.child import CaptureChild
+from tailrace.pipeline.report import Observer, PipelineStatus, Summary
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure, read_status
 from tailrace.pipeline.wiring import open_source
 from tailrace.processes import die_with_parent
 
 TICK_SECONDS = 0.5
-CHILD_START_SECONDS_MAX = 90.0
-"""Waiting for lease and slot, 30 s each, and for the server."""
-CHILD_STOP_SECONDS_MAX = 15.0
 
 
 @contextmanager
@@ -120,6 +115,10 @@ def run(
         child = CaptureChild(settings, until_caught_up=until_caught_up)
         try:
             log = child.wait_for_log(asked)
+            if log is None:
+                return Summary(
+                    name=settings.name, command="run", seconds=0.0, message="stopped before it began"
+                )
             return _apply(
                 settings,
                 log,
@@ -155,80 +154,6 @@ def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observ
         )
 
 
-class CaptureChild:
-    """`tailrace capture` as our child. It ends with us, however we end."""
-
-    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool) -> None:
-        command = [sys.executable, "-m", "tailrace", "capture", str(settings.file), "--child"]
-        self._path = settings.log.path
-        # Ctrl-C reaches the whole group; the child is stopped by us, once tables are at rest.
-        before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            self._process = subprocess.Popen(
-                command + ["--until-caught-up"] * until_caught_up,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-            )
-        finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGINT, before)
-
-    def wait_for_log(self, asked: threading.Event) -> ChangeLog:
-        """The log, once capture has made sure that it and the slot belong together."""
-        deadline = time.monotonic() + CHILD_START_SECONDS_MAX
-        while time.monotonic() < deadline and not asked.is_set():
-            self.check()
-            try:
-                log = ChangeLog.open(self._path)
-                if log.newest() >= FIRST_COMMIT and self._holds_lease():
-                    return log
-            except LogUnusable:
-                pass
-            time.sleep(0.1)
-        raise SourceError(
-            "capture did not start in time",
-            seconds=CHILD_START_SECONDS_MAX,
-            hint="Run `tailrace capture FILE` to see why.",
-        )
-
-    def _holds_lease(self) -> bool:
-        from tailrace.changelog.lease import held
-
-        return held(self._path) == self._process.pid
-
-    def check(self) -> None:
-        """Raise what ended the child, if it ended."""
-        code = self._process.poll()
-        if code is None:
-            return
-        assert self._process.stdout is not None, "a pipe"
-        raise self._error(self._process.stdout.read(), code)
-
-    def _error(self, said: bytes, code: int) -> TailraceError:
-        try:
-            return error_from_json(json.loads(said.splitlines()[-1])["error"])
-        except (ValueError, KeyError, IndexError):
-            return SourceError(
-                "the capture process ended",
-                exit_code=code,
-                hint="Run `tailrace capture FILE --log-level debug` to see why.",
-            )
-
-    def stop(self) -> None:
-        """Ask it to end, and make sure that it does."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(CHILD_STOP_SECONDS_MAX)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-
-
 def _apply(
     settings: PipelineSettings, log: ChangeLog, command: str, *, until_caught_up: bool, observer: Observer,
     asked: threading.Event, capture_alive: Callable[[], None] | None,
@@ -247,7 +172,6 @@ def _apply(
                 applying.hurry()
             observer.event("starting Spark", tables=len(applying.lives.tables))
             applying.start()
-            observer.event("Spark started", seconds=round(time.monotonic() - started, 1))
             watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
             while not asked.is_set():
                 applying.check()

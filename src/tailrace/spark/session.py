@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
+from pyspark import SparkConf, SparkContext
+from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from tailrace.spark.java import find_java
 
-TASK_SLOTS_MIN = 4
-"""A load keeps a slot for long, so there are always more than the cores of a small machine."""
+TASK_SLOTS_MIN = 3
+"""Two loads may keep a slot each for long; there is always one for applying."""
 
 _FILE_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 _SETTINGS = {
@@ -43,35 +43,41 @@ _SETTINGS = {
 }
 
 
-def open_session(name: str, scratch: Path, log_file: Path) -> SparkSession:
-    """Start Spark on this machine, finding Java first; what it prints goes to the file."""
-    os.environ["JAVA_HOME"] = str(find_java())
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    os.environ["PYSPARK_PYTHON"] = str(_worker_python(scratch))
-    os.environ["PYSPARK_DRIVER_PYTHON"] = os.environ["PYSPARK_PYTHON"]
-    slots = max(TASK_SLOTS_MIN, os.cpu_count() or 1)
-    builder = SparkSession.Builder().master(f"local[{slots}]").appName(f"tailrace {name}")
-    for key, value in _SETTINGS.items():
-        builder = builder.config(key, value)
-    builder = builder.config("spark.local.dir", str(scratch)).config(
-        "spark.sql.warehouse.dir", str(scratch / "warehouse")
-    )
-    with _stderr_to(log_file):  # the JVM and its workers inherit it
-        return builder.getOrCreate()
+class Jvm:
+    """Spark's Java process, and the session in it. What it prints goes to the file.
+
+    Starting takes seconds, so it may be done in one thread and ended by another.
+    """
+
+    def __init__(self, name: str, scratch: Path, log_file: Path) -> None:
+        os.environ["JAVA_HOME"] = str(find_java())
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        os.environ["PYSPARK_PYTHON"] = str(_worker_python(scratch))
+        os.environ["PYSPARK_DRIVER_PYTHON"] = os.environ["PYSPARK_PYTHON"]
+        settings = SparkConf(loadDefaults=False).setAppName(f"tailrace {name}")
+        settings.setMaster(f"local[{max(TASK_SLOTS_MIN, (os.cpu_count() or 1) + 1)}]")
+        settings.setAll([*_SETTINGS.items(), ("spark.local.dir", str(scratch))])
+        settings.set("spark.sql.warehouse.dir", str(scratch / "warehouse"))
+        self._settings = settings
+        with log_file.open("wb") as said:  # the workers inherit it from the JVM
+            popen = {"stdout": said, "stderr": said}
+            self._gateway = launch_gateway(settings, popen)  # type: ignore[no-untyped-call] # Spark's
+
+    def open_session(self) -> SparkSession:
+        """The session; raises if the process is killed meanwhile."""
+        context = SparkContext(conf=self._settings, gateway=self._gateway)
+        # It prints a traceback when the JVM hangs up first, which is how every stop ends; it counts nothing of ours.
+        context._accumulatorServer.handle_error = _say_nothing  # type: ignore[assignment, method-assign] # Spark's own
+        return SparkSession(context)
+
+    def kill(self) -> None:
+        """End the process and, with it, everything it started."""
+        self._gateway.proc.kill()
+        self._gateway.proc.wait()
 
 
-@contextmanager
-def _stderr_to(file: Path) -> Iterator[None]:
-    sys.stderr.flush()
-    kept, target = os.dup(2), os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    os.dup2(target, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(target)
+def _say_nothing(*_: object) -> None:
+    """Instead of a traceback that means nothing to anyone."""
 
 
 def _worker_python(scratch: Path) -> Path:

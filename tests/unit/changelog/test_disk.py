@@ -124,60 +124,61 @@ def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path, where: str) -
 
 # --- without rights ----------------------------------------------------------------------------------------
 
+CLOSED: dict[str, tuple[str, int, str]] = {
+    "a folder above the log": ("", 0o755, "LogWriter(path / 'new', SOURCE)"),
+    "the log, to write": ("log", 0o755, "LogWriter(path / 'log', SOURCE)"),
+    "the log, to enter and write": ("log", 0o700, "LogWriter(path / 'log', SOURCE)"),
+    "the log, to enter": ("log", 0o700, "ChangeLog.open(path / 'log')"),
+    "its description": ("log/meta.json", 0o600, "ChangeLog.open(path / 'log')"),
+    "its commits": ("log/hot", 0o700, "list(ChangeLog.open(path / 'log').follow(0))"),
+    "the list of its commits": ("log/hot", 0o711, "ChangeLog.open(path / 'log').newest()"),
+    "one commit": (f"log/hot/{1:020d}.arrow", 0o600, "list(ChangeLog.open(path / 'log').follow(0))"),
+}
+"""What is closed to others, how, and what they try."""
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that any user may enter; pytest's own may not be."""
-    made = Path(tempfile.mkdtemp(prefix="tailrace-test-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made)
+AS_NOBODY = f"""
+import os, sys
+from pathlib import Path
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.writer import LogWriter
+from tailrace.errors import TailraceError
+from tests.support.windows import SOURCE
+os.setgid({NOBODY}); os.setuid({NOBODY})
+for name, act in zip(sys.argv[2::2], sys.argv[3::2]):
+    path = Path(sys.argv[1]) / name
+    try:
+        print(name, repr(eval(act)), sep="\\t")
+    except TailraceError as error:
+        print(name, error, sep="\\t")
+    except OSError as error:
+        print(name, repr(error), sep="\\t")
+"""
 
 
-def as_nobody(path: Path, act: str) -> subprocess.CompletedProcess[str]:
-    """Run code on `path` as a user without rights; an error it raises is printed as the user would see it."""
-    code = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from tailrace.changelog.reader import ChangeLog\n"
-        "from tailrace.changelog.writer import LogWriter\n"
-        "from tailrace.errors import TailraceError\n"
-        "from tests.support.windows import SOURCE\n"
-        f"os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-        "path = Path(sys.argv[1])\n"
-        "try:\n"
-        f"    print(repr({act}))\n"
-        "except TailraceError as error:\n"
-        "    print(error)\n"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False, timeout=60,
-        cwd=Path(__file__).parents[3],
+@pytest.fixture(scope="module")
+def told() -> Iterator[dict[str, str]]:
+    """What a user without rights is told in each case. One process for all: starting one takes a second."""
+    top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))  # pytest's own folders may not be entered by others
+    top.chmod(0o755)
+    arguments = []
+    for n, (closed, mode, act) in enumerate(CLOSED.values()):
+        writer = LogWriter(top / str(n) / "log", SOURCE)
+        writer.append(rows_window(0, 100, 1))
+        writer.close()
+        (top / str(n) / closed).chmod(mode)
+        arguments += [str(n), act]
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, str(top), *arguments], capture_output=True, text=True, check=False,
+        timeout=60, cwd=Path(__file__).parents[3],
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.split("\t", 1) for line in done.stdout.splitlines())
+    yield {name: lines[str(n)] for n, name in enumerate(CLOSED)}
+    shutil.rmtree(top)
 
 
 @as_root
-@pytest.mark.parametrize(
-    ("closed", "mode", "act"),
-    [
-        ("", 0o755, "LogWriter(path / 'new', SOURCE)"),
-        ("log", 0o755, "LogWriter(path / 'log', SOURCE)"),
-        ("log", 0o700, "LogWriter(path / 'log', SOURCE)"),
-        ("log", 0o700, "ChangeLog.open(path / 'log')"),
-        ("log/meta.json", 0o600, "ChangeLog.open(path / 'log')"),
-        ("log/hot", 0o700, "list(ChangeLog.open(path / 'log').follow(0))"),
-        ("log/hot", 0o711, "ChangeLog.open(path / 'log').newest()"),
-        ("log/hot/00000000000000000001.arrow", 0o600, "list(ChangeLog.open(path / 'log').follow(0))"),
-    ],
-)
-def test_what_may_not_be_used_is_told_and_is_never_an_empty_log(
-    open_folder: Path, closed: str, mode: int, act: str
-) -> None:
-    writer = LogWriter(open_folder / "log", SOURCE)
-    writer.append(rows_window(0, 100, 1))
-    writer.close()
-    (open_folder / closed).chmod(mode)
-    done = as_nobody(open_folder, act)
-    assert done.returncode == 0, done.stderr
-    assert "Permission denied" in done.stdout, done.stdout
-    assert "[log-unusable] | hint: " in done.stdout
+@pytest.mark.parametrize("case", CLOSED)
+def test_what_may_not_be_used_is_told_and_is_never_an_empty_log(told: dict[str, str], case: str) -> None:
+    assert "Permission denied" in told[case]
+    assert "[log-unusable] | hint: " in told[case]

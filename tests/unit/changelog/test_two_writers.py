@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,10 +36,10 @@ class NoLease:
 
 
 @pytest.fixture
-def rivals(filled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LogWriter, LogWriter]]:
+def rivals(filled: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LogWriter, LogWriter]:
     """Two writers of one log, both at commit 3, neither knowing of the other."""
     monkeypatch.setattr(writer_module, "Lease", NoLease)
-    yield LogWriter(filled, SOURCE), LogWriter(filled, SOURCE)
+    return LogWriter(filled, SOURCE), LogWriter(filled, SOURCE)
 
 
 def keys(folder: Path, after: int = 0) -> list[object]:

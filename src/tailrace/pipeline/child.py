@@ -1,0 +1,106 @@
+"""Capture as a child process: it ends with us, however we end, and is started again if it is killed.
+
+Killed means by a signal, as an out-of-memory killer does it. A child that ends by itself says why, and that
+is an error of the whole pipeline. Starting again is safe at any moment: the log knows where to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from tailrace.changelog import lease
+from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
+from tailrace.errors import LogUnusable, SourceError, TailraceError
+from tailrace.pipeline.report import error_from_json
+from tailrace.pipeline.settings import PipelineSettings
+
+log = logging.getLogger(__name__)
+
+START_SECONDS_MAX = 90.0
+"""Waiting for lease and slot, 30 s each, and for the server."""
+STOP_SECONDS_MAX = 15.0
+RESTARTS_MAX = 5
+
+
+class CaptureChild:
+    """`tailrace capture` as our child."""
+
+    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool) -> None:
+        self._path = settings.log.path
+        self._command = [sys.executable, "-m", "tailrace", "capture", str(settings.file), "--child"]
+        self._command += ["--until-caught-up"] * until_caught_up
+        self.restarts = 0
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Ctrl-C reaches the whole group; the child is stopped by us, once tables are at rest.
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
+        try:
+            return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
+
+    def wait_for_log(self, asked: threading.Event) -> ChangeLog | None:
+        """The log, once capture has made sure that it and the slot belong together; None if asked to stop."""
+        deadline = time.monotonic() + START_SECONDS_MAX
+        while time.monotonic() < deadline:
+            if asked.is_set():
+                return None
+            self.check()
+            try:
+                found = ChangeLog.open(self._path)
+                if found.newest() >= FIRST_COMMIT and lease.held(self._path) == self._process.pid:
+                    return found
+            except LogUnusable:
+                pass
+            time.sleep(0.1)
+        raise SourceError(
+            "capture did not start in time",
+            seconds=START_SECONDS_MAX,
+            hint="Run `tailrace capture FILE` to see why.",
+        )
+
+    def check(self) -> None:
+        """Start the child again if it was killed; raise what ended it if it ended by itself."""
+        code = self._process.poll()
+        if code is None:
+            return
+        assert self._process.stdout is not None, "a pipe"
+        with self._process.stdout as said:
+            error = _error(said.read(), code)
+        if code >= 0 or self.restarts >= RESTARTS_MAX:
+            raise error
+        self.restarts += 1
+        log.warning("capture was killed, started again", extra={"signal": -code, "times": self.restarts})
+        self._process = self._start()
+
+    def stop(self) -> None:
+        """Ask it to end, and make sure that it does."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_SECONDS_MAX)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def _error(said: bytes, code: int) -> TailraceError:
+    try:
+        return error_from_json(json.loads(said.splitlines()[-1])["error"])
+    except (ValueError, KeyError, IndexError):
+        return SourceError(
+            "the capture process ended",
+            exit_code=code,
+            hint="Run `tailrace capture FILE --log-level debug` to see why.",
+        )

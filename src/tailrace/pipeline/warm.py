@@ -1,0 +1,29 @@
+"""Compile every kernel before it is needed: `make setup` calls this, so that no first change waits for it."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from tailrace.capture.postgres.warm import warm_kernels as warm_capture
+from tailrace.model import change
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.tables.fold import fold
+
+
+def warm_kernels() -> None:
+    """After this nothing is left to compile for a capture or an apply."""
+    warm_capture()
+    columns = tuple(Column(name=name, source_type="text", type=pa.string()) for name in ("id", "large"))
+    schema = TableSchema(
+        table=TableId("public", "warm"), relation=1, columns=columns, key=("id",), identity=Identity.KEY
+    )
+    rows = [_row(1, "insert", None), _row(2, "update", ["large"])]
+    folded = fold(schema, pa.Table.from_pylist(rows, schema.change_schema()))
+    assert folded.rows.num_rows == 1, folded.rows.num_rows
+
+
+def _row(seq: int, operation: str, unchanged: list[str] | None) -> dict[str, object]:
+    return {
+        change.OP: operation, change.SEQ: seq, change.POSITION: "0/1", change.TX: 1, change.TX_INDEX: seq,
+        change.COMMITTED_AT: 0, change.UNCHANGED: unchanged, "id": "1", "large": None if unchanged else "x",
+    }  # fmt: skip

@@ -1,0 +1,448 @@
+"""What every source promises (capture/base.py), tried on each. A new source adds a `Bench` and passes unchanged."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import psycopg
+import pyarrow as pa
+import pytest
+
+from tailrace.capture.base import ChangeCapture, Stream
+from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.postgres import stream as postgres_stream
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.errors import PositionLost, SourceUnreachable, Unsupported
+from tailrace.model import change
+from tailrace.model.batch import Window
+from tailrace.model.change import Operation
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tests.support.changes import table_schema
+from tests.support.windows import named
+
+COME_SECONDS_MAX = 20.0
+KEEPALIVE_SECONDS = 2
+HELD_BACK_SECONDS = 6.0
+
+Row = dict[str, Any]
+
+
+class Bench(Protocol):
+    """A source, and a hand on the database behind it. There are two tables, `items` and `others`."""
+
+    begin: Lsn
+    """Where a new log begins."""
+
+    @property
+    def capture(self) -> ChangeCapture: ...
+
+    def write(self, *rows: tuple[str, int]) -> None:
+        """Insert (table, id) pairs in one transaction."""
+
+    def write_elsewhere(self) -> None:
+        """Move the log on without a change that anyone captures."""
+
+    def confirmed(self) -> Lsn:
+        """What the source believes is durable elsewhere."""
+
+
+class MemoryBench:
+    def __init__(self) -> None:
+        self.capture = MemoryCapture(window_transactions_max=3)
+        self.begin = self.capture.end
+        shape = table_schema({"id": pa.int64()})
+        self._shapes = {
+            name: named("public", name, n, like=shape) for n, name in enumerate(("items", "others"), start=1)
+        }
+
+    def write(self, *rows: tuple[str, int]) -> None:
+        self.capture.commit(
+            *[batch_of(self._shapes[table], (Operation.INSERT, {"id": n})) for table, n in rows]
+        )
+
+    def write_elsewhere(self) -> None:
+        self.capture.quiet(4096)
+
+    def confirmed(self) -> Lsn:
+        return self.capture.confirmed
+
+
+class PostgresBench:
+    def __init__(self, server: EmbeddedPostgres) -> None:
+        name = f"bench_{uuid.uuid4().hex[:12]}"
+        self._schema = name
+        self.connection = server.connect()
+        self.execute(f"create schema {name}")
+        for table in ("items", "others", "elsewhere"):
+            self.execute(f"create table {name}.{table} (id int8 primary key)")
+        wanted = {TableId(name, "items"), TableId(name, "others")}
+        self.capture = PostgresCapture(PostgresSettings(
+            url=server.url(), wanted=wanted.__contains__, slot=name, publication=name,
+        ))  # fmt: skip
+        begin = self.capture.prepare(None)
+        assert begin is not None
+        self.begin = begin
+
+    def execute(self, text: str) -> list[tuple[Any, ...]]:
+        found = self.connection.execute(text.encode())
+        return found.fetchall() if found.description else []
+
+    def write(self, *rows: tuple[str, int]) -> None:
+        with self.connection.transaction():
+            for table, n in rows:
+                self.execute(f"insert into {self._schema}.{table} values ({n})")
+
+    def write_elsewhere(self) -> None:
+        self.execute(
+            f"insert into {self._schema}.elsewhere select coalesce(max(id), 0) + 1 from {self._schema}.elsewhere"
+        )
+
+    def confirmed(self) -> Lsn:
+        found = self.capture.lag().confirmed
+        assert found is not None
+        return found
+
+    def walsender(self) -> int:
+        """The server's process that serves the slot now."""
+        ((pid,),) = self.execute(
+            f"select active_pid from pg_replication_slots where slot_name = '{self._schema}'"
+        )
+        return int(pid)
+
+    def close(self) -> None:
+        self.capture.drop()
+        self.connection.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedPostgres]:
+    version = int(os.environ.get("TAILRACE_TEST_PG", "16"))
+    settings = {"wal_sender_timeout": f"{KEEPALIVE_SECONDS}s", "fsync": "off"}
+    with EmbeddedPostgres(version=version, settings=settings) as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "postgresql"])
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    if request.param == "memory":
+        yield MemoryBench()
+        return
+    made = PostgresBench(request.getfixturevalue("server"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def postgres(server: EmbeddedPostgres) -> Iterator[PostgresBench]:
+    made = PostgresBench(server)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def streams(bench: Bench) -> Iterator[Streams]:
+    opened = Streams(bench.capture)
+    yield opened
+    opened.close_all()
+
+
+class Streams:
+    """Opens streams, and closes those a test left open before its source goes."""
+
+    def __init__(self, capture: ChangeCapture) -> None:
+        self._capture = capture
+        self._open: list[Stream] = []
+
+    def open(self, after: Lsn) -> Stream:
+        deadline = time.monotonic() + COME_SECONDS_MAX
+        while True:
+            try:
+                stream = self._capture.live(after)
+            except SourceUnreachable:
+                assert time.monotonic() < deadline
+            else:
+                self._open.append(stream)
+                return stream
+
+    def close(self, stream: Stream) -> None:
+        self._open.remove(stream)
+        stream.close()
+
+    def close_all(self) -> None:
+        for stream in list(self._open):
+            self.close(stream)
+
+
+def take(stream: Stream, after: Lsn, rows: int, *, confirm: bool = False) -> list[Window]:
+    """Windows until this many rows came, as a caller takes them that makes each durable. Empty ones are left
+    out: a source may move the position whenever it likes."""
+    taken: list[Window] = []
+    deadline = time.monotonic() + COME_SECONDS_MAX
+    while sum(window.rows for window in taken) < rows:
+        assert time.monotonic() < deadline, f"only {sum(window.rows for window in taken)} of {rows} rows came"
+        window = stream.read(after, 0.2)
+        if window is None:
+            continue
+        assert window.start == after
+        assert window.end > after
+        after = window.end
+        if confirm:
+            stream.confirm(after)
+        if not window.empty:
+            taken.append(window)
+    return taken
+
+
+def rows_of(*windows: Window) -> list[Row]:
+    """Every row, window by window, in order of `_seq` within each."""
+    found: list[Row] = []
+    for window in windows:
+        rows = [
+            {"table": batch.schema.table.name} | row
+            for batch in window.batches
+            for row in batch.data.to_pylist()
+        ]
+        found += sorted(rows, key=lambda row: int(row[change.SEQ]))
+    return found
+
+
+def keys(*windows: Window) -> list[int]:
+    return [row["id"] for row in rows_of(*windows)]
+
+
+def quiet_window(stream: Stream, after: Lsn) -> Window:
+    deadline = time.monotonic() + COME_SECONDS_MAX
+    while time.monotonic() < deadline:
+        window = stream.read(after, 0.2)
+        if window is not None:
+            return window
+    pytest.fail("the position never moved")
+
+
+# --- order -------------------------------------------------------------------------------------------------
+
+
+def test_changes_arrive_in_order_of_commit(bench: Bench, streams: Streams) -> None:
+    for n in range(0, 40, 2):
+        bench.write(("items", n), ("others", n + 1))
+    found = rows_of(*take(streams.open(bench.begin), bench.begin, 40))
+    assert [row["id"] for row in found] == list(range(40))
+    assert [row["table"] for row in found] == ["items", "others"] * 20
+
+
+def test_windows_hold_whole_transactions(bench: Bench, streams: Streams) -> None:
+    sizes = [1, 7, 2, 30, 1, 1, 12]
+    n = 0
+    for size in sizes:
+        bench.write(*[("items" if k % 3 else "others", n + k) for k in range(size)])
+        n += size
+    windows = take(streams.open(bench.begin), bench.begin, n)
+    of_window = [{row[change.TX] for row in rows_of(window)} for window in windows]
+    assert sum(map(len, of_window)) == len(set().union(*of_window)) == len(sizes)
+    assert [window.transactions for window in windows] == list(map(len, of_window))
+    for window in windows:
+        rows = rows_of(window)
+        assert [row[change.SEQ] for row in rows] == list(range(window.rows))
+        for row in rows:
+            assert window.start < Lsn.parse(row[change.POSITION]) <= window.end
+    indexes: dict[int, list[int]] = {}
+    for row in rows_of(*windows):
+        indexes.setdefault(row[change.TX], []).append(row[change.TX_INDEX])
+    assert [len(found) for found in indexes.values()] == sizes
+    assert all(found == list(range(len(found))) for found in indexes.values())
+
+
+def test_windows_join_without_a_gap(bench: Bench, streams: Streams) -> None:
+    stream, after, seen = streams.open(bench.begin), bench.begin, []
+    for n in range(5):
+        bench.write(("items", n))
+        (window,) = take(stream, after, 1)
+        assert window.start >= after
+        seen += keys(window)
+        after = window.end
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_batch_has_the_shape_it_says(bench: Bench, streams: Streams) -> None:
+    bench.write(("items", 1))
+    (window,) = take(streams.open(bench.begin), bench.begin, 1)
+    (batch,) = window.batches
+    fields = [field for field in batch.schema.change_schema() if field.name in batch.data.schema.names]
+    assert batch.data.schema.equals(pa.schema(fields))
+    batch.data.validate(full=True)
+    assert (window.last_committed_at or 0) > 0
+    assert [event.operation for event in batch.events()] == [Operation.INSERT]
+
+
+# --- repetition --------------------------------------------------------------------------------------------
+
+
+def test_nothing_at_or_before_the_position_comes(bench: Bench, streams: Streams) -> None:
+    stream = streams.open(bench.begin)
+    bench.write(("items", 1), ("items", 2))
+    (first,) = take(stream, bench.begin, 2)
+    bench.write(("items", 3))
+    streams.close(stream)
+    (second,) = take(streams.open(first.end), first.end, 1)
+    assert keys(second) == [3]
+
+
+def test_opened_again_without_a_confirmation_everything_comes_again(bench: Bench, streams: Streams) -> None:
+    for n in range(3):
+        bench.write(("items", n), ("others", n + 10))
+    first = streams.open(bench.begin)
+    once = rows_of(*take(first, bench.begin, 6))
+    streams.close(first)
+    again = rows_of(*take(streams.open(bench.begin), bench.begin, 6))
+    same = (change.POSITION, change.TX, change.TX_INDEX, change.COMMITTED_AT, "table", "id")
+    assert [[row[name] for name in same] for row in once] == [[row[name] for name in same] for row in again]
+
+
+def test_opened_again_after_a_confirmation_only_the_rest_comes(bench: Bench, streams: Streams) -> None:
+    bench.write(("items", 1))
+    stream = streams.open(bench.begin)
+    (first,) = take(stream, bench.begin, 1, confirm=True)
+    bench.write(("items", 2))
+    streams.close(stream)
+    assert keys(*take(streams.open(first.end), first.end, 1)) == [2]
+
+
+def test_a_window_that_was_not_made_durable_comes_again(bench: Bench, streams: Streams) -> None:
+    """`after` says what the caller has; a window it could not keep must not be passed over in silence."""
+    stream = streams.open(bench.begin)
+    bench.write(("items", 1))
+    (lost,) = take(stream, bench.begin, 1)
+    bench.write(("items", 2))
+    try:
+        found = keys(*take(stream, lost.start, 1))
+    except SourceUnreachable:  # "open me again" is an honest answer too
+        streams.close(stream)
+        found = keys(*take(streams.open(lost.start), lost.start, 1))
+    assert found[0] == 1
+
+
+# --- durability --------------------------------------------------------------------------------------------
+
+
+def test_reading_and_closing_confirm_nothing(bench: Bench, streams: Streams) -> None:
+    bench.write(("items", 1))
+    before = bench.confirmed()
+    stream = streams.open(bench.begin)
+    take(stream, bench.begin, 1)
+    time.sleep(0.3)
+    assert bench.confirmed() == before
+    streams.close(stream)
+    assert bench.confirmed() == before
+
+
+def test_what_is_confirmed_reaches_the_source(bench: Bench, streams: Streams) -> None:
+    bench.write(("items", 1))
+    stream = streams.open(bench.begin)
+    (window,) = take(stream, bench.begin, 1, confirm=True)
+    deadline = time.monotonic() + COME_SECONDS_MAX
+    while bench.confirmed() < window.end:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert bench.confirmed() == window.end
+
+
+def test_a_position_before_what_was_confirmed_is_lost_and_that_is_said(
+    bench: Bench, streams: Streams
+) -> None:
+    bench.write(("items", 1))
+    stream = streams.open(bench.begin)
+    take(stream, bench.begin, 1, confirm=True)
+    streams.close(stream)
+    assert bench.confirmed() > bench.begin
+    with pytest.raises(PositionLost):
+        streams.open(bench.begin)
+
+
+def test_a_quiet_source_moves_its_position(bench: Bench, streams: Streams) -> None:
+    stream = streams.open(bench.begin)
+    bench.write_elsewhere()
+    window = quiet_window(stream, bench.begin)
+    assert window.empty
+    assert (window.start, window.rows, window.transactions) == (bench.begin, 0, 0)
+    assert window.end > bench.begin
+    stream.confirm(window.end)
+    bench.write(("items", 1))
+    assert keys(*take(stream, window.end, 1)) == [1]
+
+
+def test_nothing_to_read_is_nothing(bench: Bench, streams: Streams) -> None:
+    """A position may move on its own, but rows come only from commits."""
+    window = streams.open(bench.begin).read(bench.begin, 0.05)
+    assert window is None or window.empty
+
+
+def test_lag_shows_what_the_source_keeps(bench: Bench, streams: Streams) -> None:
+    bench.write(("items", 1))
+    lag = bench.capture.lag()
+    assert lag.confirmed is not None
+    assert lag.end > lag.confirmed
+    assert (lag.retained_bytes or 0) > 0
+
+
+def test_a_capability_that_is_not_there_is_refused(bench: Bench) -> None:
+    if bench.capture.capabilities.snapshot:
+        with bench.capture.snapshot() as snapshot:
+            assert snapshot.point >= bench.begin
+    else:
+        with pytest.raises(Unsupported):
+            bench.capture.snapshot()
+
+
+# --- PostgreSQL's own ---------------------------------------------------------------------------------------
+
+
+def test_keepalives_are_answered_while_the_caller_holds_back(
+    server: EmbeddedPostgres, postgres: PostgresBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One reader with room left in its buffer, and one that has stopped reading its socket."""
+    other = PostgresBench(server)
+    roomy = postgres.capture.live(postgres.begin)
+    monkeypatch.setattr(postgres_stream, "BUFFER_BYTES_MAX", 1)
+    full = other.capture.live(other.begin)
+    try:
+        senders = postgres.walsender(), other.walsender()
+        for bench in (postgres, other):
+            bench.write(("items", 1))
+        time.sleep(0.3)  # the first window lies ready; what follows fills the buffer
+        for bench in (postgres, other):
+            bench.write(*[("items", n) for n in range(2, 200)])
+        time.sleep(HELD_BACK_SECONDS)
+        for bench, stream in ((postgres, roomy), (other, full)):
+            windows = take(stream, bench.begin, 199)
+            bench.write(("items", 200))
+            windows += take(stream, windows[-1].end, 1)
+            assert keys(*windows) == list(range(1, 201))
+        assert (postgres.walsender(), other.walsender()) == senders, "the server cut the connection"
+    finally:
+        roomy.close()
+        full.close()
+        other.close()
+
+
+def test_a_rollback_is_never_seen(postgres: PostgresBench) -> None:
+    stream = postgres.capture.live(postgres.begin)
+    with pytest.raises(psycopg.errors.UniqueViolation):
+        postgres.write(("items", 1), ("items", 1))
+    postgres.write(("items", 2))
+    assert keys(*take(stream, postgres.begin, 1)) == [2]
+    stream.close()
+
+
+def test_a_connection_that_the_server_ends_is_an_error_to_retry(postgres: PostgresBench) -> None:
+    stream = postgres.capture.live(postgres.begin)
+    postgres.execute(f"select pg_terminate_backend({postgres.walsender()})")
+    with pytest.raises(SourceUnreachable):
+        quiet_window(stream, Lsn((1 << 64) - 1))
+    stream.close()

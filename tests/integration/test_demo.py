@@ -1,0 +1,78 @@
+"""`make demo` as a person meets it: it ends green, or at Ctrl-C, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipelines import Running, eventually
+
+
+def servers_below(folder: Path) -> list[str]:
+    """PostgreSQL servers started by this test: their temporary files lie below its folder."""
+    found = subprocess.run(
+        ["pgrep", "-af", f"postgres -D {folder}"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.splitlines()
+
+
+def start_demo(folder: Path, *flags: str) -> Running:
+    place = {"TMPDIR": str(folder)}
+    arguments = ["-m", "tailrace.demo", "--folder", str(folder / "demo"), *flags]
+    return Running(arguments, folder, place)
+
+
+@pytest.fixture
+def folder() -> Path:
+    """Not pytest's own: the server runs as another user, who must be able to reach it."""
+    made = Path(tempfile.mkdtemp(prefix="tailrace-demo-test-"))
+    made.chmod(0o755)
+    return made
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_survives_a_killed_capture_and_ends_green(folder: Path) -> None:
+    running = start_demo(folder, "--seconds", "15")
+    try:
+        code = running.wait(300)
+        said = running.said()
+        assert code == 0, said
+        assert "every table equals its source" in said
+        assert "capture was killed once" in said
+        assert said.count("equal") >= 4
+        assert "Traceback" not in said
+        assert not running.alive()
+        assert not servers_below(folder)
+    finally:
+        running.end()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("after_seconds", [0.3, 4.0, 14.0])
+def test_ctrl_c_is_clean_at_any_moment(folder: Path, after_seconds: float) -> None:
+    running = start_demo(folder)
+    try:
+        time.sleep(after_seconds)
+        os.killpg(running.process.pid, signal.SIGINT)
+        assert running.wait(60) == 130, running.said()
+        assert "Traceback" not in running.said()
+        assert eventually(lambda: not running.alive(), seconds=5), running.alive()
+        assert not servers_below(folder)
+    finally:
+        running.end()
+
+
+def test_a_folder_that_is_not_the_demos_own_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("keep me")
+    command = [sys.executable, "-m", "tailrace.demo", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert "not its own" in done.stderr
+    assert (tmp_path / "mine.txt").read_text() == "keep me"

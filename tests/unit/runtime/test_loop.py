@@ -1,0 +1,424 @@
+"""The loop's order is the guarantee: read, append, confirm; a failure anywhere repeats a window, never skips one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.capture.base import Stream
+from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.writer import LogWriter
+from tailrace.errors import LogUnusable, PositionLost, SourceUnreachable, TailraceError
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.change import Operation
+from tailrace.model.position import ZERO, Lsn
+from tailrace.runtime import loop
+from tailrace.runtime.loop import CdcRuntime, step
+from tests.support.changes import SHOP
+from tests.support.windows import ids
+
+LONG_SECONDS = 10.0
+
+
+class Sink:
+    """Keeps windows; fails when told; notes what the source had been told when each window arrived."""
+
+    def __init__(self, source: MemoryCapture) -> None:
+        self.position = ZERO
+        self.windows: list[Window] = []
+        self.confirmed_before: list[Lsn] = []
+        self.failures: list[Exception] = []
+        self._source = source
+
+    def append(self, window: Window) -> None:
+        self.confirmed_before.append(self._source.confirmed)
+        if self.failures:
+            raise self.failures.pop()
+        assert window.start == self.position
+        self.windows.append(window)
+        self.position = window.end
+
+    @property
+    def keys(self) -> list[object]:
+        return [key for window in self.windows for _, key in ids(window.batches)]
+
+
+class Source(MemoryCapture):
+    """A memory source that notes when it was opened, and whether every stream was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[float] = []
+        self.open_streams = 0
+        self.refusals: list[TailraceError] = []
+
+    def live(self, after: Lsn) -> Stream:
+        self.opened.append(time.monotonic())
+        if self.refusals:
+            raise self.refusals.pop()
+        self.open_streams += 1
+        return Watched(super().live(after), self)
+
+
+class Watched:
+    """A stream that says when it is closed."""
+
+    def __init__(self, inner: Stream, source: Source) -> None:
+        self._inner, self._source = inner, source
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        return self._inner.read(after, wait_seconds)
+
+    def confirm(self, position: Lsn) -> None:
+        self._inner.confirm(position)
+
+    def close(self) -> None:
+        self._source.open_streams -= 1
+        self._inner.close()
+
+
+@pytest.fixture
+def source() -> Iterator[Source]:
+    made = Source()
+    yield made
+    assert made.open_streams == 0, "a stream was left open"
+
+
+@pytest.fixture
+def sink(source: Source) -> Sink:
+    return Sink(source)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same loop with short waits."""
+    monkeypatch.setattr(loop, "READ_SECONDS", 0.02)
+    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.05)
+
+
+def inserts(*keys: int) -> ChangeBatch:
+    return batch_of(SHOP, *[(Operation.INSERT, {"id": key}) for key in keys])
+
+
+def until(reached: Callable[[], bool]) -> Callable[[], bool]:
+    """Stop when it is so; a test that waits for ever fails instead."""
+    deadline = time.monotonic() + LONG_SECONDS
+
+    def stopping() -> bool:
+        assert time.monotonic() < deadline, "it never came"
+        return reached()
+
+    return stopping
+
+
+def for_seconds(seconds: float) -> Callable[[], bool]:
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
+
+
+def always(_: Window) -> bool:
+    return True
+
+
+def unreachable() -> SourceUnreachable:
+    return SourceUnreachable("the line is dead", hint="It is tried again.")
+
+
+# --- one step ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_confirmed_until_the_log_has_it(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    sink.failures = [OSError("disk")]
+    stream = source.live(ZERO)
+    with pytest.raises(OSError, match="disk"):
+        step(stream, sink, 0.0, always)
+    assert source.confirmed == ZERO
+    stream.close()
+
+
+def test_the_window_whose_append_failed_comes_again(source: Source, sink: Sink) -> None:
+    first = source.commit(inserts(1, 2))
+    source.commit(inserts(3))
+    sink.failures = [OSError("disk")]
+    stream = source.live(ZERO)
+    with pytest.raises(OSError, match="disk"):
+        step(stream, sink, 0.0, always)
+    window = step(stream, sink, 0.0, always)
+    assert window is not None
+    assert (sink.keys, source.confirmed) == ([1, 2], first)
+    stream.close()
+
+
+def test_the_source_is_told_only_after_each_append(source: Source, sink: Sink) -> None:
+    ends = [source.commit(inserts(n)) for n in range(3)]
+    stream = source.live(ZERO)
+    for _ in range(3):
+        step(stream, sink, 0.0, always)
+    assert sink.confirmed_before == [ZERO, *ends[:2]]
+    assert source.confirmed == ends[2]
+    stream.close()
+
+
+def test_a_quiet_window_that_is_not_due_is_neither_appended_nor_confirmed(source: Source, sink: Sink) -> None:
+    end = source.quiet(100)
+    stream = source.live(ZERO)
+    window = step(stream, sink, 0.0, lambda _: False)
+    assert window == Window(start=ZERO, end=end)
+    assert (sink.windows, source.confirmed) == ([], ZERO)
+    stream.close()
+
+
+def test_a_quiet_window_that_is_due_moves_log_and_source(source: Source, sink: Sink) -> None:
+    end = source.quiet(100)
+    stream = source.live(ZERO)
+    step(stream, sink, 0.0, always)
+    assert (sink.position, source.confirmed) == (end, end)
+    stream.close()
+
+
+def test_nothing_to_take_is_no_window(source: Source, sink: Sink) -> None:
+    stream = source.live(ZERO)
+    assert step(stream, sink, 0.0, always) is None
+    stream.close()
+
+
+# --- the loop ----------------------------------------------------------------------------------------------
+
+
+def test_everything_arrives_once_and_in_order_while_a_writer_writes(source: Source, sink: Sink) -> None:
+    def write() -> None:
+        for n in range(200):
+            source.commit(inserts(n))
+            if n % 50 == 0:
+                source.break_next_read(unreachable())
+
+    writer = threading.Thread(target=write)
+    runtime = CdcRuntime(source.live, sink)
+    writer.start()
+    runtime.run(until(lambda: len(sink.windows) == 200))
+    writer.join()
+    assert sink.keys == list(range(200))
+    assert runtime.progress.rows == runtime.progress.transactions == 200
+    assert source.confirmed == sink.position == source.end
+
+
+def test_a_crash_between_append_and_confirm_repeats_nothing(source: Source, sink: Sink) -> None:
+    first = source.commit(inserts(1))
+    stream = source.live(ZERO)
+    window = stream.read(ZERO, 0.0)
+    assert window is not None
+    sink.append(window)  # and here the process dies
+    stream.close()
+    second = source.commit(inserts(2))
+    CdcRuntime(source.live, sink).run(until(lambda: sink.position == second))
+    assert sink.keys == [1, 2]
+    assert sink.confirmed_before[-1] == first, "a start confirms what the log already has"
+
+
+def test_a_failing_log_stops_the_loop_and_the_source_keeps_everything(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    end = source.commit(inserts(2))
+    sink.failures = [LogUnusable("disk full", hint="Free space.")]
+    with pytest.raises(LogUnusable):
+        CdcRuntime(source.live, sink).run(lambda: False)
+    assert source.confirmed == ZERO
+    CdcRuntime(source.live, sink).run(until(lambda: sink.position == end))
+    assert sink.keys == [1, 2]
+
+
+def test_an_error_nobody_foresaw_is_not_swallowed(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    sink.failures = [ValueError("a defect")]
+    with pytest.raises(ValueError, match="a defect"):
+        CdcRuntime(source.live, sink).run(lambda: False)
+    assert source.confirmed == ZERO
+
+
+def test_it_stops_when_told_to(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    CdcRuntime(source.live, sink).run(lambda: True)
+    assert source.opened == []
+
+
+def test_the_real_log_is_a_sink(source: Source, tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "log", source.identity)
+    end = [source.commit(inserts(n, n + 100)) for n in range(5)][-1]
+    CdcRuntime(source.live, log).run(until(lambda: log.position == end))
+    log.close()
+    found = ids(list(ChangeLog.open(tmp_path / "log").follow(0)))
+    assert found == [(2 * n + k + 1, n + 100 * k) for n in range(5) for k in range(2)]
+    assert source.confirmed == end
+
+
+# --- a quiet source ----------------------------------------------------------------------------------------
+
+
+def test_a_quiet_source_is_let_go_after_enough_bytes(source: Source, sink: Sink) -> None:
+    source.quiet(loop.IDLE_BYTES_MAX - 1)
+    runtime = CdcRuntime(source.live, sink)
+    runtime.run(for_seconds(0.2))
+    assert sink.windows == []
+    end = source.quiet(1)
+    runtime.run(until(lambda: source.confirmed == end))
+    assert [(window.empty, window.end) for window in sink.windows] == [(True, end)]
+
+
+def test_a_quiet_source_is_let_go_after_enough_time(
+    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.3)
+    end = source.quiet(1)
+    began = time.monotonic()
+    CdcRuntime(source.live, sink).run(until(lambda: source.confirmed == end))
+    assert time.monotonic() - began >= 0.3
+    assert len(sink.windows) == 1
+
+
+def test_a_quiet_source_is_not_recorded_at_every_look(
+    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.25)
+    seen = 0
+
+    def stopping() -> bool:
+        nonlocal seen
+        seen += 1
+        source.quiet(1)
+        return seen > 40
+
+    CdcRuntime(source.live, sink).run(stopping)
+    assert 1 <= len(sink.windows) <= 8
+
+
+def test_reaching_the_target_is_recorded_at_once(source: Source, sink: Sink) -> None:
+    target = source.quiet(50)
+    end = source.quiet(50)
+    runtime = CdcRuntime(source.live, sink, target=target)
+    assert not runtime.caught_up
+    runtime.run(until(lambda: runtime.caught_up))
+    assert sink.position == end
+    source.quiet(50)
+    runtime.run(for_seconds(0.1))
+    assert len(sink.windows) == 1
+
+
+def test_a_target_in_the_middle_of_changes_is_reached_with_them(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    target = source.commit(inserts(2))
+    source.commit(inserts(3))
+    runtime = CdcRuntime(source.live, sink, target=target)
+    runtime.run(until(lambda: runtime.caught_up))
+    assert sink.keys[:2] == [1, 2]
+
+
+def test_without_a_target_one_is_never_caught_up(source: Source, sink: Sink) -> None:
+    assert not CdcRuntime(source.live, sink).caught_up
+
+
+# --- a source that breaks ----------------------------------------------------------------------------------
+
+
+def test_a_broken_source_is_opened_again_and_nothing_is_lost_or_repeated(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source.live, sink)
+    runtime.run(until(lambda: sink.keys == [1]))
+    source.break_next_read(unreachable())
+    source.commit(inserts(2))
+    runtime.run(until(lambda: sink.keys == [1, 2]))
+    assert runtime.progress.reconnects == 1
+    assert runtime.progress.last_error is None
+
+
+def test_a_source_that_cannot_be_opened_is_tried_again(source: Source, sink: Sink) -> None:
+    source.refusals = [unreachable(), unreachable()]
+    source.commit(inserts(1))
+    CdcRuntime(source.live, sink).run(until(lambda: sink.keys == [1]))
+    assert len(source.opened) == 3
+
+
+def test_waits_between_tries_grow_up_to_a_limit(
+    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.1)
+    monkeypatch.setattr(loop, "RETRY_SECONDS_MAX", 0.4)
+    source.refusals = [unreachable() for _ in range(5)]
+    source.commit(inserts(1))
+    CdcRuntime(source.live, sink).run(until(lambda: sink.keys == [1]))
+    waits = [later - earlier for earlier, later in zip(source.opened, source.opened[1:], strict=False)]
+    for wait, least in zip(waits, (0.1, 0.2, 0.4, 0.4, 0.4), strict=True):
+        assert wait >= least
+    assert sum(waits) < 5
+
+
+def test_waits_begin_small_again_once_something_came(
+    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.1)
+    source.refusals = [unreachable() for _ in range(3)]
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source.live, sink)
+
+    breaks = iter([unreachable()])
+
+    def stopping() -> bool:
+        if sink.keys == [1] and (fault := next(breaks, None)):
+            source.break_next_read(fault)
+            source.commit(inserts(2))
+        return sink.keys == [1, 2]
+
+    runtime.run(stopping)
+    assert source.opened[4] - source.opened[3] < 0.6  # it would be 0.8 if the waits had gone on growing
+
+
+def test_an_error_that_needs_a_person_is_raised_at_once(source: Source, sink: Sink) -> None:
+    source.break_next_read(PositionLost("gone", hint="Begin again."))
+    with pytest.raises(PositionLost):
+        CdcRuntime(source.live, sink).run(lambda: False)
+    assert len(source.opened) == 1
+
+
+def test_it_gives_up_after_the_time_it_was_given(source: Source, sink: Sink) -> None:
+    source.refusals = [unreachable() for _ in range(100)]
+    runtime = CdcRuntime(source.live, sink, retry_seconds_max=0.4)
+    began = time.monotonic()
+    with pytest.raises(SourceUnreachable):
+        runtime.run(lambda: False)
+    assert 0.4 <= time.monotonic() - began < 5
+    assert len(source.opened) > 2
+    assert runtime.progress.last_error is not None
+
+
+def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, sink: Sink) -> None:
+    """The source is idle in between: no window comes, but every read succeeds."""
+    runtime = CdcRuntime(source.live, sink, retry_seconds_max=0.3)
+    source.break_next_read(unreachable())
+    runtime.run(for_seconds(0.8))
+    source.break_next_read(unreachable())
+    runtime.run(for_seconds(0.3))
+    assert runtime.progress.reconnects == 2
+
+
+def test_a_wait_ends_when_the_loop_is_told_to_stop(
+    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 30.0)
+    source.refusals = [unreachable()]
+    began = time.monotonic()
+    CdcRuntime(source.live, sink).run(for_seconds(0.3))
+    assert time.monotonic() - began < 5
+    assert len(source.opened) == 1
+
+
+def test_progress_says_how_far_the_source_is(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1, 2))
+    end = source.quiet(500)
+    runtime = CdcRuntime(source.live, sink)
+    runtime.run(until(lambda: runtime.progress.source_end == end))
+    assert (runtime.progress.transactions, runtime.progress.rows) == (1, 2)
+    assert sink.position < end
