@@ -12,7 +12,13 @@ import pytest
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
-from tests.support.pipelines import Pipeline, assert_log_is_whole, eventually
+from tests.support.pipelines import (
+    Pipeline,
+    assert_log_is_whole,
+    descendants,
+    eventually,
+    group_members,
+)
 
 NAMES = [table for _, table in TABLES]
 KILL_SECONDS_MAX = 150.0
@@ -30,7 +36,10 @@ def shop(tmp_path: Path):  # type: ignore[no-untyped-def] # a generator of one p
         with server.connect("shop") as connection:
             connection.execute(SCHEMA_SQL)
             seed(connection, scale=0.3)
-        yield Pipeline(tmp_path / "pipeline", server.url("shop")), Workload(server.url("shop"))
+        yield (
+            Pipeline(tmp_path / "pipeline", server.url("shop")),
+            Workload(server.url("shop"), transactions_per_second=60),
+        )
 
 
 def run_into(pipeline: Pipeline, name: str, turn: int, hits: Path) -> None:
@@ -75,6 +84,7 @@ def test_a_process_that_outlives_its_parent_ends_within_five_seconds(shop) -> No
             live = lambda: [t["state"] for t in pipeline.status()["tables"]] == ["live"] * len(NAMES)  # noqa: E731
             assert eventually(live, seconds=150, pause=1), running.said()
             assert any("java" in command for command in running.alive())
+            assert descendants(running.process.pid) <= group_members(running.process.pid)
             running.process.kill()
             running.process.wait()
             assert eventually(lambda: not running.alive(), seconds=5), running.alive()

@@ -39,6 +39,16 @@ def test_a_missing_database_is_told(server: EmbeddedPostgres, tmp_path: Path) ->
     refused(Pipeline(tmp_path, server.url("nowhere")), 3, "database does not exist", "nowhere")
 
 
+def test_globs_that_match_no_table_are_told(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    refused(
+        Pipeline(tmp_path, database, tables='["Public.*"]'),
+        2,
+        "no table at the source matches",
+        "source.tables",
+    )
+
+
 def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, "postgresql://postgres@127.0.0.1:1/x")
     refused(pipeline, 3, "cannot be reached", "host and port")
@@ -83,6 +93,7 @@ def test_a_log_folder_without_the_right_to_write_is_told(database: str, tmp_path
 def test_the_log_of_another_source_is_refused(
     server: EmbeddedPostgres, database: str, tmp_path: Path
 ) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
     pipeline = Pipeline(tmp_path, database)
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
     settings = pipeline.file.read_text()
@@ -108,6 +119,7 @@ def test_a_damaged_commit_is_told_before_a_row_is_delivered(database: str, tmp_p
 
 
 def test_a_second_capture_waits_and_is_then_refused(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
     pipeline = Pipeline(tmp_path, database)
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
     first = pipeline.start("capture")

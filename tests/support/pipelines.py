@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,38 @@ class Running:
         self.output.close()
 
 
-def processes_of_group(group: int) -> list[str]:
-    """Command lines of the live members of a process group; the dead that nobody waited for do not count."""
+def _processes() -> list[tuple[int, int, int]]:
+    """Pid, parent and process group of everything that runs; the dead that nobody waited for do not count."""
     found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group and fields[0] != "Z":
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            if fields[0] != "Z":
+                found.append((int(entry.name), int(fields[1]), int(fields[2])))
         except (OSError, ValueError, IndexError):
             continue
+    return found
+
+
+def group_members(group: int) -> set[int]:
+    """The live members of a process group."""
+    return {pid for pid, _, its_group in _processes() if its_group == group}
+
+
+def processes_of_group(group: int) -> list[str]:
+    """Command lines of the live members of a process group."""
+    lines = []
+    for pid in group_members(group):
+        with suppress(OSError):
+            lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return lines
+
+
+def descendants(ancestor: int) -> set[int]:
+    """Everything a process has started, and what those have started."""
+    found, known = {ancestor}, _processes()
+    while more := {pid for pid, parent, _ in known if parent in found} - found:
+        found |= more
     return found
 
 

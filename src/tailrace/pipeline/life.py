@@ -100,7 +100,7 @@ class Lives:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
-            if life.cursor is not None:
+            if life.cursor is not None and not _saw_too_little(life, source):
                 life.state = TableState.CATCHING_UP
         except TailraceError as error:
             life.fail(error)
@@ -164,6 +164,12 @@ class Lives:
 
     def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
         return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.commit)
+
+
+def _saw_too_little(life: TableLife, source: SourceTable | None) -> bool:
+    """Whether updates went unseen until now, because the table had no replica identity; it is loaded anew."""
+    before = life.shape is not None and life.shape.identity is Identity.NONE
+    return before and source is not None and source.identity is not Identity.NONE
 
 
 def _identity_note(source: SourceTable) -> str | None:

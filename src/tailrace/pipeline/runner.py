@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from tailrace.capture.postgres.source import identify
@@ -19,9 +19,10 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ExitCode, LogForeign, TailraceError
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.child import CaptureChild
+from tailrace.pipeline.life import Lives
 from tailrace.pipeline.report import Observer, PipelineStatus, Summary
 from tailrace.pipeline.settings import PipelineSettings
-from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure, read_status
+from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure
 from tailrace.pipeline.wiring import open_source
 from tailrace.processes import die_with_parent
 
@@ -85,15 +86,21 @@ def _watched(settings: PipelineSettings, observer: Observer, capturing: Capturin
         yield
         return
     done = threading.Event()
+    source = capturing.source
 
     def watch() -> None:
+        lives, lag = Lives(ChangeLog.open(settings.log.path), settings.tables.path), SourceWatch(source)
+        for table in source.tables():
+            lives.add(table.table, table)
         while not done.wait(TICK_SECONDS):
-            try:
-                observer.tick(read_status(settings))
-            except TailraceError:
-                continue
+            lives.grow()
+            observer.tick(measure(settings, lives, source, lag.lag()))
 
-    watcher = threading.Thread(target=watch, name="tailrace-watch", daemon=True)
+    def guarded() -> None:
+        with suppress(TailraceError):  # a status that cannot be had stops nothing
+            watch()
+
+    watcher = threading.Thread(target=guarded, name="tailrace-watch", daemon=True)
     watcher.start()
     try:
         yield

@@ -7,10 +7,11 @@ import psycopg
 from tailrace.capture.base import Capabilities, Lag, SourceId
 from tailrace.capture.postgres import preflight
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
-from tailrace.capture.postgres.connect import connect
+from tailrace.capture.postgres.connect import connect, place
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.capture.postgres.stream import PostgresStream
+from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 
@@ -33,7 +34,12 @@ class PostgresCapture:
     def prepare(self, position: Lsn | None) -> Lsn | None:
         """Make publication and slot; the point a new log begins at, if it is new."""
         with connect(self.settings.url) as connection:
-            preflight.ensure_publications(connection, self.settings)
+            if not preflight.ensure_publications(connection, self.settings):
+                raise ConfigError(
+                    "no table at the source matches the settings",
+                    source=place(self.settings.url),
+                    hint="Look at `source.tables` and `source.exclude`; globs are `schema.table`, case included.",
+                )
             if position is not None:
                 preflight.wait_for_slot(connection, self.settings.slot)
             return preflight.ensure_slot(connection, self.settings, position)
