@@ -65,7 +65,7 @@ BREAKS = (
     Break(
         "21",
         "a moved row forgets which key it came from",
-        "capture/postgres/decode.py",
+        "capture/postgres/batches.py",
         "    if gone.any():\n",
         "    if gone.any() and False:\n",
     ),

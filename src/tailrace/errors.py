@@ -143,9 +143,10 @@ class SourceNotReady(SourceError):
 
 
 class SlotBusy(SourceError):
-    """Another process is reading our slot."""
+    """Another process is reading our slot; after a broken connection, often our own predecessor for a while."""
 
     code = "slot-busy"
+    remedy = Remedy.RETRY
     exit_code = ExitCode.BUSY
 
 

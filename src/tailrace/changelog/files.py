@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,20 @@ def make_folder(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file. Not being allowed to look is an error, not a no."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def aside_of(path: Path) -> Path:
+    """A name beside the file that no other writer uses, on this host or another."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+
+
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -68,6 +83,9 @@ def write_aside(path: Path, parts: Sequence[bytes | memoryview]) -> None:
                 while len(view):
                     view = view[file.write(view) :]
         os.fsync(handle)
+    except BaseException:
+        path.unlink(missing_ok=True)  # half a file takes room on a disk that may have none
+        raise
     finally:
         os.close(handle)
 
@@ -77,20 +95,22 @@ def publish(aside: Path, path: Path) -> None:
     try:
         os.link(aside, path)
     finally:
-        os.unlink(aside)
+        aside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
 def create(path: Path, content: bytes) -> None:
     """A new durable file with this content; FileExistsError if there is one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.unlink(missing_ok=True)
+    aside = aside_of(path)
     write_aside(aside, [content])
     publish(aside, path)
 
 
 def replace(path: Path, content: bytes) -> None:
     """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_bytes(content)
-    os.replace(aside, path)
+    aside = aside_of(path)
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

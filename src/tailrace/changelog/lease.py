@@ -37,8 +37,12 @@ class Lease:
                 )
             time.sleep(_PAUSE_SECONDS)
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        with files.explained(folder):
-            files.replace(self._note, json.dumps(owner).encode())
+        try:
+            with files.explained(folder):
+                files.replace(self._note, json.dumps(owner).encode())
+        except BaseException:
+            self.release()
+            raise
 
     def _try(self) -> bool:
         try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import re
 import time
 import zlib
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from tailrace.errors import LogCorrupt, LogUnusable
 from tailrace.model.batch import ChangeBatch
 
 FIRST_COMMIT = 1
+_COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
 _POLL_SECONDS = 0.005
 _POLL_SECONDS_MAX = 0.1
 
@@ -47,7 +50,9 @@ class ChangeLog:
         """Open an existing log; a log that cannot be read is an error, never an empty log."""
         path = Path(path)
         meta = path / "meta.json"
-        if not meta.exists():
+        with files.explained(meta):
+            found = files.is_there(meta)
+        if not found:
             raise LogUnusable(
                 "there is no log here",
                 path=path,
@@ -76,11 +81,25 @@ class ChangeLog:
     def newest(self) -> int:
         """The number of the newest commit; 0 if there is none yet. Cheap when asked again."""
         if not self._newest:
-            numbers = [int(path.stem) for path in (self.path / "hot").glob("[0-9]*.arrow")]
-            self._newest = max(numbers, default=0)
+            self._newest = max(self._numbers(), default=0)
         while commit_path(self.path, self._newest + 1).exists():
             self._newest += 1
         return self._newest
+
+    def _numbers(self) -> list[int]:
+        folder = self.path / "hot"
+        try:
+            with files.explained(folder):
+                names = os.listdir(folder)
+        except LogUnusable as error:
+            if folder.exists():
+                raise
+            raise LogCorrupt(
+                "the log's commits are missing",
+                path=folder,
+                hint="Restore the folder from a copy of the log, or start a new log.",
+            ) from error
+        return [int(name[:20]) for name in names if _COMMIT_NAME.fullmatch(name)]
 
     def last_header(self) -> Header | None:
         newest = self.newest()

@@ -7,8 +7,10 @@ says for ever how to read it.
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -73,6 +75,7 @@ class Schemas:
             arrow=schema.change_schema(),
         )
         stored = {"format": FORMAT, "table": table, "version": version.version, **schema.to_json()}
+        stored["crc"] = _checksum(stored)
         path = self._path(table, version.version)
         with files.explained(path):
             path.parent.mkdir(exist_ok=True)
@@ -95,13 +98,23 @@ class Schemas:
     def _read(self, path: Path) -> Version:
         try:
             stored = json.loads(path.read_bytes())
+            if stored.pop("crc") != _checksum(stored):
+                raise ValueError("it does not match its checksum")
+            if stored["format"] != FORMAT:
+                raise ValueError("it has a format this version does not know")
+            if path != self._path(stored["table"], stored["version"]):
+                raise ValueError("it belongs to another place")
             schema = TableSchema.from_json(stored)
             return Version(
                 table=stored["table"], version=stored["version"], schema=schema, arrow=schema.change_schema()
             )
-        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise LogCorrupt(
-                "a table's shape cannot be read",
+                f"a table's shape cannot be read: {error}",
                 path=path,
                 hint="Restore the file from a copy of the log, or start a new log.",
             ) from error
+
+
+def _checksum(stored: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(stored, sort_keys=True, separators=(",", ":")).encode())

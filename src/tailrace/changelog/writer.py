@@ -35,8 +35,11 @@ class LogWriter:
 
     def __init__(self, path: Path, source: SourceId) -> None:
         self.path = path
-        for name in _FOLDERS:
-            files.make_folder(path / name)
+        with files.explained(path):
+            begun = files.is_there(path / "meta.json")
+        if not begun:  # a log that was begun has its folders; one that is gone took its content along
+            for name in _FOLDERS:
+                files.make_folder(path / name)
         self._lease = Lease(path)
         try:
             self.log_id = _identify(path, source)
@@ -79,29 +82,34 @@ class LogWriter:
 
     def _publish(self, header: format.Header, parts: list[bytes | memoryview]) -> None:
         path = commit_path(self.path, header.commit)
-        aside = path.with_name(f".{path.name}.tmp")
+        aside = files.aside_of(path)
         failpoints.hit("log.before_write")
         try:
             with files.explained(path):
-                aside.unlink(missing_ok=True)
                 files.write_aside(aside, parts)
                 failpoints.hit("log.after_write")
                 files.publish(aside, path)
         except FileExistsError as error:
-            raise LogFenced(
-                "another writer has taken our commit number",
-                commit=header.commit,
-                log=self.path,
-                hint="Stop one of the two writers of this log, then start again.",
-            ) from error
+            raise self._fenced() from error
         failpoints.hit("log.after_link")
+
+    def _fenced(self) -> LogFenced:
+        return LogFenced(
+            "another writer has taken our commit number",
+            commit=self.commit + 1,
+            log=self.path,
+            hint="Stop one of the two writers of this log, then start again.",
+        )
 
     def _encode(self, window: Window) -> tuple[tuple[format.Body, ...], list[bytes | memoryview]]:
         bodies: list[format.Body] = []
         parts: list[bytes | memoryview] = []
         at = 0
         for batch in window.batches:
-            version = self._schemas.record(batch.schema)
+            try:
+                version = self._schemas.record(batch.schema)
+            except FileExistsError as error:  # it was not there when this log was opened
+                raise self._fenced() from error
             data = _rebase(batch, self.next_seq)
             message = data.serialize()
             view = memoryview(message)
@@ -133,7 +141,9 @@ def _rebase(batch: ChangeBatch, first_seq: int) -> pa.RecordBatch:
 def _identify(path: Path, source: SourceId) -> str:
     """The log's id: made on first use, and refused if the log belongs to another source."""
     meta = path / "meta.json"
-    if not meta.exists():
+    with files.explained(meta):
+        begun = files.is_there(meta)
+    if not begun:
         stored = {"format": format.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
         with files.explained(meta):
             files.create(meta, json.dumps(stored, indent=1).encode())

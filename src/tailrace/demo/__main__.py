@@ -1,10 +1,15 @@
-"""`make demo`: `python -m tailrace.demo`."""
+"""`make demo`: `python -m tailrace.demo`. Ctrl-C is clean at any moment, also while modules are still loading."""
 
 from __future__ import annotations
 
 import sys
 
-from tailrace.demo.main import main
+from tailrace.errors import ExitCode
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from tailrace.demo.main import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)

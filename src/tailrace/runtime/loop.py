@@ -91,12 +91,11 @@ class CdcRuntime:
         """Loop until `stopping` says so; transient failures of the source are waited out."""
         pause = RETRY_SECONDS_FIRST
         while not stopping():
-            before = self.progress.windows
             try:
                 self._stream_until(stopping)
             except TailraceError as error:
-                if self.progress.windows > before:
-                    self._failing_since, pause = None, RETRY_SECONDS_FIRST
+                if self._failing_since is None:
+                    pause = RETRY_SECONDS_FIRST
                 self._give_up_or_wait(error, pause, stopping)
                 pause = min(pause * 2, RETRY_SECONDS_MAX)
 
@@ -106,7 +105,8 @@ class CdcRuntime:
             stream.confirm(self._sink.position)
             while not stopping():
                 window = step(stream, self._sink, READ_SECONDS, self._idle_due)
-                self.progress.last_error = None
+                # The source answers, even if it has nothing to say: an outage that is over does not count.
+                self.progress.last_error = self._failing_since = None
                 if window is not None:
                     self._count(window)
         finally:

@@ -325,14 +325,26 @@ def _refuse_unfit(batch: _Batch, picked: list[Ints], alive: Flags) -> None:
         return
     entries = unfit.flatten()
     rows = pc.list_parent_indices(unfit).to_numpy()
-    columns = pc.index_in(pc.struct_field(entries, [0]), value_set=pa.array(batch.schema.names)).to_numpy()
-    for ordinal in np.unique(columns).tolist():
+    names = pc.struct_field(entries, [0])
+    _refuse_unfit_moves(batch, rows, names)
+    found = pc.index_in(names, value_set=pa.array(batch.schema.names))
+    # What stands in `_before` is not used for a table with a key.
+    columns = found.fill_null(_NOWHERE).to_numpy()
+    for ordinal in np.unique(columns[columns != _NOWHERE]).tolist():
         name = batch.schema.columns[ordinal].name
         bad = rows[columns == ordinal]
         if name not in batch.schema.key:
             bad = bad[np.isin(bad, picked[ordinal][alive])]
         if bad.size:
             raise _unfit(batch, int(bad[0]), name)
+
+
+def _refuse_unfit_moves(batch: _Batch, rows: Ints, names: Any) -> None:
+    """A key that a row moved from is needed whole."""
+    moved = pc.starts_with(names, f"{change.MOVED_FROM}.").to_numpy(zero_copy_only=False)
+    if moved.any():
+        at = int(np.argmax(moved))
+        raise _unfit(batch, int(rows[at]), str(names[at].as_py()))
 
 
 def _unfit(batch: _Batch, row: int, column: str) -> ValueUnfit:

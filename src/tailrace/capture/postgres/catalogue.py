@@ -87,6 +87,10 @@ class Catalogue:
             ))  # fmt: skip
         return found
 
+    def next_transaction(self) -> int:
+        """The server's next 64-bit transaction id."""
+        return int(self._rows("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0][0])
+
     def describe(self, table: TableId) -> TableSchema:
         """The table's shape as the catalogue has it now."""
         found = self._rows(

@@ -15,47 +15,25 @@ The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-messag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
-from tailrace.capture.postgres import values
-from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells, Ints, Word
+from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, batch_of
+from tailrace.capture.postgres.values import Bytes, Ints, Word, u16, u32, u64
 from tailrace.errors import ProtocolViolation
 from tailrace.kernels import kernel
-from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
-from tailrace.model.change import OPERATION_NAMES, Operation
+from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 
-COLUMNS_MAX = 1700
-"""PostgreSQL allows 1,600 columns."""
 BATCH_BYTES_MAX = 256 << 20
 """Of wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""
 EPOCH_2000 = 946_684_800_000_000
 
 _INSERT, _UPDATE, _DELETE = Operation.INSERT.code, Operation.UPDATE.code, Operation.DELETE.code
 _TRUNCATE = Operation.TRUNCATE.code
-_UNKNOWN_RELATION, _MALFORMED = -1, -2
-
-
-@kernel
-def _u16(b: Bytes, i: Word) -> Word:
-    return (np.int64(b[i]) << 8) | np.int64(b[i + 1])
-
-
-@kernel
-def _u32(b: Bytes, i: Word) -> Word:
-    return (_u16(b, i) << 16) | _u16(b, i + 2)
-
-
-@kernel
-def _u64(b: Bytes, i: Word) -> Word:
-    return (_u32(b, i) << 32) | _u32(b, i + 4)
 
 
 @kernel
@@ -82,17 +60,17 @@ def _skip_tuple(b: Bytes, i: Word, end: Word) -> Word:
     """Where the tuple at `i` ends, or -1 if it does not end before `end`."""
     if i + 2 > end:
         return -1
-    columns = _u16(b, i)
+    columns = u16(b, i)
     i += 2
     for _ in range(columns):
         if i >= end:
             return -1
         kind = b[i]
         i += 1
-        if kind == 116 or kind == 98:
+        if kind == 116:  # never binary: it is not asked for, and no kernel reads it
             if i + 4 > end:
                 return -1
-            size = _u32(b, i)
+            size = u32(b, i)
             i += 4 + size
             if i > end:
                 return -1
@@ -111,10 +89,10 @@ def _key_moved(b: Bytes, new: Word, old: Word, is_key: Bytes) -> bool:
         j += 1
         new_size, old_size = np.int64(0), np.int64(0)
         if new_kind == 116:
-            new_size = _u32(b, i)
+            new_size = u32(b, i)
             i += 4
         if old_kind == 116:
-            old_size = _u32(b, j)
+            old_size = u32(b, j)
             j += 4
         if is_key[c] and new_kind != 117:
             if new_kind != old_kind or new_size != old_size:
@@ -173,12 +151,12 @@ def _assign(
         i, end = starts[m], starts[m + 1]
         kind = b[i]
         if kind == 66:
-            if end - i < 21:
+            if end - i < 21 or inside:
                 return rows, txs, m * 4 + 2
             inside, tx_rows, index = True, rows, 0
-            tx_time[txs] = _u64(b, i + 9) + EPOCH_2000
+            tx_time[txs] = u64(b, i + 9) + EPOCH_2000
             # 32 bits on the wire; the epoch is the one that brings it nearest to the last id seen.
-            xid = (xid_near & ~np.int64(0xFFFFFFFF)) | _u32(b, i + 17)
+            xid = (xid_near & ~np.int64(0xFFFFFFFF)) | u32(b, i + 17)
             if xid - xid_near > 1 << 31:
                 xid -= 1 << 32
             elif xid_near - xid > 1 << 31:
@@ -189,7 +167,7 @@ def _assign(
             if end - i < 26 or not inside:
                 return rows, txs, m * 4 + 2
             inside = False
-            finish = _u64(b, i + 10)
+            finish = u64(b, i + 10)
             if np.uint64(finish) <= np.uint64(after):
                 rows = tx_rows
             else:
@@ -202,7 +180,7 @@ def _assign(
         elif kind == 73 or kind == 85 or kind == 68:
             if not inside or end - i < 8:
                 return rows, txs, m * 4 + 2
-            slot = _slot_of(oids, slots, _u32(b, i + 1))
+            slot = _slot_of(oids, slots, u32(b, i + 1))
             if slot < 0:
                 return rows, txs, m * 4 + 1
             q = i + 5
@@ -210,14 +188,14 @@ def _assign(
             if b[q] == 75 or b[q] == 79:  # Key or Old
                 old, full = q + 1, b[q] == 79
                 q = _skip_tuple(b, old, end)
-                if q < 0 or _u16(b, old) != columns[slot]:
+                if q < 0 or u16(b, old) != columns[slot]:
                     return rows, txs, m * 4 + 2
             if kind != 68:
                 if q >= end or b[q] != 78:
                     return rows, txs, m * 4 + 2
                 new = q + 1
                 q = _skip_tuple(b, new, end)
-                if q < 0 or _u16(b, new) != columns[slot]:
+                if q < 0 or u16(b, new) != columns[slot]:
                     return rows, txs, m * 4 + 2
             elif old < 0:
                 return rows, txs, m * 4 + 2
@@ -230,18 +208,18 @@ def _assign(
                 index += 1
             row_op[rows] = _INSERT if kind == 73 or moved else (_UPDATE if kind == 85 else _DELETE)
             row_slot[rows], row_new[rows], row_old[rows] = slot, new, old
-            row_moved[rows] = (1 if moved else 0) | (2 if full and kind == 85 else 0)
+            row_moved[rows] = (MOVED if moved else 0) | (FULL_BEFORE if full and kind == 85 else 0)
             row_tx[rows], row_index[rows] = txs, index
             rows += 1
             index += 1
         elif kind == 84:
             if not inside or end - i < 6:
                 return rows, txs, m * 4 + 2
-            count = _u32(b, i + 1)
+            count = u32(b, i + 1)
             if end - i < 6 + 4 * count:
                 return rows, txs, m * 4 + 2
             for k in range(count):
-                slot = _slot_of(oids, slots, _u32(b, i + 6 + 4 * k))
+                slot = _slot_of(oids, slots, u32(b, i + 6 + 4 * k))
                 if slot < 0:
                     return rows, txs, m * 4 + 1
                 row_slot[rows], row_op[rows], row_new[rows], row_old[rows] = slot, _TRUNCATE, -1, -1
@@ -253,87 +231,6 @@ def _assign(
     if inside:
         return rows, txs, messages * 4 + 2
     return rows, txs, -1
-
-
-@kernel
-def _cells(b: Bytes, first: Ints, second: Ints, columns: Word, at: Any, size: Any) -> None:
-    """Every value of the rows: from the tuple at `first`, and what it leaves out from the one at `second`.
-
-    `second` matters where the server sent the old row too: a large value that did not change stands only there.
-    """
-    for r in range(first.size):
-        if first[r] < 0:
-            for c in range(columns):
-                size[c, r] = NULL
-            continue
-        i = first[r] + 2
-        absent = 0
-        for c in range(columns):
-            kind = b[i]
-            i += 1
-            if kind == 116 or kind == 98:
-                n = _u32(b, i)
-                at[c, r] = i + 4
-                size[c, r] = n
-                i += 4 + n
-            elif kind == 110:
-                size[c, r] = NULL
-            else:
-                size[c, r] = ABSENT
-                absent += 1
-        if absent and second[r] >= 0:
-            i = second[r] + 2
-            for c in range(columns):
-                kind = b[i]
-                i += 1
-                n = np.int64(0)
-                if kind == 116 or kind == 98:
-                    n = _u32(b, i)
-                    i += 4
-                    if size[c, r] == ABSENT:
-                        at[c, r] = i
-                        size[c, r] = n
-                i += n
-
-
-@kernel
-def _absent(size: Any, rows: Any, columns: Any) -> Word:
-    """The (row, column) pairs whose value was not sent, in row order; filled only as far as there is room."""
-    found = 0
-    for r in range(size.shape[1]):
-        for c in range(size.shape[0]):
-            if size[c, r] == ABSENT:
-                if found < rows.size:
-                    rows[found] = r
-                    columns[found] = c
-                found += 1
-    return found
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """What `_assign` found, one entry a row, and what is known of the transactions."""
-
-    slot: npt.NDArray[np.int32]
-    op: npt.NDArray[np.int8]
-    new: Ints
-    old: Ints
-    moved: npt.NDArray[np.uint8]
-    tx: npt.NDArray[np.int32]
-    index: npt.NDArray[np.int32]
-    tx_end: npt.NDArray[np.uint64]
-    tx_time: Ints
-    tx_id: Ints
-
-    def first(self, rows: int) -> _Rows:
-        """What was filled of the room that was made."""
-        return _Rows(
-            self.slot[:rows], self.op[:rows], self.new[:rows], self.old[:rows], self.moved[:rows], self.tx[:rows],
-            self.index[:rows], self.tx_end, self.tx_time, self.tx_id,
-        )  # fmt: skip
-
-
-_MOVED, _FULL_BEFORE = 1, 2
 
 
 class Decoder:
@@ -368,7 +265,7 @@ class Decoder:
 
     def _assign(
         self, b: Bytes, starts: Ints, messages: int, after: Lsn, special: Ints, rows_max: int
-    ) -> tuple[_Rows, int]:
+    ) -> tuple[Rows, int]:
         before = dict(self._slot_of_oid)
         new_oid, new_slot = self._announced(b, starts, special)
         oids = np.array(sorted(self._slot_of_oid), np.int64)
@@ -376,7 +273,7 @@ class Decoder:
         columns = np.array([len(schema.columns) for schema in self._schemas], np.int64)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(columns)])
         keys = np.array([name in schema.key for schema in self._schemas for name in schema.names], np.uint8)
-        made = _Rows(
+        made = Rows(
             np.empty(rows_max, np.int32), np.empty(rows_max, np.int8), np.empty(rows_max, np.int64),
             np.empty(rows_max, np.int64), np.empty(rows_max, np.uint8), np.empty(rows_max, np.int32),
             np.empty(rows_max, np.int32),
@@ -412,119 +309,23 @@ class Decoder:
             oids[k], slots[k] = schema.relation, known
         return oids, slots
 
-    def _batches(self, b: Bytes, starts: Ints, messages: int, rows: _Rows) -> Iterator[ChangeBatch]:
+    def _batches(self, b: Bytes, starts: Ints, messages: int, rows: Rows) -> Iterator[ChangeBatch]:
         order = np.argsort(rows.slot, kind="stable")
         slots, first = np.unique(rows.slot[order], return_index=True)
-        for slot, begin, end in zip(slots, first, [*first[1:], order.size], strict=True):
+        for slot, begin, end in zip(slots, first, np.append(first, order.size)[1:], strict=True):
             yield from self._split(b, self._schemas[slot], rows, order[begin:end])
 
-    def _split(self, b: Bytes, schema: TableSchema, rows: _Rows, picked: Ints) -> Iterator[ChangeBatch]:
+    def _split(self, b: Bytes, schema: TableSchema, rows: Rows, picked: Ints) -> Iterator[ChangeBatch]:
         """One batch, or several where a single one would be too large for Arrow's offsets."""
         if b.size <= BATCH_BYTES_MAX:
-            yield _batch(b, schema, rows, picked)
+            yield batch_of(b, schema, rows, picked)
             return
         places = np.maximum(rows.new[picked], rows.old[picked])
         cuts = np.flatnonzero(np.diff(places // BATCH_BYTES_MAX)) + 1
         for piece in np.split(picked, cuts):
-            yield _batch(b, schema, rows, piece)
+            yield batch_of(b, schema, rows, piece)
 
 
 def _signed(word: int) -> int:
     """The same 64 bits as the kernels see them."""
     return word - (1 << 64) if word >= 1 << 63 else word
-
-
-def _find_cells(b: Bytes, schema: TableSchema, first: Ints, second: Ints) -> tuple[list[Cells], Any]:
-    columns, n = len(schema.columns), first.size
-    at, size = np.zeros((columns, n), np.int64), np.empty((columns, n), np.int64)
-    _cells(b, first, second, columns, at, size)
-    return [Cells(b, at[c], size[c]) for c in range(columns)], size
-
-
-def _batch(b: Bytes, schema: TableSchema, rows: _Rows, picked: Ints) -> ChangeBatch:
-    new, old, moved = rows.new[picked], rows.old[picked], rows.moved[picked]
-    main = np.where(new >= 0, new, old)
-    cells, size = _find_cells(b, schema, main, np.where(new >= 0, old, -1))
-    tx = rows.tx[picked]
-    columns: dict[str, pa.Array] = {
-        change.OP: OPERATION_NAMES.take(pa.array(rows.op[picked])),
-        change.SEQ: pa.array(picked),
-        change.POSITION: values.format_positions(rows.tx_end[tx]),
-        change.TX: pa.array(rows.tx_id[tx]),
-        change.TX_INDEX: pa.array(rows.index[picked]),
-        change.COMMITTED_AT: pa.array(rows.tx_time[tx]).view(pa.timestamp("us", "UTC")),
-    }
-    own, unfit = typed_columns(schema, cells)
-    columns |= _optional(b, schema, size, old, moved)
-    if unfit:
-        columns[change.UNFIT] = unfit_column(schema, cells, unfit, len(picked))
-    columns |= own
-    fields = schema.change_schema()
-    data = pa.RecordBatch.from_arrays(
-        [columns[name] for name in fields.names if name in columns],
-        schema=pa.schema([field for field in fields if field.name in columns]),
-    )
-    return ChangeBatch(
-        schema=schema,
-        data=data,
-        moves=int(np.count_nonzero(moved & _MOVED)),
-        truncates=int(np.count_nonzero(rows.op[picked] == _TRUNCATE)),
-        unfit=sum(len(u) for u in unfit.values()),
-    )
-
-
-def typed_columns(schema: TableSchema, cells: list[Cells]) -> tuple[dict[str, pa.Array], dict[int, Ints]]:
-    """The table's own columns under their stored names, and the rows that did not fit, by column."""
-    own, unfit = {}, {}
-    for c, (column, cell) in enumerate(zip(schema.columns, cells, strict=True)):
-        converted = values.typed(cell, column.type)
-        own[change.stored_name(column.name)] = converted.column
-        if converted.unfit.size:
-            unfit[c] = converted.unfit
-    return own, unfit
-
-
-def unfit_column(schema: TableSchema, cells: list[Cells], unfit: dict[int, Ints], rows: int) -> pa.Array:
-    """`_unfit`: the exact text of what a column's type cannot hold. Rare, so plain Python."""
-    found: dict[int, list[dict[str, str]]] = {}
-    for c, places in unfit.items():
-        texts = values.text_column(Cells(cells[c].buffer, cells[c].at[places], cells[c].size[places]))
-        for row, text in zip(places.tolist(), texts.to_pylist(), strict=True):
-            found.setdefault(row, []).append({"column": schema.columns[c].name, "text": text})
-    return pa.array([found.get(row) for row in range(rows)], change.UNFIT_TYPE)
-
-
-def _optional(b: Bytes, schema: TableSchema, size: Any, old: Ints, moved: Any) -> dict[str, pa.Array]:
-    """The columns that most batches do not need; absent when null throughout."""
-    found: dict[str, pa.Array] = {}
-    none = np.empty(0, np.int32)
-    count = _absent(size, none, none)
-    if count:
-        rows, which = np.empty(count, np.int32), np.empty(count, np.int32)
-        _absent(size, rows, which)
-        found[change.UNCHANGED] = _names_per_row(schema, rows, which, old.size)
-    full = moved & _FULL_BEFORE != 0
-    if full.any():
-        found[change.BEFORE] = _struct(b, schema, np.where(full, old, -1), schema.names)
-    gone = moved & _MOVED != 0
-    if gone.any():
-        found[change.MOVED_FROM] = _struct(b, schema, np.where(gone, old, -1), schema.key)
-    return found
-
-
-def _names_per_row(schema: TableSchema, rows: Any, which: Any, n: int) -> pa.Array:
-    counts = np.bincount(rows, minlength=n)
-    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
-    names = pa.array(schema.names, pa.string()).take(pa.array(which))
-    return pa.ListArray.from_arrays(pa.array(offsets), names, mask=pa.array(counts == 0))
-
-
-def _struct(b: Bytes, schema: TableSchema, tuples: Ints, names: Any) -> pa.Array:
-    """The old tuple as a struct of the named columns; null where there is none."""
-    cells, _ = _find_cells(b, schema, tuples, np.full(tuples.size, -1, np.int64))
-    picked = [c for c, column in enumerate(schema.columns) if column.name in names]
-    return pa.StructArray.from_arrays(
-        [values.typed(cells[c], schema.columns[c].type).column for c in picked],
-        fields=[pa.field(change.stored_name(schema.columns[c].name), schema.columns[c].type) for c in picked],
-        mask=pa.array(tuples < 0),
-    )

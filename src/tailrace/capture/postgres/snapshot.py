@@ -22,9 +22,9 @@ from psycopg import pq, sql
 from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres import wire
+from tailrace.capture.postgres.batches import typed_columns
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain, explain_text
-from tailrace.capture.postgres.decode import typed_columns
 from tailrace.capture.postgres.values import NULL, Bytes, Cells, Ints, Word
 from tailrace.errors import SourceError, SourceUnreachable, ValueUnfit
 from tailrace.kernels import kernel
@@ -163,9 +163,11 @@ def _copy_cells(b: Bytes, end: Word, columns: Word, at: Ints, size: Ints) -> Wor
     i, w, field, cells = 0, 0, 0, 0
     start = 0
     null = False
+    whole = True
     while i < end:
         c = b[i]
         i += 1
+        whole = c == 10
         if c == 9 or c == 10:
             if cells >= at.size:
                 return -1
@@ -201,7 +203,7 @@ def _copy_cells(b: Bytes, end: Word, columns: Word, at: Ints, size: Ints) -> Wor
         else:
             b[w] = c
             w += 1
-    if field != 0:
+    if not whole:
         return -1
     return cells // columns
 
@@ -224,7 +226,7 @@ def _rows_of(schema: TableSchema, fields: pa.Schema, buffer: Bytes, size: int) -
     ]  # fmt: skip
     own, unfit = typed_columns(schema, cells)
     if unfit:
-        column = schema.columns[min(unfit)]
+        column = next(column for column in schema.columns if column.name == unfit[0].name)
         raise ValueUnfit(
             "a value does not fit its column's type",
             table=schema.table,

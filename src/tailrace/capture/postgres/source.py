@@ -56,7 +56,19 @@ class PostgresCapture:
 
     def live(self, after: Lsn) -> PostgresStream:
         catalogue = _LazyCatalogue(self.settings.url)
-        return PostgresStream(self.settings, after, catalogue.describe_message, catalogue.next_transaction())
+        try:
+            # Asked for less than was confirmed, the server would begin at what was, without a word.
+            preflight.ensure_slot(catalogue.connection(), self.settings, after)
+            return PostgresStream(
+                self.settings,
+                after,
+                catalogue.describe_message,
+                catalogue.next_transaction(),
+                catalogue.close,
+            )
+        except BaseException:
+            catalogue.close()
+            raise
 
     def snapshot(self) -> ExactSnapshot:
         return ExactSnapshot(self.settings.url)
@@ -82,15 +94,19 @@ class _LazyCatalogue:
         self._url = url
         self._connection: psycopg.Connection | None = None
 
-    def _open(self) -> psycopg.Connection:
+    def connection(self) -> psycopg.Connection:
         if self._connection is None or self._connection.closed or self._connection.broken:
+            self.close()
             self._connection = connect(self._url)
         return self._connection
 
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
     def describe_message(self, message: bytes) -> TableSchema:
-        return Catalogue(self._open()).describe_message(message)
+        return Catalogue(self.connection()).describe_message(message)
 
     def next_transaction(self) -> int:
         """The server's next 64-bit transaction id: transactions in the stream lie near it."""
-        row = self._open().execute("select pg_snapshot_xmax(pg_current_snapshot())::text::int8").fetchone()
-        return int(row[0]) if row else 0
+        return Catalogue(self.connection()).next_transaction()

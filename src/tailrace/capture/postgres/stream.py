@@ -94,19 +94,18 @@ class PostgresStream:
     """Windows after a position, from the slot, for one caller."""
 
     def __init__(
-        self, settings: PostgresSettings, after: Lsn, describe: Callable[[bytes], TableSchema], xid_near: int
-    ) -> None:
-        self._decoder = Decoder(describe, xid_near)
+        self, settings: PostgresSettings, after: Lsn, describe: Callable[[bytes], TableSchema], xid_near: int,
+        release: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._decoder, self._release = Decoder(describe, xid_near), release
+        self._last: Window | None = None
         self._connection = connect_replication(settings.url)
-        self._timeout = _server_timeout(self._connection)
-        names = f'"{settings.publication}"'
-        if settings.publication_create:
-            names += f',"{settings.publication_inserts}"'
-        command(
-            self._connection,
-            f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} '
-            f"(proto_version '1', publication_names '{names}')",
-        )
+        try:
+            self._timeout = _server_timeout(self._connection)
+            self._start(settings, after)
+        except BaseException:
+            self._connection.finish()
+            raise
         self._wire = wire.Wire(self._connection)
         self._confirmed, self._reported, self._reported_at = after, after, 0.0
         self._filling, self._spare = _Buffer(), [_Buffer(), _Buffer()]
@@ -120,9 +119,22 @@ class PostgresStream:
         self._thread = threading.Thread(target=self._run, name="tailrace-wal", daemon=True)
         self._thread.start()
 
+    def _start(self, settings: PostgresSettings, after: Lsn) -> None:
+        names = f'"{settings.publication}"'
+        if settings.publication_create:
+            names += f',"{settings.publication_inserts}"'
+        command(
+            self._connection,
+            f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} '
+            f"(proto_version '1', publication_names '{names}')",
+        )
+
     # The caller's side.
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        if self._last is not None and after < self._last.end:
+            return self._last  # the caller could not keep it
+        self._last = None
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None or self._failure is not None, wait_seconds)
             ready, self._ready = self._ready, None
@@ -142,6 +154,7 @@ class PostgresStream:
         )
         with self._changed:
             self._spare.append(ready)
+        self._last = window
         return window
 
     def confirm(self, position: Lsn) -> None:
@@ -155,6 +168,7 @@ class PostgresStream:
         if self._failure is None:
             self._report()
         self._connection.finish()
+        self._release()
 
     # The reading thread's side.
 

@@ -6,6 +6,8 @@ be read. The stream and the snapshot both end up here, so their values are equal
 
 Stated rules: timestamp and date `infinity` become the last, `-infinity` the first instant of the years
 1 to 9999; every finite value that Arrow's type can hold is kept, years before 1 and after 9999 too.
+
+The file is longer than most because every kind of value stands in one place, kernel beside kernel.
 """
 
 from __future__ import annotations
@@ -38,6 +40,22 @@ FIRST_DAY, LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days 
 FIRST_INSTANT, LAST_INSTANT = FIRST_DAY * DAY, (LAST_DAY + 1) * DAY - 1
 _UNCOMMON = -(1 << 63)
 _DAY_LIMIT = 106_751_990  # days whose microseconds fit 64 bits
+_DATE_LIMIT = 1 << 31  # days that fit 32 bits
+
+
+@kernel
+def u16(b: Bytes, i: Word) -> Word:
+    return (np.int64(b[i]) << 8) | np.int64(b[i + 1])
+
+
+@kernel
+def u32(b: Bytes, i: Word) -> Word:
+    return (u16(b, i) << 16) | u16(b, i + 2)
+
+
+@kernel
+def u64(b: Bytes, i: Word) -> Word:
+    return (u32(b, i) << 32) | u32(b, i + 4)
 
 
 @kernel
@@ -47,7 +65,7 @@ def _integers(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, low: Word,
         if n < 0:
             continue
         i, end = at[r], at[r] + n
-        negative = b[i] == 45
+        negative = n > 0 and b[i] == 45
         if negative:
             i += 1
         # The value is built below zero, where 64 bits reach one further: -2**63 has no positive twin.
@@ -59,6 +77,8 @@ def _integers(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, low: Word,
                 break
             value = value * 10 - digit
             i += 1
+        # Nineteen digits overflow at most once, and then to above zero.
+        good = good and value <= 0
         if not negative:
             good = good and (value != low or low != -(1 << 63))
             value = -value
@@ -89,11 +109,11 @@ def _decimals(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, precision:
         if n < 0:
             continue
         i, end = at[r], at[r] + n
-        negative = b[i] == 45
+        negative = n > 0 and b[i] == 45
         if negative:
             i += 1
         low, high = np.uint64(0), np.uint64(0)
-        digits, fraction, seen_point, good = 0, 0, False, i < end
+        first, digits, fraction, seen_point, good = i, 0, 0, False, i < end
         padding = 0
         while good and (i < end or padding > 0):
             if i < end:
@@ -101,8 +121,7 @@ def _decimals(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, precision:
                 i += 1
                 if c == 46 and not seen_point:
                     seen_point = True
-                    if i == end:
-                        padding = scale
+                    good = i - 1 > first and i < end
                     continue
                 if c < 48 or c > 57:
                     good = False
@@ -187,9 +206,25 @@ def _ends_in_bc(b: Bytes, i: Word, end: Word) -> bool:
 
 
 @kernel
-def _packed_days(packed: Word, bc: bool) -> Word:
+def _is_day(year: Word, month: Word, day: Word) -> bool:
+    """Whether the calendar has this day."""
+    if month < 1 or month > 12 or day < 1 or day > 31:
+        return False
+    if day <= 28:
+        return True
+    if month == 2:
+        return bool(day == 29 and year % 4 == 0 and (year % 100 != 0 or year % 400 == 0))
+    return bool(day <= 30 or not (month == 4 or month == 6 or month == 9 or month == 11))
+
+
+@kernel
+def _packed_days(packed: Word, bc: bool) -> tuple[bool, Word]:
+    """Whether there is such a day, and which it is."""
     year = packed // 10_000
-    return _days(1 - year if bc else year, packed // 100 % 100, packed % 100)
+    if bc:
+        year = 1 - year
+    month, day = packed // 100 % 100, packed % 100
+    return _is_day(year, month, day), _days(year, month, day)
 
 
 @kernel
@@ -209,8 +244,10 @@ def _dates(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Byt
         end = at[r] + n
         good, packed, i = _date_at(b, at[r], end)
         bc = good and _ends_in_bc(b, i, end)
-        if good and (bc or i == end):
-            out[r] = _packed_days(packed, bc)
+        good = good and (bc or i == end)
+        exists, days = _packed_days(packed, bc)
+        if good and exists and -_DATE_LIMIT <= days < _DATE_LIMIT:
+            out[r] = days
             state[r] = _VALID
         else:
             state[r] = _UNFIT
@@ -226,11 +263,13 @@ def _time_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
     if k != j + 3 or k >= end or b[k] != 58:
         return False, 0, i
     second, m = _number(b, k + 1, end)
-    if m != k + 3:
+    if m != k + 3 or hour > 23 or minute > 59 or second > 59:
         return False, 0, i
     micros = np.int64(0)
     if m < end and b[m] == 46:
         micros, p = _number(b, m + 1, end)
+        if p == m + 1 or p > m + 7:
+            return False, 0, i
         for _ in range(6 - (p - m - 1)):
             micros = micros * 10
         m = p
@@ -238,22 +277,24 @@ def _time_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
 
 
 @kernel
-def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[Word, Word]:
+def _zone_at(b: Bytes, i: Word, end: Word) -> tuple[bool, Word, Word]:
     """+HH[:MM[:SS]] at `i`: seconds east and where it ends; nothing there is zero."""
     if i >= end or (b[i] != 43 and b[i] != 45):
-        return 0, i
+        return True, 0, i
     sign = 1 if b[i] == 43 else -1
     seconds, unit, i = np.int64(0), 3600, i + 1
     while unit > 0:
         part, j = _number(b, i, end)
+        if j != i + 2:
+            return False, 0, i
         seconds += part * unit
         unit //= 60
         i = j
-        if i < end and b[i] == 58:
+        if unit > 0 and i < end and b[i] == 58:
             i += 1
         else:
             break
-    return sign * seconds, i
+    return True, sign * seconds, i
 
 
 @kernel
@@ -271,7 +312,9 @@ def _common_timestamp(b: Bytes, i: Word, n: Word) -> Word:
     year = _two(b, i) * 100 + _two(b, i + 2)
     month, day, hour = _two(b, i + 5), _two(b, i + 8), _two(b, i + 11)
     minute, second = _two(b, i + 14), _two(b, i + 17)
-    if year < 0 or month < 0 or day < 0 or hour < 0 or minute < 0 or second < 0:
+    if year < 0 or hour < 0 or hour > 23 or minute < 0 or minute > 59 or second < 0 or second > 59:
+        return _UNCOMMON
+    if not _is_day(year, month, day):
         return _UNCOMMON
     j, end, micros = i + 19, i + n, np.int64(0)
     if j < end and b[j] == 46:
@@ -281,6 +324,8 @@ def _common_timestamp(b: Bytes, i: Word, n: Word) -> Word:
             micros += (np.int64(b[j]) - 48) * unit
             unit //= 10
             j += 1
+        if j == i + 20:
+            return _UNCOMMON
     if j != end and not (end - j == 3 and b[j] == 43 and b[j + 1] == 48 and b[j + 2] == 48):
         return _UNCOMMON
     return _days(year, month, day) * DAY + ((hour * 60 + minute) * 60 + second) * SECOND + micros
@@ -315,12 +360,12 @@ def _timestamps(
         good, micros, i = _time_at(b, i + 1, end)
         if not good:
             continue
-        east, i = _zone_at(b, i, end)
-        bc = _ends_in_bc(b, i, end)
-        if not bc and i != end:
+        good, east, i = _zone_at(b, i, end)
+        bc = good and _ends_in_bc(b, i, end)
+        if not good or (not bc and i != end):
             continue
-        days = _packed_days(packed, bc)
-        if -_DAY_LIMIT < days < _DAY_LIMIT:
+        good, days = _packed_days(packed, bc)
+        if good and -_DAY_LIMIT < days < _DAY_LIMIT:
             out[r] = days * DAY + micros - east * SECOND
             state[r] = _VALID
 
@@ -424,6 +469,7 @@ def _elements(
                         if b[i] == 92:
                             i += 1
                             if i >= end:
+                                good = False
                                 break
                         text[w] = b[i]
                         w += 1
@@ -555,11 +601,26 @@ def _scalars(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
         _booleans(b, at, size, flags, state)
         out = np.packbits(flags, bitorder="little")
     elif pa.types.is_floating(kind):
-        column, state = _text(cells, pa.string())
-        return pc.cast(column, kind), state
+        return _floats(cells, kind)
     else:
         raise TypeError(f"no kernel reads {kind}")
     return _fixed(kind, out, state), state
+
+
+def _floats(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
+    column, state = _text(cells, pa.string())
+    try:
+        return pc.cast(column, kind), state
+    except pa.ArrowInvalid:
+        # One that is none spoils the whole cast. It never comes from a server, so one by one will do.
+        pieces = []
+        for place in range(len(column)):
+            try:
+                pieces.append(pc.cast(column[place : place + 1], kind))
+            except pa.ArrowInvalid:
+                pieces.append(pa.nulls(1, kind))
+                state[place] = _UNFIT
+        return pa.concat_arrays(pieces), state
 
 
 def _binary(cells: Cells) -> tuple[pa.Array, Bytes]:

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from psycopg import pq
 from psycopg.pq.abc import PGconn
 
-from tailrace.capture.postgres.values import Bytes, Ints, Word
+from tailrace.capture.postgres.values import Bytes, Ints, Word, u64
 from tailrace.errors import SourceUnreachable
 from tailrace.kernels import kernel
 
@@ -105,14 +105,6 @@ def _why(size: Word) -> Word:
 
 
 @kernel
-def _word(b: Bytes, i: Word) -> Word:
-    value = np.int64(0)
-    for k in range(8):
-        value = (value << 8) | np.int64(b[i + k])
-    return value
-
-
-@kernel
 def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
     """A message has been laid at `at`: remember its end, and whether it ends a transaction."""
     n = state[MESSAGES]
@@ -127,7 +119,7 @@ def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
         state[TRANSACTIONS] += 1
         state[WHOLE_BYTES] = at + body
         state[WHOLE_MESSAGES] = n + 1
-        state[END] = _word(b, at + 10)  # the commit's end: restarting at its start repeats the transaction
+        state[END] = u64(b, at + 10)  # the commit's end: restarting at its start repeats the transaction
 
 
 @kernel
@@ -158,7 +150,7 @@ def drain_messages(
             _note(b, at, body, starts, state)
         elif head[0] == _KEEPALIVE and size >= _KEEPALIVE_SIZE:
             if state[OPEN] == 0:
-                state[END] = max(state[END], _word(head, 1))
+                state[END] = max(state[END], u64(head, 1))
             if head[_KEEPALIVE_SIZE - 1] != 0:
                 state[REPLY_WANTED] = 1
         _call(libpq[2], out[0], 0, 0)

@@ -354,14 +354,11 @@ def test_several_values_of_a_row_that_do_not_fit_are_all_kept() -> None:
     assert one(window).unfit == 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="open: `_before` and `_moved_from` drop an old value that does not fit (lesson 20)"
-)
 def test_an_old_value_that_does_not_fit_is_not_a_silent_null() -> None:
     table = Sent(oid=4, name="prices", replica="f", columns=PRICES.columns)
     window = decode(transaction(table.relation(), table.update(1, "12.50", old=(1, "NaN"))))
     (row,) = rows(window)
-    assert row["_before"] != {"id": 1, "price": None} or row["_unfit"] is not None
+    assert row["_unfit"] == [{"column": "_before.price", "text": "NaN"}]
 
 
 # --- large windows -----------------------------------------------------------------------------------------
