@@ -23,17 +23,16 @@ TailraceError
     ├── ValueUnfit              a value the column's type cannot hold
     ├── BaseRowMissing          a partial change without the row it changes
     ├── TableUnusable           the table's folder or format cannot be used
+    ├── TableUnpublished        the source does not publish its changes
     └── TableFailed             a failure nobody foresaw
 ```
 
-Row values and secrets never enter an error. The stable `code` stands in the text, because Spark turns an
-exception raised inside a task into text; `from_text` maps it back.
+Row values and secrets never enter an error. The `code` is stable: scripts and other processes go by it.
 """
 
 from __future__ import annotations
 
 import enum
-import re
 
 
 class Remedy(enum.Enum):
@@ -240,6 +239,13 @@ class TableUnusable(TableError):
     code = "table-unusable"
 
 
+class TableUnpublished(TableError):
+    """The source does not publish the table's changes, so it must not be loaded."""
+
+    code = "table-unpublished"
+    remedy = Remedy.RETRY
+
+
 class TableFailed(TableError):
     """A failure that nobody foresaw; the others go on."""
 
@@ -253,17 +259,6 @@ def _tree(root: type[TailraceError]) -> dict[str, type[TailraceError]]:
     return found
 
 
-def from_text(text: str) -> TailraceError | None:
-    """The error whose code stands in the text, or None: the way back out of a Spark task."""
-    codes = _tree(TailraceError)
-    for line in text.splitlines():
-        found = re.search(r"\[([a-z-]+)\](?: \| hint: (.*))?\s*$", line)
-        if found and found.group(1) in codes:
-            # A traceback's last line reads `package.Class: message`; keep the message.
-            message = re.sub(
-                r"^[\w.]+(?:Error|Changed|Write|Unfit|Missing|Unusable|Corrupt)?: ",
-                "",
-                line[: found.start()].strip(),
-            )
-            return codes[found.group(1)](message, hint=found.group(2) or "")
-    return None
+def kind_of(code: str) -> type[TailraceError]:
+    """The class a code stands for; the root for one that this version does not know."""
+    return _tree(TailraceError).get(code, TailraceError)

@@ -9,7 +9,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.model.position import ZERO, Lsn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Slice:
     """One table's rows in one commit."""
 
@@ -51,8 +51,9 @@ class LogIndex:
                 self._slices.setdefault(body.table, []).append(Slice(
                     body.table, header.commit, place, body.schema, body.rows, body.last_seq, header.committed_at or 0,
                 ))  # fmt: skip
-            self._ends.append(header.end)
+            # Readers find a commit by its end, so what else is known of it must be there first.
             self._next_seqs.append(header.next_seq)
+            self._ends.append(header.end)
             self.transactions += header.transactions
             self.rows += header.rows
             self.bytes += header.bodies_at

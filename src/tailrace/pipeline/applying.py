@@ -26,7 +26,8 @@ from tailrace import failpoints
 from tailrace.capture.base import TableSnapshot
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import Remedy, TableFailed, TailraceError
+from tailrace.errors import TableFailed, TableUnpublished, TailraceError
+from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
@@ -41,7 +42,10 @@ log = logging.getLogger(__name__)
 LOADS_AT_ONCE = 2
 REST_SECONDS_MAX = 10.0
 """Merging uses at most half of the time; after a very long merge the rest is cut here."""
-RETRY_SECONDS = 0.5
+NEWLINE = "\n"
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
+STOP_SECONDS_MAX = 20.0
+"""For what is under way when we are told to stop; then the JVM is ended with it."""
 RESTARTS_MAX = 5
 """Of a query that broke, e.g. because a worker was killed."""
 
@@ -114,13 +118,17 @@ class Applying:
         self._stopping.set()
         if self._query is None:
             self._kill_unstarted()
+        deadline = time.monotonic() + STOP_SECONDS_MAX
         for thread in self._threads:
-            thread.join()
-        with self._batch:  # a query that is stopped inside a micro-batch dies noisily
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads) and self._jvm is not None:
+            self._jvm.kill()  # what a task has written and not committed is nobody's
+        with suppress(Exception):  # the JVM may be gone already
+            if self._batch.acquire(timeout=STOP_SECONDS_MAX):  # stopped inside a micro-batch it dies noisily
+                self._batch.release()
             if self._query is not None and self._query.isActive:
                 self._query.stop()
-        if self._spark is not None:
-            with suppress(Exception):  # it may be gone already
+            if self._spark is not None:
                 self._spark.stop()
         if self._jvm is not None:
             self._jvm.kill()
@@ -138,7 +146,7 @@ class Applying:
         """Start the query again if it broke; raise what made the apply side as a whole stop."""
         if self._failure is not None:
             raise self._failure
-        if self._query is None or self._query.isActive or self._stopping.is_set():
+        if self._query is None or self._stopping.is_set() or self._query_is_active(self._query):
             return
         self._restarts += 1
         if self._restarts > RESTARTS_MAX:
@@ -149,6 +157,13 @@ class Applying:
             )
         log.warning("query ended, started again", extra={"spark_log": str(self.spark_log)})
         self._query = self._start_query()
+
+    def _query_is_active(self, query: StreamingQuery) -> bool:
+        try:
+            return query.isActive
+        except Exception as error:
+            hint = f"Was it out of memory? See {self.spark_log}, and start again: nothing is lost."
+            raise TableFailed("Spark's Java process ended", hint=hint) from error
 
     def hurry(self) -> None:
         """Do not rest between micro-batches: someone waits for the end."""
@@ -164,7 +179,7 @@ class Applying:
                 if self._stopping.is_set():  # Spark was ended under it
                     return
                 self._failure = TableFailed(
-                    f"unexpected {type(error).__name__}: {error}",
+                    f"unexpected {type(error).__name__}: {str(error).strip().partition(NEWLINE)[0][:300]}",
                     hint=f"See {self.spark_log}; if it comes back, report it.",
                 )
 
@@ -180,8 +195,29 @@ class Applying:
             new = [life for life in self.lives.tables.values() if life.state is TableState.NEW]
             if not new:
                 return
-            self._load(new)
-            self._stopping.wait(RETRY_SECONDS)
+            if fed := self._fed(new):
+                self._load(fed)
+            waited = min((life.failures for life in new), default=0)
+            self._stopping.wait(min(RETRY_SECONDS * 2**waited, RETRY_SECONDS_MAX))
+
+    def _fed(self, lives: list[TableLife]) -> list[TableLife]:
+        """Those that are published, asked before the snapshot is made: the others would miss what comes after."""
+        try:
+            published = self._source.published()
+        except TailraceError as error:
+            for life in lives:
+                life.fail(error)
+            return []
+        settings = self._source.settings
+        fed = []
+        for life in lives:
+            own = settings.publication_create and life.insert_only
+            wanted = settings.publication_inserts if own else settings.publication
+            if wanted in published.get(life.table, set()):
+                fed.append(life)
+            else:
+                life.fail(_unpublished(life.table, wanted))
+        return fed
 
     def _load(self, lives: list[TableLife]) -> None:
         try:
@@ -193,11 +229,10 @@ class Applying:
                     seq=self.lives.index.next_seq(commit) - 1, commit=commit, position=snapshot.point
                 )
                 list(pool.map(lambda life: self._load_one(life, snapshot, cursor), lives))
-        except TailraceError as error:
-            if error.remedy is not Remedy.RETRY:
-                raise
+        except TailraceError as error:  # of the snapshot itself; the loaded tables go on
             for life in lives:
-                life.fail(error)
+                if life.state is TableState.NEW:
+                    life.fail(error)
 
     def _load_one(self, life: TableLife, snapshot: TableSnapshot, cursor: Cursor) -> None:
         if self._stopping.is_set():
@@ -217,6 +252,11 @@ class Applying:
         watcher.start()
         try:
             outcome = self._run(load_table, [work])[0]
+        except Exception as error:  # the task's worker was killed: this table is tried again
+            if self._stopping.is_set():
+                return
+            said = TableFailed(f"the load's task died: {type(error).__name__}", hint=f"See {self.spark_log}.")
+            outcome = Outcome(table=life.table, error=said)
         finally:
             done.set()
             watcher.join()
@@ -298,6 +338,16 @@ class Applying:
             return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)
+
+
+def _unpublished(table: TableId, publication: str) -> TableUnpublished:
+    return TableUnpublished(
+        "the source does not publish the table's changes yet",
+        table=table,
+        publication=publication,
+        hint="Start `tailrace capture` or `tailrace run` again; with `publication: {create: false}`, add the "
+        "table to your publication.",
+    )
 
 
 def _watch_load(life: TableLife, progress: Path, done: threading.Event) -> None:

@@ -14,19 +14,19 @@ from pathlib import Path
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import Remedy, TableFailed, TailraceError
+from tailrace.errors import Remedy, SchemaChanged, TableFailed, TailraceError
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import TableState
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.paths import table_path
-from tailrace.tables.shapes import unusable
+from tailrace.tables.shapes import RELOAD_HINT, unusable
 
 log = logging.getLogger(__name__)
 
 ROWS_PER_APPLY_MAX = 500_000
 """Of one table in one commit, unless a single commit of the log has more."""
-RETRIES_MAX = 5
+RETRIES_MAX = 7
 """Of a table whose failure may pass by itself, before it counts as failed."""
 
 
@@ -44,6 +44,8 @@ class TableLife:
     rows_estimated: int | None = None
     rows_loaded: int = 0
     note: str | None = None
+    insert_only: bool = False
+    """Whether only inserts and truncates of it are published, for want of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever is applying to the table."""
 
@@ -96,12 +98,14 @@ class Lives:
         if source is not None:
             life.rows_estimated = source.rows_estimated
             life.note = _identity_note(source)
+            life.insert_only = source.identity is Identity.NONE
         try:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
             if life.cursor is not None and not _saw_too_little(life, source):
                 life.state = TableState.CATCHING_UP
+                _refuse_lost_identity(life, source)
         except TailraceError as error:
             life.fail(error)
         return life
@@ -164,6 +168,14 @@ class Lives:
 
     def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
         return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.commit)
+
+
+def _refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:
+    """A mirror that was fed by updates cannot go on without them as if nothing had happened."""
+    if source is None or source.identity is not Identity.NONE or life.shape is None:
+        return
+    if life.shape.identity is not Identity.NONE:
+        raise SchemaChanged("the source table lost its replica identity", table=life.table, hint=RELOAD_HINT)
 
 
 def _saw_too_little(life: TableLife, source: SourceTable | None) -> bool:

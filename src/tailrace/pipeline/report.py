@@ -181,8 +181,7 @@ def error_to_json(error: TailraceError) -> dict[str, Any]:
 
 def error_from_json(stored: Mapping[str, Any]) -> TailraceError:
     """The error of the class its code names; the root class for a code this version does not know."""
-    known = errors.from_text(f"[{stored['code']}]")
-    kind = type(known) if known else TailraceError
+    kind = errors.kind_of(stored["code"])
     return kind(stored["message"], hint=stored["hint"], **stored["fields"])
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from tailrace.capture.postgres.source import identify
+from tailrace.changelog.index import LogIndex
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ExitCode, LogForeign, TailraceError
@@ -69,12 +70,14 @@ def capture(
         with _watched(settings, observer, None if child else capturing):
             capturing.run(stopping)
     done = capturing.runtime.progress
+    stopped = until_caught_up and not child and not capturing.runtime.caught_up
     return Summary(
         name=settings.name,
         command="capture",
         seconds=time.monotonic() - capturing.started,
         transactions=done.transactions,
         rows_captured=done.rows,
+        exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.OK,
         message=f"the log reaches {capturing.log.position}",
     )
 
@@ -123,9 +126,9 @@ def run(
         try:
             log = child.wait_for_log(asked)
             if log is None:
-                return Summary(
-                    name=settings.name, command="run", seconds=0.0, message="stopped before it began"
-                )
+                code = ExitCode.INTERRUPTED if until_caught_up else ExitCode.OK
+                said = "stopped before it began"
+                return Summary(name=settings.name, command="run", seconds=0.0, exit_code=code, message=said)
             return _apply(
                 settings,
                 log,
@@ -180,6 +183,7 @@ def _apply(
             observer.event("starting Spark", tables=len(applying.lives.tables))
             applying.start()
             watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
+            caught_up = False
             while not asked.is_set():
                 applying.check()
                 if capture_alive:
@@ -190,33 +194,39 @@ def _apply(
                 status = measure(settings, applying.lives, source, watch.lag())
                 observer.tick(status)
                 leave_note(log.path, status)
-                if until_caught_up and goal is not None and applying.lives.covered(goal):
+                caught_up = goal is not None and applying.lives.covered(goal)
+                if until_caught_up and caught_up:
                     break
                 asked.wait(TICK_SECONDS)
         finally:
             applying.stop()
             leave_note(log.path, measure(settings, applying.lives, source, None))
-        return _summary(
-            settings, command, started, measure(settings, applying.lives, source, watch.lag()), applying
-        )
+        status = measure(settings, applying.lives, source, watch.lag())
+        stopped = until_caught_up and not caught_up
+        return _summary(settings, command, started, status, applying.lives.index, stopped=stopped)
     finally:
         held.release()
 
 
 def _summary(
-    settings: PipelineSettings, command: str, started: float, status: PipelineStatus, applying: object
-) -> Summary:
-    from tailrace.pipeline.applying import Applying
-
-    assert isinstance(applying, Applying)
-    broken = sum(table.state.broken for table in status.tables)
+    settings: PipelineSettings, command: str, started: float, status: PipelineStatus, index: LogIndex, *, stopped: bool
+) -> Summary:  # fmt: skip
+    broken, count = sum(table.state.broken for table in status.tables), len(status.tables)
+    message = "every table holds all that was asked for"
+    if broken:
+        message = f"{count - broken} of {count} tables hold all that was asked for"
+    if stopped:
+        message = "stopped before it had caught up"
     return Summary(
-        name=settings.name, command=command, seconds=time.monotonic() - started,
-        transactions=applying.lives.index.transactions, rows_captured=applying.lives.index.rows, tables=status.tables,
-        exit_code=ExitCode.OK,
-        message=f"{len(status.tables) - broken} of {len(status.tables)} tables hold all that was asked for"
-        if broken else "every table holds all that was asked for",
-    )  # fmt: skip
+        name=settings.name,
+        command=command,
+        seconds=time.monotonic() - started,
+        transactions=index.transactions,
+        rows_captured=index.rows,
+        tables=status.tables,
+        exit_code=ExitCode.INTERRUPTED if stopped else ExitCode.OK,
+        message=message,
+    )
 
 
 def drop(settings: PipelineSettings) -> list[str]:

@@ -74,6 +74,10 @@ class Jvm:
         """End the process and, with it, everything it started."""
         self._gateway.proc.kill()
         self._gateway.proc.wait()
+        # PySpark keeps the gateway for ever; the next session in this process needs a new one.
+        with SparkContext._lock:
+            if SparkContext._gateway is self._gateway:
+                SparkContext._gateway = SparkContext._jvm = None
 
 
 def _say_nothing(*_: object) -> None:

@@ -7,20 +7,29 @@ come from a relation message or from the catalogue, so that stream and snapshot 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psycopg
 
 from tailrace.capture.postgres.connect import explain
 from tailrace.capture.postgres.types import arrow_type
-from tailrace.errors import ProtocolViolation, SourceError
+from tailrace.errors import ProtocolViolation, SourceError, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
-_TABLES = """
-select c.oid::int8, n.nspname, c.relname, c.relkind = 'p', c.relpersistence = 'p', c.relispartition,
-       c.relreplident::text, c.reltuples::float8::int8,
-       exists (select from pg_index i where i.indrelid = c.oid and i.indisprimary and i.indisvalid),
-       exists (select from pg_index i where i.indrelid = c.oid and i.indisreplident and i.indisvalid),
+# A table can be updated while it publishes updates only if its replica identity can be used: of a partitioned
+# table that of every leaf, since REPLICA IDENTITY does not reach them, and a deferrable key is none.
+_USABLE = """not exists (
+  select from (select {table} as oid union select relid from pg_partition_tree({table}) where isleaf) m
+  join pg_class p on p.oid = m.oid
+  where p.relreplident <> (select relreplident from pg_class where oid = {table})
+     or not (p.relreplident = 'f' or exists (
+       select from pg_index i where i.indrelid = p.oid and i.indisvalid and i.indimmediate
+       and case p.relreplident when 'd' then i.indisprimary when 'i' then i.indisreplident else false end)))"""
+
+_TABLES = f"""
+select c.oid::int8, n.nspname, c.relname, c.relpersistence = 'p', c.relreplident::text,
+       c.reltuples::float8::int8, {_USABLE.format(table="c.oid")},
        array(select a.relid::oid::int8 from pg_partition_ancestors(c.oid) a(relid) where a.relid <> c.oid)
 from pg_class c join pg_namespace n on n.oid = c.relnamespace
 where c.relkind in ('r', 'p') and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
@@ -33,11 +42,16 @@ where attrelid = %s and attnum > 0 and not attisdropped and attgenerated = ''
 order by attnum
 """
 
+_PUBLISHED = """
+select attnames::text[], rowfilter from pg_publication_tables
+where pubname = any(%s) and schemaname = %s and tablename = %s
+"""
+
 _INDEX_KEY = """
 select a.attname from pg_index i
 join unnest(i.indkey::int2[]) with ordinality k(attnum, place) on place <= i.indnkeyatts
 join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-where i.indrelid = %s and i.indisvalid and case when %s then i.indisreplident else i.indisprimary end
+where i.indrelid = %s and i.indisvalid and i.indimmediate and case when %s then i.indisreplident else i.indisprimary end
 order by a.attnum
 """
 
@@ -80,19 +94,25 @@ class Catalogue:
         """Every ordinary and partitioned table that is not the system's own."""
         found = []
         for row in self._rows(_TABLES):
-            oid, schema, name, _, logged, _, identity, estimate, primary, index, ancestors = row
-            found.append(SourceTable(
-                oid=oid, table=TableId(schema, name), logged=logged, rows_estimated=max(0, estimate),
-                identity=_identity(identity, primary, index), ancestors=tuple(ancestors),
-            ))  # fmt: skip
+            oid, schema, name, logged, replica, estimate, usable, ancestors = row
+            found.append(
+                SourceTable(
+                    oid=oid,
+                    table=TableId(schema, name),
+                    logged=logged,
+                    rows_estimated=max(0, estimate),
+                    identity=_identity(replica, usable),
+                    ancestors=tuple(ancestors),
+                )
+            )
         return found
 
     def next_transaction(self) -> int:
         """The server's next 64-bit transaction id."""
         return int(self._rows("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0][0])
 
-    def describe(self, table: TableId) -> TableSchema:
-        """The table's shape as the catalogue has it now."""
+    def describe(self, table: TableId, publications: Sequence[str]) -> TableSchema:
+        """The table's shape as the catalogue has it now: the columns that these publications publish."""
         found = self._rows(
             "select c.oid::int8, c.relreplident::text from pg_class c join pg_namespace n on n.oid = c.relnamespace "
             "where n.nspname = %s and c.relname = %s and c.relkind in ('r', 'p')", (table.schema, table.name),
@@ -104,9 +124,19 @@ class Catalogue:
                 hint="Was it dropped or renamed? Check `source.tables`.",
             )
         oid, replica = found[0]
-        columns = self._rows(_COLUMNS, (oid,))
-        key = self._key(oid, replica, None)
-        return self._shape(table, oid, replica, [tuple(column) for column in columns], key)
+        published = self._published(table, publications)
+        columns = [tuple(row) for row in self._rows(_COLUMNS, (oid,)) if row[0] in published]
+        return self._shape(table, oid, replica, columns, self._key(oid, replica, None))
+
+    def _published(self, table: TableId, publications: Sequence[str]) -> set[str]:
+        rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
+        if any(row_filter is not None for _, row_filter in rows):
+            raise Unsupported(
+                "the publication filters the table's rows, which a load does not do yet",
+                table=table,
+                hint="Publish the table without a WHERE, or exclude it.",
+            )
+        return {name for names, _ in rows for name in names}
 
     def describe_message(self, message: bytes) -> TableSchema:
         """The shape that a relation message announces.
@@ -124,6 +154,9 @@ class Catalogue:
             return flagged
         return tuple(row[0] for row in self._rows(_INDEX_KEY, (oid, replica == "i")))
 
+    def _usable(self, oid: int) -> bool:
+        return bool(self._rows("select " + _USABLE.format(table="%(oid)s::oid"), {"oid": oid})[0][0])
+
     def _shape(
         self,
         table: TableId,
@@ -136,7 +169,7 @@ class Catalogue:
         bases = {n: (base, modifier) for n, base, modifier in self._rows(_TYPES, (oids, modifiers))}
         names = [row[0] for row in self._rows(_NAMES, (oids, modifiers))]
         return TableSchema(
-            table=table, relation=oid, key=key, identity=_identity(replica, bool(key), bool(key)),
+            table=table, relation=oid, key=key, identity=_identity(replica, self._usable(oid)),
             columns=tuple(
                 Column(name=name, source_type=source_type or "unknown",
                        type=arrow_type(*bases.get(n, (0, -1))))
@@ -144,19 +177,17 @@ class Catalogue:
             ),
         )  # fmt: skip
 
-    def _rows(self, query: str, arguments: tuple[object, ...] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape
+    def _rows(self, query: str, arguments: tuple[object, ...] | dict[str, object] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape
         try:
             return self._connection.execute(query, arguments, prepare=False).fetchall()
         except psycopg.Error as error:
             raise explain(error) from error
 
 
-def _identity(replica: str, primary: bool, index: bool) -> Identity:
-    if replica == "f":
-        return Identity.FULL
-    if (replica == "d" and primary) or (replica == "i" and index):
-        return Identity.KEY
-    return Identity.NONE
+def _identity(replica: str, usable: bool) -> Identity:
+    if not usable:
+        return Identity.NONE
+    return Identity.FULL if replica == "f" else Identity.KEY
 
 
 def parse_relation(message: bytes) -> tuple[int, TableId, str, list[tuple[str, int, int]], tuple[str, ...]]:

@@ -26,7 +26,9 @@ SESSION = (
     "SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET timezone = 'UTC'; SET extra_float_digits = 3; "
     "SET bytea_output = 'hex'; SET xmlbinary = 'base64'; SET client_encoding = 'UTF8'; "
     "SET search_path = 'pg_catalog'; SET statement_timeout = 0; SET lock_timeout = 0; "
-    "SET idle_in_transaction_session_timeout = 0; SET lc_monetary = 'C'"
+    "SET idle_in_transaction_session_timeout = 0; SET lc_monetary = 'C'; "
+    # A load that a policy filters would be wrong; with this the server refuses instead.
+    "SET row_security = off"
 )
 """What decides how values are printed, and what could end a long read."""
 
@@ -34,6 +36,8 @@ _ARGUMENTS: dict[str, str | int] = {
     "application_name": "tailrace",
     "connect_timeout": CONNECT_SECONDS_MAX,
     "client_encoding": "UTF8",
+    # We always have something unacknowledged under way, so this and not the keep-alives ends a dead connection.
+    "tcp_user_timeout": 60_000,
     "keepalives_idle": 30,
     "keepalives_interval": 10,
     "keepalives_count": 3,
@@ -100,11 +104,17 @@ def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
             **fields,
             hint="Check user and password in `source.url`, and pg_hba.conf on the server.",
         )
-    if ("does not exist" in text and "database" in text) or state == "3D000":
+    if ("does not exist" in text and 'database "' in text) or state == "3D000":
         return SourceRefused(
             "the database does not exist: " + _said(text),
             **fields,
             hint="Check the database's name at the end of `source.url`.",
+        )
+    if "row-level security" in text:
+        return SourceRefused(
+            "row-level security hides rows from the role: " + _said(text),
+            **fields,
+            hint="Grant it: ALTER ROLE … BYPASSRLS, or exclude the table.",
         )
     if (
         state == "42501"
@@ -119,6 +129,12 @@ def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
                 "Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the "
                 "tables; or create publication and slot yourself and set `create: false` for them."
             ),
+        )
+    if "max_wal_senders" in text or "too many connections" in text or "remaining connection slots" in text:
+        return SourceUnreachable(
+            "the server has no connection left: " + _said(text),
+            **fields,
+            hint="Raise max_wal_senders or max_connections, or end sessions that are not needed.",
         )
     if state == "55006" or "is active for PID" in text:
         return SlotBusy(

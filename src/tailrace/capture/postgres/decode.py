@@ -126,7 +126,6 @@ def _assign(
     xid_near: Word,
     oids: Ints,
     slots: Ints,
-    new_at: Ints,
     new_oid: Ints,
     new_slot: Ints,
     columns: Ints,
@@ -253,7 +252,7 @@ class Decoder:
             special = np.empty(found, np.int64)
             _survey(b, starts, messages, special)
         rows, txs = self._assign(b, starts, messages, after, special[:found], rows_max)
-        batches = tuple(self._batches(b, starts, messages, rows))
+        batches = tuple(self._batches(b, rows))
         return Window(
             start=after,
             end=end,
@@ -281,7 +280,7 @@ class Decoder:
         )  # fmt: skip
         rows, txs, wrong = _assign(
             b, starts, messages, _signed(after.value), self._xid_near, oids, slots,
-            special, new_oid, new_slot, columns, offsets, keys, made.slot, made.op, made.new, made.old,
+            new_oid, new_slot, columns, offsets, keys, made.slot, made.op, made.new, made.old,
             made.moved, made.tx, made.index, made.tx_end, made.tx_time, made.tx_id,
         )  # fmt: skip
         if wrong >= 0:
@@ -309,7 +308,7 @@ class Decoder:
             oids[k], slots[k] = schema.relation, known
         return oids, slots
 
-    def _batches(self, b: Bytes, starts: Ints, messages: int, rows: Rows) -> Iterator[ChangeBatch]:
+    def _batches(self, b: Bytes, rows: Rows) -> Iterator[ChangeBatch]:
         order = np.argsort(rows.slot, kind="stable")
         slots, first = np.unique(rows.slot[order], return_index=True)
         for slot, begin, end in zip(slots, first, np.append(first, order.size)[1:], strict=True):

@@ -19,7 +19,7 @@ from tailrace.capture.postgres.connect import command, connect_replication, expl
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.errors import NEW_LOG_HINT, PositionLost, SlotBusy, SourceNotReady, SourceRefused
 from tailrace.model.position import Lsn
-from tailrace.model.schema import Identity
+from tailrace.model.schema import Identity, TableId
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,18 @@ def ensure_publications(connection: psycopg.Connection, settings: PostgresSettin
     return tables
 
 
+def published(connection: psycopg.Connection, settings: PostgresSettings) -> dict[TableId, set[str]]:
+    """Which of our publications hold each table now."""
+    query = "select schemaname, tablename, pubname from pg_publication_tables where pubname = any(%s)"
+    found: dict[TableId, set[str]] = {}
+    try:
+        for schema, table, publication in connection.execute(query, (list(settings.publications),)):
+            found.setdefault(TableId(schema, table), set()).add(publication)
+    except psycopg.Error as error:
+        raise explain(error) from error
+    return found
+
+
 def _publication_sql(
     connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
 ) -> str:
@@ -123,11 +135,11 @@ def _reconcile(connection: psycopg.Connection, name: str, tables: list[SourceTab
         wanted = {table.oid: (table.table.schema, table.table.name) for table in tables}
         for oid, path in members.items():
             if oid not in wanted:
-                connection.execute(sql.SQL("alter publication {} drop table {}").format(
+                connection.execute(sql.SQL("alter publication {} drop table only {}").format(
                     publication, sql.Identifier(*path)))  # fmt: skip
         for oid, path in wanted.items():
             if oid not in members:
-                connection.execute(sql.SQL("alter publication {} add table {}").format(
+                connection.execute(sql.SQL("alter publication {} add table only {}").format(
                     publication, sql.Identifier(*path)))  # fmt: skip
     except psycopg.Error as error:
         raise explain(error) from error

@@ -21,6 +21,13 @@ class PostgresSettings:
     publication_create: bool = True
 
     @property
+    def publications(self) -> tuple[str, ...]:
+        """All that we read."""
+        return (
+            (self.publication, self.publication_inserts) if self.publication_create else (self.publication,)
+        )
+
+    @property
     def publication_inserts(self) -> str:
         """For tables whose updates and deletes the server could not describe."""
         return f"{self.publication}_inserts"[:63]

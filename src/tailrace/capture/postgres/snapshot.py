@@ -19,7 +19,7 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 from psycopg import pq, sql
-from psycopg.pq.abc import PGconn
+from psycopg.pq.abc import PGconn, PGresult
 
 from tailrace.capture.postgres import wire
 from tailrace.capture.postgres.batches import typed_columns
@@ -44,8 +44,9 @@ class ExactSnapshot:
     name: str
     """What a reader in another process imports."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, publications: tuple[str, ...]) -> None:
         self._url = url
+        self._publications = publications
 
     def __enter__(self) -> ExactSnapshot:
         self._session = connect_replication(self._url)
@@ -64,21 +65,25 @@ class ExactSnapshot:
 
     def reader(self) -> SnapshotReader:
         """A reader of this snapshot, here or, pickled, in another process."""
-        return SnapshotReader(self._url, self.name)
+        return SnapshotReader(self._url, self.name, self._publications)
 
 
 class SnapshotReader:
     """Reads what an exported snapshot sees. Plain data until it is entered, so it can be sent to a task."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, publications: tuple[str, ...]) -> None:
         self._url = url
         self._name = name
+        self._publications = publications
 
     def __enter__(self) -> SnapshotReader:
         self._connection = connect(self._url)
         try:
             self._connection.execute("begin isolation level repeatable read read only")
             self._connection.execute(sql.SQL("set transaction snapshot {}").format(self._name))
+        except psycopg.errors.UndefinedObject as error:
+            self._connection.close()
+            raise SourceUnreachable("the snapshot is gone", hint="The load is started again.") from error
         except psycopg.Error as error:
             self._connection.close()
             raise explain(error, self._url) from error
@@ -89,11 +94,18 @@ class SnapshotReader:
         self._connection.close()
 
     def describe(self, table: TableId) -> TableSchema:
-        return Catalogue(self._connection).describe(table)
+        return Catalogue(self._connection).describe(table, self._publications)
+
+    def _partitioned(self, schema: TableSchema) -> bool:
+        query = "select relkind = 'p' from pg_class where oid = %s::oid"
+        row = self._connection.execute(query, (schema.relation,)).fetchone()
+        return bool(row and row[0])
 
     def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
         columns = sql.SQL(", ").join(sql.Identifier(name) for name in schema.names)
-        source = sql.Identifier(schema.table.schema, schema.table.name)
+        name = sql.Identifier(schema.table.schema, schema.table.name)
+        # The children of an inheritance parent are tables of their own; those of a partitioned one are not.
+        source = name if self._partitioned(schema) else sql.SQL("only {}").format(name)
         text = (
             sql.SQL("copy (select {} from {}) to stdout").format(columns, source).as_string(self._connection)
         )
@@ -115,16 +127,21 @@ def _await_copy(connection: PGconn) -> None:
     connection.flush()
     result = connection.get_result()
     if result is None or result.status != pq.ExecStatus.COPY_OUT:
-        raise explain_text(
-            result.get_error_message() if result is not None else "the server ended the session"
-        )
+        raise _explained(result)
 
 
 def _finish(connection: PGconn) -> None:
     """Hear the end of the COPY: an error there means that rows are missing."""
     while (result := connection.get_result()) is not None:
         if result.status != pq.ExecStatus.COMMAND_OK:
-            raise explain_text(result.get_error_message())
+            raise _explained(result)
+
+
+def _explained(result: PGresult | None) -> SourceError:
+    if result is None:
+        return explain_text("the server ended the session")
+    state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
+    return explain_text(result.get_error_message(), state=state.decode())
 
 
 def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:

@@ -13,7 +13,7 @@ from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.capture.postgres.stream import PostgresStream
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 
 
 def identify(url: str) -> SourceId:
@@ -49,6 +49,11 @@ class PostgresCapture:
         with connect(self.settings.url) as connection:
             return preflight.wanted_tables(connection, self.settings)
 
+    def published(self) -> dict[TableId, set[str]]:
+        """The publications of ours that hold each table now."""
+        with connect(self.settings.url) as connection:
+            return preflight.published(connection, self.settings)
+
     def horizon(self) -> Lsn:
         """Everything committed until now ends at or before this position."""
         with connect(self.settings.url) as connection:
@@ -71,7 +76,7 @@ class PostgresCapture:
             raise
 
     def snapshot(self) -> ExactSnapshot:
-        return ExactSnapshot(self.settings.url)
+        return ExactSnapshot(self.settings.url, self.settings.publications)
 
     def lag(self) -> Lag:
         with connect(self.settings.url) as connection:

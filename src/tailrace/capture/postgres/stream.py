@@ -10,7 +10,6 @@ takes everything that has arrived.
 
 from __future__ import annotations
 
-import logging
 import select
 import struct
 import threading
@@ -30,8 +29,6 @@ from tailrace.errors import SourceError, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-
-log = logging.getLogger(__name__)
 
 WINDOW_BYTES = 8 << 20
 """A window closes at this size,"""
@@ -84,7 +81,7 @@ class _Buffer:
         self.bytes[:size] = other.bytes[begin : begin + size]
         self.starts[: messages + 1] = other.starts[first : first + messages + 1] - begin
         self.state[wire.BYTES], self.state[wire.MESSAGES] = size, messages
-        for field in (wire.WHOLE_BYTES, wire.WHOLE_MESSAGES, wire.TRANSACTIONS):
+        for field in (wire.WHOLE_BYTES, wire.WHOLE_MESSAGES):
             self.state[field] = 0
         # The pending message and a wanted reply now belong to the new buffer alone.
         old[wire.PENDING] = old[wire.REPLY_WANTED] = 0
@@ -120,9 +117,7 @@ class PostgresStream:
         self._thread.start()
 
     def _start(self, settings: PostgresSettings, after: Lsn) -> None:
-        names = f'"{settings.publication}"'
-        if settings.publication_create:
-            names += f',"{settings.publication_inserts}"'
+        names = ",".join(f'"{name}"' for name in settings.publications)
         command(
             self._connection,
             f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} '
@@ -154,7 +149,7 @@ class PostgresStream:
         )
         with self._changed:
             self._spare.append(ready)
-        self._last = window
+        self._last = None if window.empty else window
         return window
 
     def confirm(self, position: Lsn) -> None:
@@ -165,10 +160,12 @@ class PostgresStream:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
-        if self._failure is None:
-            self._report()
-        self._connection.finish()
-        self._release()
+        try:
+            if self._failure is None:
+                self._report()
+        finally:
+            self._connection.finish()
+            self._release()
 
     # The reading thread's side.
 

@@ -31,16 +31,16 @@ DRY, FULL, ENDED, BROKEN = 0, 1, 2, 3
 # Places in the state array that a drain reads and writes.
 BYTES, MESSAGES = 0, 1
 """Filled so far."""
-WHOLE_BYTES, WHOLE_MESSAGES, TRANSACTIONS = 2, 3, 4
-"""Filled up to the end of the last whole transaction, and how many there are."""
-END = 5
+WHOLE_BYTES, WHOLE_MESSAGES = 2, 3
+"""Filled up to the end of the last whole transaction."""
+END = 4
 """The position behind the last whole transaction, or behind everything if none is open."""
-OPEN = 6
+OPEN = 5
 """Whether a transaction has begun and not ended."""
-REPLY_WANTED = 7
-PENDING, PENDING_SIZE = 8, 9
+REPLY_WANTED = 6
+PENDING, PENDING_SIZE = 7, 8
 """A message that found no room: its address and length, taken first by the next drain."""
-STATE_SIZE = 10
+STATE_SIZE = 9
 
 _ASYNC = 1
 _ENVELOPE = 25  # 'w', start, end, clock
@@ -116,7 +116,6 @@ def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
         state[OPEN] = 1
     elif b[at] == _COMMIT and body >= 18:
         state[OPEN] = 0
-        state[TRANSACTIONS] += 1
         state[WHOLE_BYTES] = at + body
         state[WHOLE_MESSAGES] = n + 1
         state[END] = u64(b, at + 10)  # the commit's end: restarting at its start repeats the transaction

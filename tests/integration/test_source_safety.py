@@ -1,0 +1,105 @@
+"""The application at the source is never disturbed, and a load sees what the stream sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.errors import SourceRefused, Unsupported
+from tailrace.model.schema import TableId
+from tests.support.pipelines import execute
+
+
+def capture_of(url: str, *names: str) -> PostgresCapture:
+    wanted = {TableId("public", name) for name in names}
+    return PostgresCapture(
+        PostgresSettings(url=url, wanted=lambda table: table in wanted, slot="mine", publication="mine")
+    )
+
+
+def rows_of(url: str, name: str) -> list[dict[str, object]]:
+    with ExactSnapshot(url, ("mine", "mine_inserts")) as snapshot, snapshot.reader() as reader:
+        schema = reader.describe(TableId("public", name))
+        return [row for batch in reader.rows(schema) for row in batch.to_pylist()]
+
+
+def test_the_application_can_update_and_delete_in_every_table_that_is_captured(database: str) -> None:
+    execute(
+        database,
+        "CREATE TABLE keyless (id int)",
+        "CREATE TABLE nothing (id int PRIMARY KEY)", "ALTER TABLE nothing REPLICA IDENTITY NOTHING",
+        "CREATE TABLE deferred (id int PRIMARY KEY DEFERRABLE)",
+        "CREATE TABLE parent (id int PRIMARY KEY)", "CREATE TABLE child () INHERITS (parent)",
+        "CREATE TABLE root (id int) PARTITION BY RANGE (id)", "ALTER TABLE root REPLICA IDENTITY FULL",
+        "CREATE TABLE leaf PARTITION OF root FOR VALUES FROM (0) TO (100)",
+        "CREATE TABLE good (id int PRIMARY KEY)",
+    )  # fmt: skip
+    names = ["keyless", "nothing", "deferred", "parent", "child", "root", "good"]
+    capture = capture_of(database, *names)
+    capture.prepare(None)
+    for name in names:
+        execute(
+            database, f"INSERT INTO {name} VALUES (1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}"
+        )
+    published = {table.name: publications for table, publications in capture.published().items()}
+    told = {"parent", "good"}
+    assert {name for name, where in published.items() if where == {"mine"}} == told
+    assert {name for name, where in published.items() if where == {"mine_inserts"}} == set(names) - told
+    capture.drop()
+
+
+def test_a_child_that_is_not_wanted_is_not_published_with_its_parent(database: str) -> None:
+    execute(database, "CREATE TABLE parent (id int PRIMARY KEY)", "CREATE TABLE child () INHERITS (parent)")
+    capture = capture_of(database, "parent")
+    capture.prepare(None)
+    assert set(capture.published()) == {TableId("public", "parent")}
+    execute(database, "INSERT INTO parent VALUES (1)", "INSERT INTO child VALUES (2)")
+    assert rows_of(database, "parent") == [{"id": 1}]
+    capture.drop()
+
+
+def test_a_load_that_a_policy_would_filter_is_refused(server: EmbeddedPostgres, database: str) -> None:
+    execute(
+        database,
+        "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1), (2)",
+        "CREATE PUBLICATION mine FOR TABLE t",
+        "ALTER TABLE t ENABLE ROW LEVEL SECURITY", "CREATE POLICY one ON t USING (id = 1)",
+        "DROP ROLE IF EXISTS reader", "CREATE ROLE reader LOGIN REPLICATION", "GRANT SELECT ON t TO reader",
+    )  # fmt: skip
+    url = server.url(database.rpartition("/")[2], user="reader")
+    with pytest.raises(SourceRefused, match="row-level security") as caught:
+        rows_of(url, "t")
+    assert "BYPASSRLS" in caught.value.hint
+    execute(database, "DROP OWNED BY reader", "DROP ROLE reader")
+
+
+def test_a_load_has_the_columns_that_the_publication_has(database: str) -> None:
+    execute(
+        database,
+        "CREATE TABLE t (id int PRIMARY KEY, secret text, x int)", "INSERT INTO t VALUES (1, 'no', 2)",
+        "CREATE TABLE picked (id int PRIMARY KEY)",
+        "CREATE PUBLICATION mine FOR TABLE t (id, x), picked WHERE (id > 5)",
+    )  # fmt: skip
+    assert rows_of(database, "t") == [{"id": 1, "x": 2}]
+    with pytest.raises(Unsupported, match="filters the table's rows"):
+        rows_of(database, "picked")
+
+
+def test_what_a_role_or_database_sets_does_not_change_a_value(database: str) -> None:
+    name = database.rpartition("/")[2]
+    execute(
+        database,
+        "CREATE TABLE t (id int PRIMARY KEY, tz timestamptz, d date, i interval, f float8, b bytea)",
+        "INSERT INTO t VALUES (1, '2024-03-05 06:07:08+00', '2024-03-05', '1 day 2 hours', 0.1, '\\xff')",
+        "CREATE PUBLICATION mine FOR TABLE t",
+    )
+    plain = rows_of(database, "t")
+    settings = {
+        "datestyle": "German", "timezone": "Asia/Tokyo", "intervalstyle": "iso_8601", "extra_float_digits": "-10",
+        "bytea_output": "escape",
+    }  # fmt: skip
+    execute(database, *(f"ALTER DATABASE {name} SET {key} = '{value}'" for key, value in settings.items()))
+    assert rows_of(database, "t") == plain
