@@ -65,7 +65,8 @@ class CaptureChild:
         raise SourceError(
             "capture did not start in time",
             seconds=START_SECONDS_MAX,
-            hint="Run `tailrace capture FILE` to see why.",
+            hint="A new slot waits for transactions that are open at the source (see pg_stat_activity); end them, or "
+            "run `tailrace capture FILE` to see more.",
         )
 
     def check(self) -> None:
