@@ -215,10 +215,8 @@ def _run(
             # With --keep, Ctrl-C ends the show; what is in the lake is still compared after a catch-up.
             workload.stop()
             runner.run(settings, until_caught_up=True, observer=shown)
-    counts = ", ".join(
-        f"{count:,} {kind.replace('_', ' ')}" for kind, count in sorted(workload.counts.items())
-    )
-    console.print(f"workload: {workload.operations:,} transactions ({counts})", markup=False)
+    kinds = sum(1 for count in workload.counts.values() if count)
+    console.print(f"workload: {workload.operations:,} transactions of {kinds} kinds", markup=False)
     first = director.first_change_seconds
     said = f"first change applied after {first:.0f} s" if first is not None else "no change was applied"
     if (settings.file.parent / "accidents.txt").exists():
@@ -227,7 +225,11 @@ def _run(
 
 
 def _verdict(verdicts: list[TableVerdict], folder: Path) -> int:
-    view = Table("table", "source rows", "lake rows", "missing", "extra", "differing", "verdict")
+    view = Table(box=None)
+    view.add_column("table", no_wrap=True)
+    for heading in ("source rows", "lake rows", "missing", "extra", "differing"):
+        view.add_column(heading, justify="right", no_wrap=True)
+    view.add_column("verdict", no_wrap=True)
     for found in verdicts:
         numbers = (found.source_rows, found.lake_rows, found.missing, found.extra, found.differing)
         said = "[green]equal[/green]" if found.equal else "[red]DIFFERENT[/red]"
