@@ -40,11 +40,12 @@ BUFFER_BYTES_MAX = 32 << 20
 """Held back beyond this, unless a single transaction needs more."""
 DRAIN_BYTES = 1 << 20
 """Read between two looks at the clock."""
-BUSY_BYTES = 4 << 10
+BUSY_BYTES = 20 << 10
 """More than this in one nap means that we are behind,"""
-BUSY_SECONDS = 0.02
+BUSY_SECONDS = 0.03
 """and still are so long after: the server pauses between two large transactions."""
-NAP_SECONDS = 0.002
+NAP_SECONDS = 0.010
+"""While behind. The longer the nap, the more the server sends at once, and the less both sides pay."""
 IDLE_SECONDS = 0.05
 STATUS_SECONDS = 0.1
 """Confirmations are sent at most this often,"""
