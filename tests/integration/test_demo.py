@@ -61,7 +61,8 @@ def test_ctrl_c_is_clean_at_any_moment(folder: Path, after_seconds: float) -> No
     try:
         time.sleep(after_seconds)
         os.killpg(running.process.pid, signal.SIGINT)
-        assert running.wait(60) == 130, running.said()
+        # Before Python has taken the signal over, the system itself ends the process: a shell calls both 130.
+        assert running.wait(60) in (130, -signal.SIGINT), running.said()
         assert "Traceback" not in running.said()
         assert eventually(lambda: not running.alive(), seconds=5), running.alive()
         assert not servers_below(folder)
