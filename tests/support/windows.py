@@ -40,6 +40,29 @@ def window(start: int, end: int, *batches: ChangeBatch, transactions: int = 1) -
     )  # fmt: skip
 
 
+def open_window(at: int, *batches: ChangeBatch, continues: bool = False) -> Window:
+    """A part of a transaction that has not ended; its rows have no `_position`."""
+    return Window(
+        start=Lsn(at), end=Lsn(at), open=True, continues=continues, rows=sum(map(len, batches)),
+        batches=tuple(_without_position(batch) for batch in batches),
+    )  # fmt: skip
+
+
+def finishing_window(
+    start: int, end: int, *batches: ChangeBatch, continued_end: int | None = None, transactions: int = 1
+) -> Window:
+    """The rest of the transaction of the open windows before it, and what followed it."""
+    return Window(
+        start=Lsn(start), end=Lsn(end), continues=True, continued_end=Lsn(continued_end or end),
+        batches=batches, transactions=transactions, rows=sum(map(len, batches)), last_committed_at=1_000_000,
+    )  # fmt: skip
+
+
+def _without_position(batch: ChangeBatch) -> ChangeBatch:
+    names = [name for name in batch.data.schema.names if name != change.POSITION]
+    return replace(batch, data=batch.data.select(names))
+
+
 def rows_window(start: int, end: int, *keys: int, schema: TableSchema = SHOP) -> Window:
     """A window that inserts these keys."""
     return window(start, end, batch(schema, *[insert(key, name=f"n{key}") for key in keys]))

@@ -1,8 +1,9 @@
 """What flows: columnar batches of changes, and windows of whole transactions.
 
 A batch holds rows of one table in one schema version, in `_seq` order. A window ends on a transaction
-boundary. Until the log has taken a window, `_seq` counts from zero at the window's first row; the log adds
-the number it starts from.
+boundary, unless it is *open*: a transaction too large to hold comes as open windows and one that finishes it.
+Until the log has taken a window, `_seq` counts from zero at the window's first row; the log adds the number it
+starts from.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Event:
     operation: Operation
     table: str
     seq: int
-    position: str
+    position: str | None
+    """None in an open window: its transaction has not ended."""
     transaction: int
     values: dict[str, Any]
     unchanged: tuple[str, ...]
@@ -37,7 +39,8 @@ class Event:
 @dataclass(frozen=True, kw_only=True)
 class ChangeBatch:
     """Rows of one table and one schema version; `data` follows `schema.change_schema()` exactly,
-    except that optional columns which are null throughout may be left out."""
+    except that optional columns which are null throughout may be left out, and that rows of an open window
+    have no `_position` yet."""
 
     schema: TableSchema
     data: pa.RecordBatch
@@ -56,7 +59,7 @@ class ChangeBatch:
                 operation=Operation(row[change.OP]),
                 table=str(self.schema.table),
                 seq=row[change.SEQ],
-                position=row[change.POSITION],
+                position=row.get(change.POSITION),
                 transaction=row[change.TX],
                 values={name: row[at] for name, at in zip(self.schema.names, stored, strict=True)},
                 unchanged=tuple(row.get(change.UNCHANGED) or ()),
@@ -68,7 +71,13 @@ class ChangeBatch:
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """Whole transactions, from just after `start` up to and including `end`. May be empty: then only the
-    position moves."""
+    position moves.
+
+    Or a part of one transaction: an *open* window, whose rows are followed by those of the windows that
+    continue it. Where the transaction ends is not known yet, so the position stays and the rows have no
+    `_position`; nothing of them counts until the window that finishes the transaction. A window that continues
+    nothing says that open windows before it, if they were not finished, will come again from their beginning.
+    """
 
     start: Lsn
     end: Lsn
@@ -77,7 +86,29 @@ class Window:
     rows: int = 0
     last_committed_at: int | None = field(default=None)
     """Of its last transaction, µs since 1970."""
+    open: bool = False
+    """Its one transaction has not ended."""
+    continues: bool = False
+    """It begins inside the transaction of the open windows before it."""
+    continued_end: Lsn | None = None
+    """Where that transaction ends, if it ends here; whole ones may follow."""
+
+    def __post_init__(self) -> None:
+        if self.open:
+            if self.end != self.start or self.transactions or not self.batches:
+                raise ValueError(
+                    "an open window has rows, no whole transaction, and does not move the position"
+                )
+            if self.continued_end is not None:
+                raise ValueError("a transaction does not both go on and end")
+        elif self.continues != (self.continued_end is not None):
+            raise ValueError("a window that continues a transaction finishes it, and says where")
+        elif self.continued_end is not None and not (
+            self.start < self.continued_end <= self.end and self.transactions
+        ):
+            raise ValueError("a continued transaction ends within its window, and counts there")
 
     @property
     def empty(self) -> bool:
-        return not self.batches
+        """Whether only the position moves. The rows that a window continues are its own as well."""
+        return not self.batches and not self.continues
