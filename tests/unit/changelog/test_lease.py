@@ -1,0 +1,341 @@
+"""The lease: who holds it, when another may have it, and how one that lost it finds out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog import lease
+from tailrace.changelog.lease import Lease
+from tailrace.errors import LogBusy, LogFenced
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tailrace.changelog.lease import Lease
+held = Lease(Path(sys.argv[1]), renew_seconds=0.05)
+print("held", flush=True)
+while not held.lost():
+    time.sleep(0.01)
+try:
+    held.check()
+except Exception as error:
+    print(error.code, flush=True)
+    held.release()
+    sys.exit(error.exit_code)
+"""
+
+
+@contextmanager
+def holding_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lease."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "held\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def leave_record(folder: Path, **changed: object) -> Path:
+    """What another host, which we cannot see, has left."""
+    record = {
+        "pid": 7, "host": "elsewhere", "boot": "another", "token": "t", "since": 1.0, "renewed": 3, "released": False,
+    }  # fmt: skip
+    path = folder / "owner.json"
+    path.write_text(json.dumps(record | changed))
+    return path
+
+
+def record_of(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "owner.json").read_text())
+    return found
+
+
+def seconds(act: Callable[[], object]) -> float:
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
+
+
+# --- on one host the kernel decides ------------------------------------------------------------------------
+
+
+def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
+    one, other = Lease(tmp_path, "owner", 0.0), Lease(tmp_path, "apply", 0.0)
+    assert lease.held(tmp_path, "owner") == lease.held(tmp_path, "apply") == os.getpid()
+    one.release()
+    assert lease.held(tmp_path, "owner") is None
+    assert lease.held(tmp_path, "apply") == os.getpid()
+    other.release()
+
+
+def test_nobody_holds_a_lease_that_was_never_taken(tmp_path: Path) -> None:
+    assert lease.held(tmp_path) is None
+    assert lease.holder(tmp_path) == {}
+
+
+def test_a_second_one_waits_and_is_then_told_who_holds_it_and_what_to_do(tmp_path: Path) -> None:
+    first = Lease(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(LogBusy) as caught:
+        Lease(tmp_path, wait_seconds=0.3)
+    assert time.monotonic() - began >= 0.3
+    assert caught.value.fields["pid"] == os.getpid()
+    assert "Stop that process" in caught.value.hint
+    assert "`--take-over`" in caught.value.hint
+    first.check()
+    first.release()
+
+
+def test_one_that_waits_gets_in_when_the_holder_lets_go(tmp_path: Path) -> None:
+    first = Lease(tmp_path)
+    timer = threading.Timer(0.2, first.release)
+    timer.start()
+    waited = seconds(lambda: Lease(tmp_path).release())
+    timer.join()
+    assert 0.1 < waited < 10
+
+
+def test_a_record_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
+    taken = Lease(tmp_path, wait_seconds=0.0)
+    (tmp_path / "owner.json").write_bytes(b"{")
+    assert lease.held(tmp_path) == 0
+    with pytest.raises(LogBusy):
+        Lease(tmp_path, wait_seconds=0.0)
+    taken.release()
+
+
+def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) -> None:
+    with holding_process(tmp_path) as child:
+        assert lease.held(tmp_path) == child.pid
+        with pytest.raises(LogBusy) as caught:
+            Lease(tmp_path, wait_seconds=0.1)
+        assert caught.value.fields["pid"] == child.pid
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        assert record_of(tmp_path)["released"] is False
+        found = Lease(tmp_path, wait_seconds=0.0)
+        assert not found.forced
+        found.release()
+    assert lease.held(tmp_path) is None
+
+
+def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    leave_record(tmp_path, boot=boot)
+    Lease(tmp_path, wait_seconds=0.0).release()
+
+
+def test_a_record_of_before_hosts_were_told_apart_is_read(tmp_path: Path) -> None:
+    mine = Lease(tmp_path)
+    mine.release()
+    (tmp_path / "owner.json").write_text(json.dumps({"pid": 7, "host": record_of(tmp_path)["host"]}))
+    Lease(tmp_path, wait_seconds=0.0).release()
+    (tmp_path / "owner.json").write_text(json.dumps({"pid": 7, "host": "elsewhere"}))
+    with pytest.raises(LogBusy):
+        Lease(tmp_path, wait_seconds=0.0)
+
+
+def test_letting_go_twice_is_letting_go_once(tmp_path: Path) -> None:
+    first = Lease(tmp_path)
+    first.release()
+    second = Lease(tmp_path, wait_seconds=0.0)
+    first.release()
+    second.check()
+    assert lease.held(tmp_path) == os.getpid()
+    second.release()
+
+
+# --- where hosts share storage -----------------------------------------------------------------------------
+
+
+def test_another_hosts_fresh_record_is_waited_for(tmp_path: Path) -> None:
+    path = leave_record(tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(LogBusy) as caught:
+        Lease(tmp_path, wait_seconds=0.3, expiry_seconds=20.0)
+    assert caught.value.fields == {"pid": 7, "host": "elsewhere"}
+    assert path.read_bytes() == before
+
+
+def test_another_hosts_record_that_nobody_renews_is_taken_after_a_while(tmp_path: Path) -> None:
+    leave_record(tmp_path)
+    began = time.monotonic()
+    found = Lease(tmp_path, expiry_seconds=0.6)
+    assert 0.6 <= time.monotonic() - began < 5
+    assert found.forced
+    assert lease.held(tmp_path) == os.getpid()
+    found.release()
+
+
+def test_another_hosts_record_that_is_renewed_is_never_taken(tmp_path: Path) -> None:
+    path, done = leave_record(tmp_path), threading.Event()
+
+    def renew() -> None:
+        renewed = 3
+        while not done.wait(0.1):
+            renewed += 1
+            aside = tmp_path / "aside"
+            aside.write_text(json.dumps({**record_of(tmp_path), "renewed": renewed}))
+            aside.replace(path)
+
+    holder = threading.Thread(target=renew)
+    holder.start()
+    try:
+        with pytest.raises(LogBusy):
+            Lease(tmp_path, wait_seconds=1.5, expiry_seconds=0.5)
+    finally:
+        done.set()
+        holder.join()
+    # It stops renewing: the time counts from what was seen last, not from when we began to wait.
+    assert seconds(lambda: Lease(tmp_path, expiry_seconds=0.5).release()) >= 0.5
+
+
+def test_a_clock_of_another_host_says_nothing(tmp_path: Path) -> None:
+    for since in (0.0, time.time() + 1e6):
+        path = leave_record(tmp_path, since=since)
+        os.utime(path, (since, since))
+        with pytest.raises(LogBusy):
+            Lease(tmp_path, wait_seconds=0.2, expiry_seconds=20.0)
+
+
+def test_another_hosts_record_that_is_released_is_taken_at_once(tmp_path: Path) -> None:
+    leave_record(tmp_path, released=True)
+    found = Lease(tmp_path, wait_seconds=0.0)
+    assert not found.forced
+    found.release()
+
+
+def test_a_record_of_nobody_known_is_treated_as_another_hosts(tmp_path: Path) -> None:
+    for content in (b"", b"{", b"[]", b'{"pid": 1}'):
+        (tmp_path / "owner.json").write_bytes(content)
+        with pytest.raises(LogBusy):
+            Lease(tmp_path, wait_seconds=0.0)
+    Lease(tmp_path, expiry_seconds=0.2).release()
+
+
+def test_a_holder_renews_its_record_and_marks_it_when_it_lets_go(tmp_path: Path) -> None:
+    held = Lease(tmp_path, renew_seconds=0.02)
+    first = record_of(tmp_path)
+    assert (first["pid"], first["renewed"], first["released"]) == (os.getpid(), 0, False)
+    deadline = time.monotonic() + 10
+    while record_of(tmp_path)["renewed"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    later = record_of(tmp_path)
+    assert later["renewed"] != 0
+    assert later["token"] == first["token"]
+    held.release()
+    assert record_of(tmp_path)["released"] is True
+    assert lease.holder(tmp_path) == {"pid": os.getpid(), "host": first["host"]}
+
+
+def test_a_renewal_that_the_disk_refuses_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    held = Lease(folder, renew_seconds=0.01)
+    folder.rename(tmp_path / "moved")
+    time.sleep(0.1)
+    held.check()
+    held.release()
+    assert not folder.exists()
+    Lease(tmp_path / "moved", wait_seconds=0.0).release()
+
+
+# --- taking it over ----------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_is_taken_over_is_lost_to_its_holder(tmp_path: Path) -> None:
+    first = Lease(tmp_path)
+    second = Lease(tmp_path, wait_seconds=0.0, take_over=True)
+    assert second.forced
+    assert first.lost()
+    with pytest.raises(LogFenced) as caught:
+        first.check()
+    assert caught.value.fields["pid"] == os.getpid()
+    assert caught.value.hint
+    second.check()
+    first.release()
+    assert record_of(tmp_path)["released"] is False, "what one that lost it does is of no matter"
+    with pytest.raises(LogBusy):
+        Lease(tmp_path, wait_seconds=0.0)
+    second.check()
+    second.release()
+
+
+def test_a_free_lease_is_not_taken_by_force(tmp_path: Path) -> None:
+    Lease(tmp_path).release()
+    found = Lease(tmp_path, take_over=True)
+    assert not found.forced
+    found.release()
+
+
+def test_a_lease_of_another_host_can_be_taken_over_without_waiting(tmp_path: Path) -> None:
+    leave_record(tmp_path)
+    found = Lease(tmp_path, wait_seconds=0.0, take_over=True)
+    assert found.forced
+    found.release()
+
+
+def test_a_lease_held_by_a_stopped_process_can_be_taken_over(tmp_path: Path) -> None:
+    with holding_process(tmp_path) as child:
+        child.send_signal(signal.SIGSTOP)
+        with pytest.raises(LogBusy):
+            Lease(tmp_path, wait_seconds=0.2)
+        found = Lease(tmp_path, wait_seconds=0.0, take_over=True, renew_seconds=0.05)
+        assert lease.held(tmp_path) == os.getpid()
+        child.send_signal(signal.SIGCONT)
+        said, _ = child.communicate(timeout=30)
+        assert (said, child.returncode) == ("log-fenced\n", 6)
+        found.check()
+        time.sleep(0.2)
+        assert record_of(tmp_path)["pid"] == os.getpid()
+        found.release()
+
+
+def test_one_that_waits_while_it_is_taken_over_waits_for_the_new_holder(tmp_path: Path) -> None:
+    first = Lease(tmp_path)
+    got: list[Lease] = []
+    waiting = threading.Thread(target=lambda: got.append(Lease(tmp_path, wait_seconds=20.0)))
+    waiting.start()
+    second = Lease(tmp_path, wait_seconds=0.0, take_over=True)
+    first.release()
+    time.sleep(0.4)
+    assert not got
+    second.release()
+    waiting.join()
+    got[0].check()
+    got[0].release()
+
+
+def test_of_many_that_take_it_over_at_once_exactly_one_holds_it(tmp_path: Path) -> None:
+    first = Lease(tmp_path)
+    got: list[Lease] = []
+    takers = [
+        threading.Thread(target=lambda: got.append(Lease(tmp_path, wait_seconds=5.0, take_over=True)))
+        for _ in range(8)
+    ]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join()
+    assert len(got) == 8
+    assert first.lost()
+    assert sum(not found.lost() for found in got) == 1
+    for found in [first, *got]:
+        found.release()
+    assert lease.held(tmp_path) is None
+    assert list(tmp_path.glob(".*")) == []
