@@ -6,7 +6,9 @@ https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +138,29 @@ def decode(
 ) -> Window:
     """The window these messages make."""
     b, starts = laid_out(messages)
-    # A copy, because the real buffer can be written to: numba compiles anew for one that cannot.
-    buffer = np.frombuffer(b, np.uint8).copy()
-    return (decoder or Decoder(describe)).decode(buffer, starts, len(messages), after, end)
+    return (decoder or Decoder(describe)).decode(_writable(b), starts, len(messages), after, end)
+
+
+def decode_part(messages: list[bytes], decoder: Decoder, after: Lsn = ZERO) -> Window | None:
+    """The open window these messages make: a part of one transaction, without its end."""
+    b, starts = laid_out(messages)
+    return decoder.decode_part(_writable(b), starts, len(messages), after)
+
+
+def decode_in_parts(
+    messages: list[bytes], cuts: Sequence[int], after: Lsn = ZERO, end: Lsn = Lsn(1 << 40),
+    decoder: Decoder | None = None,
+) -> list[Window]:  # fmt: skip
+    """The windows these messages make when they are cut before each of these numbers; the cuts lie inside one
+    transaction."""
+    decoder = decoder or Decoder(describe)
+    edges = [0, *cuts]
+    found = [decode_part(messages[begin:stop], decoder, after) for begin, stop in itertools.pairwise(edges)]
+    return [window for window in found if window is not None] + [
+        decode(messages[edges[-1] :], after, end, decoder)
+    ]
+
+
+def _writable(b: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A copy, because the real buffer can be written to: numba compiles anew for one that cannot."""
+    return np.frombuffer(b, np.uint8).copy()

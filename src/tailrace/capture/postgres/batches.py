@@ -25,30 +25,24 @@ from tailrace.model.schema import Column, TableSchema
 
 _TRUNCATE = Operation.TRUNCATE.code
 MOVED, FULL_BEFORE = 1, 2
-"""What `Rows.moved` can say of a row: its key changed; its whole old row was sent."""
+"""What `Rows.how` can say of a row: its key changed; its whole old row was sent."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rows:
     """Where each change of a window lies, one entry a row, and what is known of the transactions."""
 
     slot: npt.NDArray[np.int32]
-    op: npt.NDArray[np.int8]
-    new: Ints
-    old: Ints
-    moved: npt.NDArray[np.uint8]
+    op: npt.NDArray[np.int32]
+    how: npt.NDArray[np.int32]
     tx: npt.NDArray[np.int32]
     index: npt.NDArray[np.int32]
-    tx_end: npt.NDArray[np.uint64]
+    new: Ints
+    old: Ints
+    tx_end: npt.NDArray[np.uint64] | None
+    """None in a part of a transaction: nobody knows yet."""
     tx_time: Ints
     tx_id: Ints
-
-    def first(self, rows: int) -> Rows:
-        """What was filled of the room that was made."""
-        return Rows(
-            self.slot[:rows], self.op[:rows], self.new[:rows], self.old[:rows], self.moved[:rows], self.tx[:rows],
-            self.index[:rows], self.tx_end, self.tx_time, self.tx_id,
-        )  # fmt: skip
 
 
 @kernel
@@ -114,20 +108,21 @@ def _find_cells(b: Bytes, schema: TableSchema, first: Ints, second: Ints) -> tup
 
 
 def batch_of(b: Bytes, schema: TableSchema, rows: Rows, picked: Ints) -> ChangeBatch:
-    new, old, moved = rows.new[picked], rows.old[picked], rows.moved[picked]
+    new, old, how = rows.new[picked], rows.old[picked], rows.how[picked]
     main = np.where(new >= 0, new, old)
     cells, size = _find_cells(b, schema, main, np.where(new >= 0, old, -1))
     tx = rows.tx[picked]
     columns: dict[str, pa.Array] = {
         change.OP: OPERATION_NAMES.take(pa.array(rows.op[picked])),
         change.SEQ: pa.array(picked),
-        change.POSITION: values.format_positions(rows.tx_end[tx]),
         change.TX: pa.array(rows.tx_id[tx]),
         change.TX_INDEX: pa.array(rows.index[picked]),
         change.COMMITTED_AT: pa.array(rows.tx_time[tx]).view(pa.timestamp("us", "UTC")),
     }
+    if rows.tx_end is not None:
+        columns[change.POSITION] = values.format_positions(rows.tx_end[tx])
     own, unfit = typed_columns(schema, cells)
-    columns |= _optional(b, schema, size, old, moved, unfit)
+    columns |= _optional(b, schema, size, old, how, unfit)
     if unfit:
         columns[change.UNFIT] = _unfit_column(unfit, len(picked))
     columns |= own
@@ -139,7 +134,7 @@ def batch_of(b: Bytes, schema: TableSchema, rows: Rows, picked: Ints) -> ChangeB
     return ChangeBatch(
         schema=schema,
         data=data,
-        moves=int(np.count_nonzero(moved & MOVED)),
+        moves=int(np.count_nonzero(how & MOVED)),
         truncates=int(np.count_nonzero(rows.op[picked] == _TRUNCATE)),
         unfit=sum(len(item.cells) for item in unfit),
     )
@@ -184,7 +179,7 @@ def _unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
 
 
 def _optional(
-    b: Bytes, schema: TableSchema, size: Any, old: Ints, moved: Any, unfit: list[Unfit]
+    b: Bytes, schema: TableSchema, size: Any, old: Ints, how: Any, unfit: list[Unfit]
 ) -> dict[str, pa.Array]:
     """The columns that most batches do not need; absent when null throughout."""
     found: dict[str, pa.Array] = {}
@@ -194,10 +189,10 @@ def _optional(
         rows, which = np.empty(count, np.int32), np.empty(count, np.int32)
         _absent(size, rows, which)
         found[change.UNCHANGED] = _names_per_row(schema, rows, which, old.size)
-    full = moved & FULL_BEFORE != 0
+    full = how & FULL_BEFORE != 0
     if full.any():
         found[change.BEFORE] = _old(b, schema, np.where(full, old, -1), schema.names, change.BEFORE, unfit)
-    gone = moved & MOVED != 0
+    gone = how & MOVED != 0
     if gone.any():
         found[change.MOVED_FROM] = _old(
             b, schema, np.where(gone, old, -1), schema.key, change.MOVED_FROM, unfit

@@ -1,13 +1,14 @@
 """pgoutput messages to columnar batches: bytes in, Arrow out, no socket and no clock.
 
-The input is whole transactions laid end to end. Three compiled passes: *survey* finds the few messages that
-need Python (a relation's description), *assign* gives every change its row (table, operation, transaction,
-where its tuples lie), *cells* finds every value. Then each column is converted in one pass. Types and offsets
-are data: one kernel serves every table.
+The input is messages laid end to end: whole transactions, or a part of one that is too large to hold. Three
+compiled passes: *survey* finds the few messages that need Python (a relation's description), *assign* gives
+every change its row (table, operation, transaction, where its tuples lie), *cells* finds every value. Then each
+column is converted in one pass. Types and offsets are data: one kernel serves every table.
 
-What must hold: rows keep the order of the wire; a transaction that ends at or before `after` is dropped
-whole; any bytes give rows or a `ProtocolViolation`, never a read outside the buffer. A primary-key change
-becomes two neighbouring rows, the delete of the old key and the insert of the new.
+What must hold: rows keep the order of the wire; a transaction gives the same rows in parts as whole; one that
+ends at or before `after` is dropped whole; any bytes give rows or a `ProtocolViolation`, never a read outside
+the buffer. A primary-key change becomes two neighbouring rows, the delete of the old key and the insert of the
+new.
 
 The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
@@ -34,6 +35,26 @@ EPOCH_2000 = 946_684_800_000_000
 
 _INSERT, _UPDATE, _DELETE = Operation.INSERT.code, Operation.UPDATE.code, Operation.DELETE.code
 _TRUNCATE = Operation.TRUNCATE.code
+
+# What is known of the transaction under way; a decoder carries it from one part to the next.
+_INSIDE = 0
+"""Whether there is one,"""
+_INDEX = 1
+"""how many rows it has so far,"""
+_FINAL, _TIME, _XID = 2, 3, 4
+"""and what its beginning told: where its commit lies, when that was, and its id. The id outlasts it."""
+
+# Rows of the arrays that the kernels fill, one column for each change or transaction.
+_SLOT, _OP, _HOW, _TX, _TX_INDEX = 0, 1, 2, 3, 4
+_NEW, _OLD = 0, 1
+_TX_END, _TX_TIME, _TX_ID = 0, 1, 2
+
+# Rows of the arrays that the kernels look tables up in.
+_OID, _SLOT_OF = 0, 1
+_COLUMNS, _KEYS_AT = 0, 1
+
+_UNKNOWN, _MALFORMED = -1, -2
+"""What a kernel returns in place of a count: a change of a table that was not described; bytes that mean nothing."""
 
 
 @kernel
@@ -80,10 +101,13 @@ def _skip_tuple(b: Bytes, i: Word, end: Word) -> Word:
 
 
 @kernel
-def _key_moved(b: Bytes, new: Word, old: Word, is_key: Bytes) -> bool:
-    """Whether a key column differs between the two tuples; a value not sent again is the same."""
+def _key_moved(b: Bytes, new: Word, old: Word, keys: Bytes, begin: Word, end: Word) -> bool:
+    """Whether a key column differs between the two tuples; a value not sent again is the same.
+
+    `keys[begin:end]` says of each column whether it is one.
+    """
     i, j = new + 2, old + 2
-    for c in range(is_key.size):
+    for c in range(begin, end):
         new_kind, old_kind = b[i], b[j]
         i += 1
         j += 1
@@ -94,7 +118,7 @@ def _key_moved(b: Bytes, new: Word, old: Word, is_key: Bytes) -> bool:
         if old_kind == 116:
             old_size = u32(b, j)
             j += 4
-        if is_key[c] and new_kind != 117:
+        if keys[c] and new_kind != 117:
             if new_kind != old_kind or new_size != old_size:
                 return True
             for k in range(new_size):
@@ -106,134 +130,163 @@ def _key_moved(b: Bytes, new: Word, old: Word, is_key: Bytes) -> bool:
 
 
 @kernel
-def _slot_of(oids: Ints, slots: Ints, oid: Word) -> Word:
-    low, high = 0, oids.size
+def _slot_of(known: Ints, oid: Word) -> Word:
+    """Which shape the table has now, or -1 if it has not been described."""
+    low, high = 0, known.shape[1]
     while low < high:
         middle = (low + high) // 2
-        if oids[middle] < oid:
+        if known[_OID, middle] < oid:
             low = middle + 1
         else:
             high = middle
-    return slots[low] if low < oids.size and oids[low] == oid else -1
+    return known[_SLOT_OF, low] if low < known.shape[1] and known[_OID, low] == oid else _UNKNOWN
+
+
+@kernel
+def _begin(b: Bytes, i: Word, under_way: Ints) -> None:
+    under_way[_INSIDE] = 1
+    under_way[_FINAL] = u64(b, i + 1)
+    under_way[_TIME] = u64(b, i + 9) + EPOCH_2000
+    # 32 bits on the wire; the epoch is the one that brings it nearest to the last id seen.
+    near = under_way[_XID]
+    xid = (near & ~np.int64(0xFFFFFFFF)) | u32(b, i + 17)
+    if xid - near > 1 << 31:
+        xid -= 1 << 32
+    elif near - xid > 1 << 31:
+        xid += 1 << 32
+    under_way[_XID] = xid
+
+
+@kernel
+def _put(what: Any, where: Ints, row: Word, slot: Word, op: Word, how: Word, tx: Word, index: Word) -> None:
+    what[_SLOT, row] = slot
+    what[_OP, row] = op
+    what[_HOW, row] = how
+    what[_TX, row] = tx
+    what[_TX_INDEX, row] = index
+    where[_NEW, row] = where[_OLD, row] = -1
+
+
+@kernel
+def _tuples(b: Bytes, i: Word, end: Word, columns: Word) -> tuple[Word, Word, Word]:
+    """Where the old and the new row of the change at `i` lie, -1 if not sent, and `FULL_BEFORE` if it is an update
+    that comes with its whole old row. Or `_MALFORMED`, if they do not lie there with that many columns."""
+    q, old, new, how = i + 5, -1, -1, 0
+    if b[q] == 75 or b[q] == 79:  # Key or Old
+        old, how = q + 1, FULL_BEFORE if b[q] == 79 and b[i] == 85 else 0
+        q = _skip_tuple(b, old, end)
+        if q < 0 or u16(b, old) != columns:
+            return old, new, _MALFORMED
+    if b[i] == 68:
+        return old, new, how if old >= 0 else _MALFORMED
+    if q >= end or b[q] != 78:
+        return old, new, _MALFORMED
+    new = q + 1
+    q = _skip_tuple(b, new, end)
+    return old, new, how if q >= 0 and u16(b, new) == columns else _MALFORMED
+
+
+@kernel
+def _truncate(
+    b: Bytes, i: Word, end: Word, known: Ints, what: Any, where: Ints, rows: Word, tx: Word, first: Word
+) -> Word:
+    """How many rows there are after the truncate at `i`, one for each table; or what is wrong with it."""
+    if end - i < 6 or end - i < 6 + 4 * u32(b, i + 1):
+        return _MALFORMED
+    for k in range(u32(b, i + 1)):
+        slot = _slot_of(known, u32(b, i + 6 + 4 * k))
+        if slot < 0:
+            return _UNKNOWN
+        _put(what, where, rows, slot, _TRUNCATE, 0, tx, rows - first)
+        rows += 1
+    return rows
 
 
 @kernel
 def _assign(
-    b: Bytes,
-    starts: Ints,
-    messages: Word,
-    after: Word,
-    xid_near: Word,
-    oids: Ints,
-    slots: Ints,
-    new_oid: Ints,
-    new_slot: Ints,
-    columns: Ints,
-    key_offsets: Ints,
-    keys: Bytes,
-    row_slot: Any,
-    row_op: Any,
-    row_new: Ints,
-    row_old: Ints,
-    row_moved: Any,
-    row_tx: Any,
-    row_index: Any,
-    tx_end: Any,
-    tx_time: Ints,
-    tx_id: Ints,
-) -> tuple[Word, Word, Word]:
-    """Rows made, transactions kept, and where it went wrong (-1: nowhere; else message * 4 - code)."""
-    slots = slots.copy()
-    rows, txs, announced = 0, 0, 0
-    tx_rows, inside, index = 0, False, 0
+    b: Bytes, starts: Ints, messages: Word, after: Word, under_way: Ints, known: Ints, announced: Ints,
+    shapes: Ints, keys: Bytes, what: Any, where: Ints, ended: Ints,
+) -> tuple[Word, Word, Word]:  # fmt: skip
+    """Rows made, transactions that ended and are kept, and where it went wrong (-1: nowhere; else message * 4
+    plus 1 or 2: `_UNKNOWN` or `_MALFORMED`).
+
+    The messages may begin and end inside a transaction, which is then `under_way`. The branch that every row
+    takes is written out here: a function of that length would have the references to all its arrays counted at
+    each call, which doubles the time of this loop.
+    """
+    known = known.copy()
+    rows, txs, heard = 0, 0, 0
+    continued = under_way[_INSIDE] != 0
+    # The first row of the transaction under way. Before the first one here if it has rows already, so that
+    # `rows - first` is the row's place in its transaction, always.
+    first = -under_way[_INDEX] if continued else 0
+    ended[_TX_TIME, 0], ended[_TX_ID, 0] = under_way[_TIME], under_way[_XID]
     for m in range(messages):
         i, end = starts[m], starts[m + 1]
-        kind = b[i]
-        if kind == 66:
-            if end - i < 21 or inside:
-                return rows, txs, m * 4 + 2
-            inside, tx_rows, index = True, rows, 0
-            tx_time[txs] = u64(b, i + 9) + EPOCH_2000
-            # 32 bits on the wire; the epoch is the one that brings it nearest to the last id seen.
-            xid = (xid_near & ~np.int64(0xFFFFFFFF)) | u32(b, i + 17)
-            if xid - xid_near > 1 << 31:
-                xid -= 1 << 32
-            elif xid_near - xid > 1 << 31:
-                xid += 1 << 32
-            xid_near = xid
-            tx_id[txs] = xid
-        elif kind == 67:
-            if end - i < 26 or not inside:
-                return rows, txs, m * 4 + 2
-            inside = False
-            finish = u64(b, i + 10)
-            if np.uint64(finish) <= np.uint64(after):
-                rows = tx_rows
-            else:
-                tx_end[txs] = np.uint64(finish)
-                txs += 1
-        elif kind == 82:
-            place = np.searchsorted(oids, new_oid[announced])
-            slots[place] = new_slot[announced]
-            announced += 1
-        elif kind == 73 or kind == 85 or kind == 68:
-            if not inside or end - i < 8:
-                return rows, txs, m * 4 + 2
-            slot = _slot_of(oids, slots, u32(b, i + 1))
+        kind, inside, made = b[i], under_way[_INSIDE] != 0, rows
+        if kind == 73 or kind == 85 or kind == 68:  # Insert, Update, Delete
+            slot = _slot_of(known, u32(b, i + 1)) if inside and end - i >= 8 else _MALFORMED
             if slot < 0:
-                return rows, txs, m * 4 + 1
-            q = i + 5
-            old, new, full = -1, -1, False
-            if b[q] == 75 or b[q] == 79:  # Key or Old
-                old, full = q + 1, b[q] == 79
-                q = _skip_tuple(b, old, end)
-                if q < 0 or u16(b, old) != columns[slot]:
-                    return rows, txs, m * 4 + 2
-            if kind != 68:
-                if q >= end or b[q] != 78:
-                    return rows, txs, m * 4 + 2
-                new = q + 1
-                q = _skip_tuple(b, new, end)
-                if q < 0 or u16(b, new) != columns[slot]:
-                    return rows, txs, m * 4 + 2
-            elif old < 0:
-                return rows, txs, m * 4 + 2
-            is_key = keys[key_offsets[slot] : key_offsets[slot] + columns[slot]]
-            moved = kind == 85 and old >= 0 and _key_moved(b, new, old, is_key)
-            if moved:
-                row_slot[rows], row_op[rows], row_new[rows], row_old[rows] = slot, _DELETE, -1, old
-                row_moved[rows], row_tx[rows], row_index[rows] = 0, txs, index
+                return rows, txs, m * 4 - slot
+            columns, keys_at = shapes[_COLUMNS, slot], shapes[_KEYS_AT, slot]
+            old, new, how = _tuples(b, i, end, columns)
+            if how < 0:
+                return rows, txs, m * 4 - how
+            op = _INSERT if kind == 73 else _UPDATE if kind == 85 else _DELETE
+            if kind == 85 and old >= 0 and _key_moved(b, new, old, keys, keys_at, keys_at + columns):
+                _put(what, where, rows, slot, _DELETE, 0, txs, rows - first)
+                where[_OLD, rows] = old
                 rows += 1
-                index += 1
-            row_op[rows] = _INSERT if kind == 73 or moved else (_UPDATE if kind == 85 else _DELETE)
-            row_slot[rows], row_new[rows], row_old[rows] = slot, new, old
-            row_moved[rows] = (MOVED if moved else 0) | (FULL_BEFORE if full and kind == 85 else 0)
-            row_tx[rows], row_index[rows] = txs, index
-            rows += 1
-            index += 1
-        elif kind == 84:
-            if not inside or end - i < 6:
-                return rows, txs, m * 4 + 2
-            count = u32(b, i + 1)
-            if end - i < 6 + 4 * count:
-                return rows, txs, m * 4 + 2
-            for k in range(count):
-                slot = _slot_of(oids, slots, u32(b, i + 6 + 4 * k))
-                if slot < 0:
-                    return rows, txs, m * 4 + 1
-                row_slot[rows], row_op[rows], row_new[rows], row_old[rows] = slot, _TRUNCATE, -1, -1
-                row_moved[rows], row_tx[rows], row_index[rows] = 0, txs, index
-                rows += 1
-                index += 1
+                op, how = _INSERT, how | MOVED
+            _put(what, where, rows, slot, op, how, txs, rows - first)
+            where[_NEW, rows], where[_OLD, rows] = new, old
+            made = rows + 1
+        elif kind == 66:  # Begin
+            if inside or end - i < 21:
+                made = _MALFORMED
+            else:
+                _begin(b, i, under_way)
+                first = rows
+                ended[_TX_TIME, txs], ended[_TX_ID, txs] = under_way[_TIME], under_way[_XID]
+        elif kind == 67:  # Commit
+            finish = u64(b, i + 10) if inside and end - i >= 26 else 0
+            over = np.uint64(finish) <= np.uint64(after)
+            # What was judged by its beginning must not end otherwise: rows would be lost or doubled.
+            if finish == 0 or (continued and over != _is_over(under_way, after)):
+                made = _MALFORMED
+            elif over:
+                made = max(first, 0)
+            else:
+                ended[_TX_END, txs] = finish
+                txs += 1
+            under_way[_INSIDE], continued = 0, False
+        elif kind == 84:  # Truncate
+            made = _truncate(b, i, end, known, what, where, rows, txs, first) if inside else _MALFORMED
+        elif kind == 82:  # Relation
+            known[_SLOT_OF, np.searchsorted(known[_OID], announced[_OID, heard])] = announced[_SLOT_OF, heard]
+            heard += 1
         elif kind != 79 and kind != 89 and kind != 77:  # Origin, Type and Message carry no row
-            return rows, txs, m * 4 + 2
-    if inside:
-        return rows, txs, messages * 4 + 2
+            made = _MALFORMED
+        if made < 0:
+            return rows, txs, m * 4 - made
+        rows = made
+    under_way[_INDEX] = rows - first
     return rows, txs, -1
 
 
+@kernel
+def _is_over(under_way: Ints, after: Word) -> bool:
+    """Whether the transaction under way ends at or before `after`, by what its beginning told.
+
+    That is where its commit record begins, and `after` is never inside a record.
+    """
+    return bool(np.uint64(under_way[_FINAL]) < np.uint64(after))
+
+
 class Decoder:
-    """Decodes windows of one connection; remembers which relation has which shape.
+    """Decodes what one connection sends; remembers which relation has which shape, and of a transaction that
+    comes in parts what its beginning told. A new connection begins with a new decoder, and so does one whose
+    bytes were refused.
 
     `describe` turns a relation message into a shape; it may look into the catalogue, so it is the caller's.
     """
@@ -242,61 +295,90 @@ class Decoder:
         self._describe = describe
         self._schemas: list[TableSchema] = []
         self._slot_of_oid: dict[int, int] = {}
-        self._xid_near = xid_near
+        self._under_way = np.zeros(5, np.int64)
+        self._under_way[_XID] = xid_near
+        self._given = False
+        """Whether rows of the transaction under way have been given out in an open window."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the last part that was decoded left a transaction open."""
+        return bool(self._under_way[_INSIDE])
 
     def decode(self, b: Bytes, starts: Ints, messages: int, after: Lsn, end: Lsn) -> Window:
-        """The window that these messages make; they begin and end on transaction boundaries."""
+        """The window that these messages make. They end on a transaction boundary, and begin on one or where
+        the last part left off."""
+        rows, txs = self._assign(b, starts, messages, after)
+        if rows.tx_end is None:
+            raise _violation("malformed message", messages, after)
+        continues, self._given = self._given, False
+        continued_end = Lsn(int(rows.tx_end[0])) if continues else None
+        if continued_end is not None and continued_end > end:
+            raise _violation("a transaction ends after those that follow it", messages, after)
+        return Window(
+            start=after,
+            end=end,
+            batches=tuple(self._batches(b, rows)),
+            transactions=txs,
+            rows=int(rows.slot.size),
+            last_committed_at=int(rows.tx_time[txs - 1]) if txs else None,
+            continues=continues,
+            continued_end=continued_end,
+        )
+
+    def decode_part(self, b: Bytes, starts: Ints, messages: int, after: Lsn) -> Window | None:
+        """The open window that these messages make, all of one transaction whose end is not among them; None if
+        they make no row, which is so for every part of a transaction that is over."""
+        rows, txs = self._assign(b, starts, messages, after)
+        if not self.inside or txs:
+            raise _violation("malformed message", messages, after)
+        if not rows.slot.size or _is_over(self._under_way, _signed(after.value)):
+            return None
+        continues, self._given = self._given, True
+        return Window(
+            start=after,
+            end=after,
+            batches=tuple(self._batches(b, rows)),
+            rows=int(rows.slot.size),
+            open=True,
+            continues=continues,
+        )
+
+    def _assign(self, b: Bytes, starts: Ints, messages: int, after: Lsn) -> tuple[Rows, int]:
         special = np.empty(1024, np.int64)
         found, rows_max = _survey(b, starts, messages, special)
         if found > special.size:
             special = np.empty(found, np.int64)
             _survey(b, starts, messages, special)
-        rows, txs = self._assign(b, starts, messages, after, special[:found], rows_max)
-        batches = tuple(self._batches(b, rows))
-        return Window(
-            start=after,
-            end=end,
-            batches=batches,
-            transactions=txs,
-            rows=int(rows.slot.size),
-            last_committed_at=int(rows.tx_time[txs - 1]) if txs else None,
-        )
-
-    def _assign(
-        self, b: Bytes, starts: Ints, messages: int, after: Lsn, special: Ints, rows_max: int
-    ) -> tuple[Rows, int]:
         before = dict(self._slot_of_oid)
-        new_oid, new_slot = self._announced(b, starts, special)
-        oids = np.array(sorted(self._slot_of_oid), np.int64)
-        slots = np.array([before.get(int(oid), -1) for oid in oids], np.int64)
-        columns = np.array([len(schema.columns) for schema in self._schemas], np.int64)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(columns)])
+        announced = self._announced(b, starts, special[:found])
+        oids = sorted(self._slot_of_oid)
+        known = np.array([oids, [before.get(oid, -1) for oid in oids]], np.int64)
+        columns = [len(schema.columns) for schema in self._schemas]
+        shapes = np.array([columns, np.cumsum([0, *columns])[:-1]], np.int64)
         keys = np.array([name in schema.key for schema in self._schemas for name in schema.names], np.uint8)
-        made = Rows(
-            np.empty(rows_max, np.int32), np.empty(rows_max, np.int8), np.empty(rows_max, np.int64),
-            np.empty(rows_max, np.int64), np.empty(rows_max, np.uint8), np.empty(rows_max, np.int32),
-            np.empty(rows_max, np.int32),
-            np.empty(messages + 1, np.uint64), np.empty(messages + 1, np.int64), np.empty(messages + 1, np.int64),
-        )  # fmt: skip
+        what, where = np.empty((5, rows_max), np.int32), np.empty((2, rows_max), np.int64)
+        ended = np.empty((3, messages + 1), np.int64)
         rows, txs, wrong = _assign(
-            b, starts, messages, _signed(after.value), self._xid_near, oids, slots,
-            new_oid, new_slot, columns, offsets, keys, made.slot, made.op, made.new, made.old,
-            made.moved, made.tx, made.index, made.tx_end, made.tx_time, made.tx_id,
+            b, starts, messages, _signed(after.value), self._under_way, known, announced, shapes, keys,
+            what, where, ended,
         )  # fmt: skip
         if wrong >= 0:
-            raise ProtocolViolation(
-                "a change came before its table was described" if wrong % 4 == 1 else "malformed message",
-                number=wrong // 4,
-                after=after,
-                hint="Restart the capture; if it comes again, report it with the server's version.",
-            )
-        if txs:
-            self._xid_near = int(made.tx_id[txs - 1])
-        return made.first(rows), txs
+            raise _violation(
+                "a change came before its table was described" if wrong % 4 == -_UNKNOWN else "malformed message",
+                wrong // 4, after,
+            )  # fmt: skip
+        what, where = what[:, :rows], where[:, :rows]
+        made = Rows(
+            slot=what[_SLOT], op=what[_OP], how=what[_HOW], tx=what[_TX], index=what[_TX_INDEX],
+            new=where[_NEW], old=where[_OLD], tx_end=None if self.inside else ended[_TX_END].view(np.uint64),
+            tx_time=ended[_TX_TIME], tx_id=ended[_TX_ID],
+        )  # fmt: skip
+        return made, int(txs)
 
-    def _announced(self, b: Bytes, starts: Ints, special: Ints) -> tuple[Ints, Ints]:
+    def _announced(self, b: Bytes, starts: Ints, special: Ints) -> Ints:
         """Learn the shapes described in this window; a shape seen before keeps its slot."""
-        oids, slots = np.empty(special.size, np.int64), np.empty(special.size, np.int64)
+        announced = np.empty((2, special.size), np.int64)
         for k, m in enumerate(special):
             message = b[starts[m] : starts[m + 1]].tobytes()
             schema = self._describe(message)
@@ -305,8 +387,8 @@ class Decoder:
                 known = len(self._schemas)
                 self._schemas.append(schema)
             self._slot_of_oid[schema.relation] = known
-            oids[k], slots[k] = schema.relation, known
-        return oids, slots
+            announced[_OID, k], announced[_SLOT_OF, k] = schema.relation, known
+        return announced
 
     def _batches(self, b: Bytes, rows: Rows) -> Iterator[ChangeBatch]:
         order = np.argsort(rows.slot, kind="stable")
@@ -328,3 +410,12 @@ class Decoder:
 def _signed(word: int) -> int:
     """The same 64 bits as the kernels see them."""
     return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _violation(what: str, number: int, after: Lsn) -> ProtocolViolation:
+    return ProtocolViolation(
+        what,
+        number=number,
+        after=after,
+        hint="Restart the capture; if it comes again, report it with the server's version.",
+    )
