@@ -1,10 +1,12 @@
 """The command line of the benches.
 
     python -m benchmarks --list
-    python -m benchmarks NAME [--json] [--rounds 5]
+    python -m benchmarks NAME [--json] [--rounds 5] [--scale 1]
     python -m benchmarks all [--json] [--rounds 5] [--write docs/benchmarks.md]
 
-Results go to stdout, progress to stderr. With `--json` the last line of stdout is one object. Exit codes:
+Results go to stdout, progress to stderr. With `--json` the last line of stdout is one object. `--scale 0.02`
+shrinks the work of the benches that take long to see whether they run; what comes out is no figure, says so,
+and cannot be written to a page. Exit codes:
 
     0  every figure was reached
     2  the command line was wrong
@@ -21,10 +23,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pg_debezium, pg_mixed, pg_oltp, pg_stream, report
-from benchmarks.measure import Bench, BenchError, Result
+from benchmarks import log_commit, pg_debezium, pg_mixed, pg_oltp, pg_stream, report
+from benchmarks.measure import Bench, BenchError, Outcome
 
-BENCHES: tuple[Bench, ...] = (pg_stream.BENCH, pg_oltp.BENCH, pg_mixed.BENCH, pg_debezium.BENCH)
+BENCHES: tuple[Bench, ...] = (
+    pg_stream.BENCH,
+    pg_oltp.BENCH,
+    pg_mixed.BENCH,
+    pg_debezium.BENCH,
+    log_commit.BENCH,
+)
 ALL = "all"
 ROUNDS = 5
 EXIT_REACHED, EXIT_MISSED, EXIT_NOT_MEASURED = 0, 3, 4
@@ -32,12 +40,15 @@ EXIT_REACHED, EXIT_MISSED, EXIT_NOT_MEASURED = 0, 3, 4
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for and return the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.write and options.scale != 1:
+        parser.error("--write takes figures, and with --scale there are none")
     if options.list:
         print("\n".join(f"{bench.name:<14}{_title(bench)}" for bench in BENCHES))
         return EXIT_REACHED
     chosen = [bench for bench in BENCHES if options.name in (bench.name, ALL)]
-    results = _run(chosen, options.rounds)
+    results = _run(chosen, options.rounds, options.scale)
     if options.write and results:
         options.write.parent.mkdir(parents=True, exist_ok=True)
         options.write.write_text(report.page(results), encoding="utf-8")
@@ -63,22 +74,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=_positive, default=ROUNDS, help=f"rounds to measure (default {ROUNDS})"
     )
+    parser.add_argument(
+        "--scale", type=_fraction, default=1.0, help="shrink the work for a quick try (default 1: in full)"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as a Markdown page")
     return parser
 
 
-def _run(benches: Sequence[Bench], rounds: int) -> list[tuple[Bench, Result]]:
+def _run(benches: Sequence[Bench], rounds: int, scale: float) -> list[tuple[Bench, Outcome]]:
     """Run one after the other; one that cannot be measured is reported and does not stop the rest."""
     results = []
     for bench in benches:
         try:
-            results.append((bench, bench.run(rounds)))
+            results.append((bench, bench.run(rounds, scale)))
         except BenchError as exc:
             print(f"error: {bench.name}: {exc}\nhint: {exc.hint}", file=sys.stderr, flush=True)
     return results
 
 
-def _answer(name: str, results: Sequence[Result]) -> dict[str, Any]:
+def _answer(name: str, results: Sequence[Outcome]) -> dict[str, Any]:
     """Answer for one bench with itself, for `all` with the one that has the least to spare."""
     if name != ALL:
         return results[0].as_json()
@@ -93,13 +107,21 @@ def _answer(name: str, results: Sequence[Result]) -> dict[str, Any]:
 
 def _title(bench: Bench) -> str:
     first_line = bench.about.splitlines()[0]
-    return f"{first_line.split(': ', 1)[1]} (must reach {bench.must_reach:g})"
+    limits = ", ".join(f"{limit:.4g} {cell}".strip() for cell, limit in bench.limits.items())
+    return f"{first_line.split(': ', 1)[1]} (must reach {limits})"
 
 
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _fraction(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
     return number
 
 

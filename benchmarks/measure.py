@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from benchmarks.cells import CellsResult
+
 
 class BenchError(Exception):
     """A bench could not be measured; `hint` tells the person who ran it what to do."""
@@ -136,6 +138,9 @@ class Result:
         }
 
 
+Outcome = Result | CellsResult
+
+
 class Bench(Protocol):
     """A comparison that can be run. Runs never overlap, and nothing is left running afterwards."""
 
@@ -150,13 +155,22 @@ class Bench(Protocol):
         ...
 
     @property
-    def must_reach(self) -> float:
-        """The ratio below which the bench counts as missed."""
+    def limits(self) -> dict[str, float]:
+        """By cell, the ratio below which the bench counts as missed; one cell may be named by nothing."""
         ...
 
-    def run(self, rounds: int) -> Result:
-        """Measure; raises `BenchError` when one side could not be run."""
+    def run(self, rounds: int, scale: float) -> Outcome:
+        """Measure; raises `BenchError` when one side could not be run.
+
+        `scale` below 1 shrinks the work for a quick try, and the outcome says so. A bench that has one size
+        only ignores it.
+        """
         ...
+
+
+def scaled(size: int, scale: float, *, least: int = 1) -> int:
+    """Shrink a size for a quick try, but not below what can be measured at all."""
+    return max(least, round(size * scale))
 
 
 def progress(text: str) -> None:

@@ -90,8 +90,13 @@ class PostgresBench:
     peer: Peer
     about: str
 
-    def run(self, rounds: int) -> Result:
-        """Write the backlog once, then measure ours and the peer `rounds` times in turn."""
+    @property
+    def limits(self) -> dict[str, float]:
+        """There is one cell."""
+        return {"": self.must_reach}
+
+    def run(self, rounds: int, scale: float) -> Result:
+        """Write the backlog once, then measure ours and the peer `rounds` times in turn; always in full."""
         try:
             return self._measure(rounds)
         except (ServerFailed, psycopg.Error) as exc:
@@ -102,11 +107,11 @@ class PostgresBench:
         described["versions"].update(self.peer.prepare())
         slots = [f"bench_{side}_{number}" for number in range(1, rounds + 1) for side in ("ours", "peer")]
         with (
-            EmbeddedPostgres(settings=_settings(slots=len(slots) + 1)) as server,
+            EmbeddedPostgres(settings=server_settings(slots=len(slots) + 1)) as server,
             server.connect(DATABASE, autocommit=True) as admin,
         ):
-            described["versions"]["postgresql"] = str(_value(admin, "show server_version"))
-            backlog = _write_backlog(admin, self.workload, slots)
+            described["versions"]["postgresql"] = str(ask(admin, "show server_version"))
+            backlog = write_backlog(admin, self.workload, slots)
             startup = self._peer_startup(server, admin, backlog)
             measured = tuple(self._round(server, admin, backlog, number) for number in range(1, rounds + 1))
         return Result(
@@ -133,11 +138,11 @@ class PostgresBench:
         def drain_peer(target: Target) -> Measured:
             return self.peer.drain(target, backlog)
 
-        ours_run = _observed(admin, _target(server, f"bench_ours_{number}"), drain_ours)
-        _check_confirmed(admin, f"bench_ours_{number}", backlog)
-        peer_run = _observed(admin, _target(server, f"bench_peer_{number}"), drain_peer)
+        ours_run = observed(admin, target_of(server, f"bench_ours_{number}"), drain_ours)
+        check_confirmed(admin, f"bench_ours_{number}", backlog)
+        peer_run = observed(admin, target_of(server, f"bench_peer_{number}"), drain_peer)
         if self.peer.confirms:
-            _check_confirmed(admin, f"bench_peer_{number}", backlog)
+            check_confirmed(admin, f"bench_peer_{number}", backlog)
         for side, run in (("ours", ours_run), (self.peer.name, peer_run)):
             if run.rows != backlog.rows:
                 raise BenchError(
@@ -154,8 +159,8 @@ class PostgresBench:
     def _peer_startup(self, server: EmbeddedPostgres, admin: Admin, backlog: Backlog) -> float | None:
         slot = "bench_startup"
         admin.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
-        seconds = self.peer.startup_seconds(_target(server, slot), backlog)
-        _wait_until_released(admin, slot)
+        seconds = self.peer.startup_seconds(target_of(server, slot), backlog)
+        wait_until_released(admin, slot)
         admin.execute("select pg_drop_replication_slot(%s)", [slot])
         return None if seconds is None else round(seconds, 4)
 
@@ -163,7 +168,8 @@ class PostgresBench:
 Admin = psycopg.Connection[tuple[Any, ...]]
 
 
-def _settings(slots: int) -> dict[str, str]:
+def server_settings(slots: int) -> dict[str, str]:
+    """What a server is started with that holds so many backlogs, and does nothing by itself."""
     return {
         "wal_level": "logical",
         "max_replication_slots": str(slots),
@@ -175,25 +181,27 @@ def _settings(slots: int) -> dict[str, str]:
     }
 
 
-def _write_backlog(admin: Admin, workload: Workload, slots: list[str]) -> Backlog:
+def write_backlog(admin: Admin, workload: Workload, slots: list[str]) -> Backlog:
+    """Make the tables, then the slots, then the changes."""
     progress(f"writing the backlog: {workload.title}")
     admin.execute(workload.tables.encode())
     for slot in slots:
         admin.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", [slot])
-    begin = _value(admin, "select pg_current_wal_insert_lsn()")
+    begin = ask(admin, "select pg_current_wal_insert_lsn()")
     started = time.perf_counter()
     admin.execute(workload.changes.encode())
     seconds = time.perf_counter() - started
-    end = str(_value(admin, "select pg_current_wal_insert_lsn()"))
+    end = str(ask(admin, "select pg_current_wal_insert_lsn()"))
     # The checkpoint flushes the backlog and writes WAL after it. A reader told to stop at `end` needs to be
     # shown a position at or past it, and at the very end of the WAL there might be none until the next write.
     admin.execute("checkpoint")
-    wal_bytes = int(_value(admin, "select pg_wal_lsn_diff(%s, %s)", [end, begin]))
+    wal_bytes = int(ask(admin, "select pg_wal_lsn_diff(%s, %s)", [end, begin]))
     progress(f"wrote {workload.rows:,} changes, {wal_bytes / 2**20:,.0f} MiB of WAL, in {seconds:.1f} s")
     return Backlog(rows=workload.rows, end_lsn=end, generation_seconds=seconds, wal_bytes=wal_bytes)
 
 
-def _target(server: EmbeddedPostgres, slot: str) -> Target:
+def target_of(server: EmbeddedPostgres, slot: str) -> Target:
+    """Say where one slot is read from."""
     return Target(
         url=server.url(DATABASE, USER),
         host=server.host,
@@ -206,19 +214,19 @@ def _target(server: EmbeddedPostgres, slot: str) -> Target:
     )
 
 
-def _observed(admin: Admin, target: Target, drain: Callable[[Target], Measured]) -> Measured:
+def observed(admin: Admin, target: Target, drain: Callable[[Target], Measured]) -> Measured:
     """Drain the slot and add the CPU that the server spent on it."""
     before = _ended_backends_cpu_seconds(admin)
     run = drain(target)
-    _wait_until_released(admin, target.slot)
+    wait_until_released(admin, target.slot)
     after = _ended_backends_cpu_seconds(admin)
     return replace(run, server_cpu_seconds=None if before is None or after is None else after - before)
 
 
-def _check_confirmed(admin: Admin, slot: str, backlog: Backlog) -> None:
+def check_confirmed(admin: Admin, slot: str, backlog: Backlog) -> None:
     """Refuse a run that stopped before the end or did not say so to the server."""
     query = "select pg_wal_lsn_diff(%s, confirmed_flush_lsn) from pg_replication_slots where slot_name = %s"
-    missing = int(_value(admin, query, [backlog.end_lsn, slot]))
+    missing = int(ask(admin, query, [backlog.end_lsn, slot]))
     if missing > CONFIRMED_SLACK_BYTES:
         raise BenchError(
             f"slot {slot} was confirmed {missing} bytes short of the backlog's end",
@@ -226,12 +234,12 @@ def _check_confirmed(admin: Admin, slot: str, backlog: Backlog) -> None:
         )
 
 
-def _wait_until_released(admin: Admin, slot: str) -> None:
+def wait_until_released(admin: Admin, slot: str) -> None:
     """Wait until the slot's walsender has ended, so that runs never overlap and all of its CPU counts."""
     deadline = time.monotonic() + SLOT_RELEASE_SECONDS_MAX
     while time.monotonic() < deadline:
-        senders = _value(admin, "select count(*) from pg_stat_replication")
-        held = _value(admin, "select active from pg_replication_slots where slot_name = %s", [slot])
+        senders = ask(admin, "select count(*) from pg_stat_replication")
+        held = ask(admin, "select active from pg_replication_slots where slot_name = %s", [slot])
         if not held and not senders:
             # The postmaster reaps a walsender a moment after its last trace in shared memory is gone.
             time.sleep(5 * POLL_SECONDS)
@@ -258,7 +266,8 @@ def _stat_fields(stat: str) -> list[str]:
     return stat.rpartition(")")[2].split()
 
 
-def _value(admin: Admin, query: str, parameters: list[Any] | None = None) -> Any:
+def ask(admin: Admin, query: str, parameters: list[Any] | None = None) -> Any:
+    """Give the one value that the query answers with."""
     row = admin.execute(query.encode(), parameters).fetchone()
     if row is None:
         raise BenchError(

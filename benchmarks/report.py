@@ -5,34 +5,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from benchmarks.measure import Bench, Result
+from benchmarks.cells import Cell, CellsResult
+from benchmarks.measure import Bench, Outcome, Result
 
 
-def summary(result: Result) -> str:
+def summary(result: Outcome) -> str:
     """Say what a person wants to know of one bench."""
-    low, high = result.spread
-    verdict = "reached" if result.reached else "MISSED"
-    return "\n".join(
-        (
-            (
-                f"{result.name}: {result.ratio:.2f} × {result.peer_name} (rounds {low:.2f}–{high:.2f}), "
-                f"must reach {result.must_reach:g}: {verdict}"
-            ),
-            f"  ours {result.ours:,.0f}, {result.peer_name} {result.peer:,.0f} {result.unit}",
-            f"  CPU-seconds: {_cpu(result)}",
-            f"  measured as ours: {result.setup['ours']}",
-            f"  {_machine(result)}",
-        )
-    )
+    lines = _cells_lines(result) if isinstance(result, CellsResult) else _rates_lines(result)
+    return "\n".join((*lines, f"  measured as ours: {result.setup['ours']}", f"  {_machine(result)}"))
 
 
-def page(results: Sequence[tuple[Bench, Result]]) -> str:
+def page(results: Sequence[tuple[Bench, Outcome]]) -> str:
     """`docs/benchmarks.md`: all figures on top, then each bench with its rules and its rounds."""
     parts = [
         "# Benchmarks",
         (
             "Written by `make bench`; do not edit. Each figure is the median, over interleaved rounds, of the "
-            "ratio between our rate and the peer's in the same round. Higher is better for us."
+            "ratio between our value and the peer's in the same round. Higher is better for us: where the values "
+            "are costs, the ratio is the peer's over ours."
         ),
         f"Measured as ours: {'; '.join(dict.fromkeys(str(result.setup['ours']) for _, result in results))}.",
         _overview([result for _, result in results]),
@@ -41,22 +31,56 @@ def page(results: Sequence[tuple[Bench, Result]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _overview(results: Sequence[Result]) -> str:
+def _rates_lines(result: Result) -> list[str]:
+    low, high = result.spread
+    return [
+        (
+            f"{result.name}: {result.ratio:.2f} × {result.peer_name} (rounds {low:.2f}–{high:.2f}), "
+            f"must reach {result.must_reach:g}: {_verdict(result.reached)}"
+        ),
+        f"  ours {result.ours:,.0f}, {result.peer_name} {result.peer:,.0f} {result.unit}",
+        f"  CPU-seconds: {_cpu(result)}",
+    ]
+
+
+def _cells_lines(result: CellsResult) -> list[str]:
+    reduced = "" if result.scale == 1 else f" (a try at {result.scale:g} of the size, no figure)"
+    lines = [f"{result.name}: {_verdict(result.reached)}{reduced}"]
+    for cell in result.cells:
+        low, high = cell.spread
+        lines.append(
+            f"  {cell.name}: {cell.ratio:.3f} × {result.peer_name} (rounds {low:.3f}–{high:.3f}), must reach "
+            f"{cell.must_reach:.4g}: {_verdict(cell.reached)}; ours {_value(cell.ours)}, "
+            f"{result.peer_name} {_value(cell.peer)} {cell.unit}"
+        )
+    return lines
+
+
+def _overview(results: Sequence[Outcome]) -> str:
     lines = [
         "| bench | peer | ours | peer's | ratio | spread | must reach | |",
         "|---|---|--:|--:|--:|---|--:|---|",
     ]
     for result in results:
-        low, high = result.spread
-        lines.append(
-            f"| {result.name} | {result.peer_name} | {result.ours:,.0f} | {result.peer:,.0f} {result.unit} "
-            f"| **{result.ratio:.2f}** | {low:.2f}–{high:.2f} | {result.must_reach:g} "
-            f"| {'reached' if result.reached else 'missed'} |"
-        )
+        if isinstance(result, CellsResult):
+            lines += [
+                _overview_line(f"{result.name}, {cell.name}", result.peer_name, cell) for cell in result.cells
+            ]
+        else:
+            lines.append(_overview_line(result.name, result.peer_name, result))
     return "\n".join(lines)
 
 
-def _section(bench: Bench, result: Result) -> str:
+def _overview_line(name: str, peer_name: str, figure: Cell | Result) -> str:
+    low, high = figure.spread
+    return (
+        f"| {name} | {peer_name} | {_value(figure.ours)} | {_value(figure.peer)} {figure.unit} "
+        f"| **{figure.ratio:.2f}** | {low:.2f}–{high:.2f} | {figure.must_reach:.4g} "
+        f"| {'reached' if figure.reached else 'missed'} |"
+    )
+
+
+def _section(bench: Bench, result: Outcome) -> str:
     setup = [
         f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items() if value is not None
     ]
@@ -65,7 +89,7 @@ def _section(bench: Bench, result: Result) -> str:
             f"## {bench.name}",
             inspect.cleandoc(bench.about),
             f"Run again with `python -m benchmarks {bench.name}`.",
-            _rounds(result),
+            _cell_rounds(result) if isinstance(result, CellsResult) else _rounds(result),
             f"Machine: {_machine(result)}.",
             f"Set-up: {'; '.join(setup)}.",
         )
@@ -86,6 +110,17 @@ def _rounds(result: Result) -> str:
     return "\n".join(lines)
 
 
+def _cell_rounds(result: CellsResult) -> str:
+    lines = ["| cell | round | ours | peer's | | ratio |", "|---|--:|--:|--:|---|--:|"]
+    for cell in result.cells:
+        lines += [
+            f"| {cell.name} | {number} | {_value(pair.ours)} | {_value(pair.peer)} | {cell.unit} "
+            f"| {cell.ratio_of(pair):.3f} |"
+            for number, pair in enumerate(cell.pairs, start=1)
+        ]
+    return "\n".join(lines)
+
+
 def _cpu(result: Result) -> str:
     cpu = result.cpu_seconds()
     return (
@@ -94,7 +129,7 @@ def _cpu(result: Result) -> str:
     )
 
 
-def _machine(result: Result) -> str:
+def _machine(result: Outcome) -> str:
     about = result.machine
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     return (
@@ -105,3 +140,11 @@ def _machine(result: Result) -> str:
 
 def _seconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _verdict(reached: bool) -> str:
+    return "reached" if reached else "MISSED"

@@ -1,0 +1,134 @@
+"""log-commit: what a commit to the change log costs over writing its bytes to a file.
+
+Ours is `LogWriter.append` of a small window (5 rows of 8 columns in each of 1, 20 and 200 tables), timed from
+the call with Arrow columns in memory to the return, when the commit is durable. The peer writes one file
+of exactly the bytes of that commit, all in one call, and fsyncs the file and its folder. Both values are the
+median of a round's commits (p50); the ratio is the peer's cost over ours, so the limits of 2, 2.5 and 6 times
+the peer's cost are ratios of 0.5, 0.4 and 0.1667. What ours does beyond the peer is the whole of a commit: the
+rows numbered, laid out as Arrow messages and checksummed, a header, and a name taken by compare-and-swap.
+
+For this to be fair:
+- both write to the same file system, in folders beside each other that grow alike, and take turns commit by
+  commit, so that what the disk does in a moment is done to both;
+- every window is new: built just before its turn, outside the clock, with buffers nobody has read yet;
+- a table's shape is recorded with its first row, once in the life of the table. These commits come before the
+  clock. The log is then closed and opened again, as it is after every restart of a capture.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import machine, ours
+from benchmarks.cells import Cell, CellsResult, Pair
+from benchmarks.measure import BenchError, progress, scaled
+from benchmarks.windows import SOURCE, table_schemas, window
+from tailrace.changelog.reader import commit_path
+from tailrace.changelog.writer import LogWriter
+
+COST_TIMES_MAX = {1: 2.0, 20: 2.5, 200: 6.0}
+"""By tables touched: how many times the peer's cost a commit may cost."""
+ROWS_PER_TABLE = 5
+COMMITS = 300
+"""In a round, of each side."""
+COMMITS_BEFORE = 20
+SUBJECT = "LogWriter.append, fsync on: Arrow columns in memory to a durable commit"
+
+
+@dataclass(frozen=True)
+class LogCommit:
+    """The bench."""
+
+    about: str
+    name: str = "log-commit"
+    limits: dict[str, float] = field(
+        default_factory=lambda: {_cell(tables): 1 / times for tables, times in COST_TIMES_MAX.items()}
+    )
+
+    def run(self, rounds: int, scale: float) -> CellsResult:
+        """Measure every cell in every round."""
+        described = machine.describe(ours.log_parent_folder())
+        commits = scaled(COMMITS, scale, least=20)
+        pairs: dict[int, list[Pair]] = {tables: [] for tables in COST_TIMES_MAX}
+        sizes: dict[int, int] = {}
+        # Nothing is removed before the end: ext4 is slow to make files where others have just been removed.
+        with ours.new_folder() as folder:
+            for number in range(1, rounds + 1):
+                for tables in COST_TIMES_MAX:
+                    pair, sizes[tables] = _measure(folder / f"{number}-{tables}", tables, commits)
+                    pairs[tables].append(pair)
+                    progress(
+                        f"round {number}, {_cell(tables)} ({sizes[tables]:,} bytes): ours {pair.ours:.3f} ms, "
+                        f"plain file {pair.peer:.3f} ms, {pair.ours / pair.peer:.2f} × the cost"
+                    )
+        return CellsResult(
+            name=self.name,
+            peer_name="plain file",
+            cells=tuple(
+                Cell(name=_cell(tables), unit="ms", must_reach=1 / times, pairs=tuple(pairs[tables]))
+                for tables, times in COST_TIMES_MAX.items()
+            ),
+            machine=described,
+            setup={
+                "ours": SUBJECT,
+                "workload": f"{ROWS_PER_TABLE} rows of 8 columns a table, {commits} commits a round",
+                "bytes_per_commit": {_cell(tables): size for tables, size in sizes.items()},
+            },
+            scale=scale,
+        )
+
+
+def _cell(tables: int) -> str:
+    return f"{tables} table{'s' * (tables > 1)}"
+
+
+def _measure(folder: Path, tables: int, commits: int) -> tuple[Pair, int]:
+    """One round of one cell: the p50 of both sides in milliseconds, and the bytes of a commit."""
+    schemas = table_schemas(tables)
+    log, plain = folder / "log", folder / "plain"
+    plain.mkdir(parents=True)
+    writer = LogWriter(log, SOURCE)
+    ours_ms: list[float] = []
+    peer_ms: list[float] = []
+    size = 0
+    for number in range(COMMITS_BEFORE + commits):
+        if number == COMMITS_BEFORE // 2:
+            writer.close()
+            writer = LogWriter(log, SOURCE)
+        coming = window(schemas, writer.position, writer.next_seq, ROWS_PER_TABLE)
+        begin = time.perf_counter()
+        writer.append(coming)
+        took = time.perf_counter() - begin
+        content = commit_path(log, writer.commit).read_bytes()
+        size = len(content)
+        begin = time.perf_counter()
+        _write_plain(plain, f"{number:020d}", content)
+        if number >= COMMITS_BEFORE:
+            peer_ms.append(1000 * (time.perf_counter() - begin))
+            ours_ms.append(1000 * took)
+    writer.close()
+    return Pair(ours=statistics.median(ours_ms), peer=statistics.median(peer_ms)), size
+
+
+def _write_plain(folder: Path, name: str, content: bytes) -> None:
+    """Make one file durable under its name, with as few calls as that takes."""
+    handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        written = os.write(handle, content)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    if written != len(content):
+        raise BenchError("a plain file was written in part", hint="Is the disk full?")
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+BENCH = LogCommit(about=__doc__)
