@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import log_commit, pg_debezium, pg_mixed, pg_oltp, pg_stream, report
+from benchmarks import log_commit, pg_debezium, pg_latency, pg_mixed, pg_oltp, pg_stream, report
 from benchmarks.measure import Bench, BenchError, Outcome
 
 BENCHES: tuple[Bench, ...] = (
@@ -32,6 +32,7 @@ BENCHES: tuple[Bench, ...] = (
     pg_mixed.BENCH,
     pg_debezium.BENCH,
     log_commit.BENCH,
+    pg_latency.BENCH,
 )
 ALL = "all"
 ROUNDS = 5

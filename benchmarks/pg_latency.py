@@ -1,0 +1,195 @@
+"""pg-latency: how long after its commit at the source a change can be read from the log.
+
+A load process makes 1,000 transactions a second for 20 s, each of one row, in turn over 20 tables, at a steady
+pace over 4 connections. `tailrace capture` brings them into the log, and a reader in a third process follows the
+log (`ChangeLog.follow`). A change's latency runs from the moment the server stamped into its commit record
+(`_committed_at`) to the moment the reader holds it as typed columns. There is no peer: the values are held
+against limits, 10 ms for half of the changes (p50) and 60 ms for all but one in a hundred (p99), and the ratio is the
+limit over the measured.
+
+For this to be fair:
+- the server stamps a commit before it makes it durable and before the client hears of it, so waiting for the
+  server's own disk counts too. Both stamps come from the same clock of the same machine, which also runs the
+  load, the server and the reader: all of them share its cores with the capture;
+- `synchronous_commit` is on, as it is unless somebody turns it off: with it off the server sends a commit to
+  anyone only when its own background writer has flushed it, up to 0.6 s later;
+- every change counts, from the first to the last. The load must have kept its pace, or the bench fails; each
+  table has had one row before, because a table's first row also records its shape, once in its life;
+- the reader must have received exactly the rows written.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+
+from benchmarks import machine, ours
+from benchmarks.cells import Cell, CellsResult, Pair
+from benchmarks.measure import BenchError, progress, scaled
+from benchmarks.postgres import ask
+from tailrace.changelog.reader import ChangeLog
+from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+from tailrace.errors import TailraceError
+
+LIMIT_MS = {"p50": 10.0, "p99": 60.0}
+TABLES = 20
+RATE = 1_000
+SECONDS = 20
+CONNECTIONS = 4
+START_SECONDS_MAX = 60.0
+STOP_SECONDS_MAX = 30.0
+SUBJECT = "tailrace capture and ChangeLog.follow: commit at the source to columns in a reader, fsync on"
+SETTINGS = {
+    "wal_level": "logical",
+    "max_wal_size": "4GB",
+    "checkpoint_timeout": "1h",
+    "autovacuum": "off",
+    "synchronous_commit": "on",
+}
+
+
+@dataclass(frozen=True)
+class PgLatency:
+    """The bench."""
+
+    about: str
+    name: str = "pg-latency"
+    limits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LIMIT_MS, 1.0))
+
+    def run(self, rounds: int, scale: float) -> CellsResult:
+        """A server, a capture and a log of their own for every round."""
+        described = machine.describe(ours.log_parent_folder())
+        seconds = scaled(SECONDS, scale, least=2)
+        try:
+            measured = [self._round(number, seconds) for number in range(1, rounds + 1)]
+        except (ServerFailed, psycopg.Error, TailraceError) as exc:
+            raise BenchError(f"the round could not be run: {exc}", hint="Its log says more.") from exc
+        return CellsResult(
+            name=self.name,
+            peer_name="limit",
+            cells=tuple(
+                Cell(
+                    name=which,
+                    unit="ms",
+                    must_reach=1.0,
+                    pairs=tuple(Pair(ours=found[which], peer=limit) for found in measured),
+                )
+                for which, limit in LIMIT_MS.items()
+            ),
+            machine=described,
+            setup={
+                "ours": SUBJECT,
+                "workload": f"{RATE:,} one-row transactions/s over {TABLES} tables for {seconds} s",
+                "transport": f"TCP {EmbeddedPostgres.host}",
+                "rounds": measured,
+            },
+            scale=scale,
+        )
+
+    def _round(self, number: int, seconds: int) -> dict[str, float]:
+        with (
+            ours.new_folder() as folder,
+            EmbeddedPostgres(settings=SETTINGS) as server,
+            server.connect(autocommit=True) as admin,
+        ):
+            for table in range(TABLES):
+                admin.execute(
+                    f"create table t{table} (id bigint primary key, account int, state text, "
+                    "amount numeric(12, 2), changed_at timestamptz)".encode()
+                )
+            with _capturing(folder, server.url()) as log:
+                _write_first_rows(admin, log)
+                reader = _start("benchmarks.latency_reader", str(log), str(RATE * seconds))
+                load = _start(
+                    "benchmarks.paced_load",
+                    server.url(),
+                    str(TABLES),
+                    str(RATE),
+                    str(seconds),
+                    str(CONNECTIONS),
+                )
+                found = _answer(load, "the load", seconds + STOP_SECONDS_MAX)
+                found |= _answer(reader, "the reader", STOP_SECONDS_MAX)
+                found["commits"] = ChangeLog.open(log).newest()
+        progress(f"round {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
+        return found
+
+
+@contextmanager
+def _capturing(folder: Path, url: str) -> Iterator[Path]:
+    """`tailrace capture` over everything, from when it streams; the path of its log."""
+    settings, log, said = folder / "bench.yaml", folder / "log", folder / "capture.log"
+    settings.write_text(
+        f"name: bench\nsource:\n  url: {url}\n  tables: ['public.*']\nlog: {log}\n"
+        f"tables: {{format: delta, path: {folder / 'lake'}}}\n"
+    )
+    with said.open("wb") as output:
+        capture = subprocess.Popen(
+            [sys.executable, "-m", "tailrace", "capture", str(settings)],
+            cwd=ours.REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        _wait_until_streaming(capture, url, said)
+        yield log
+        if capture.poll() is not None:
+            raise BenchError("the capture ended during the round", hint=said.read_text()[-2000:])
+    finally:
+        capture.send_signal(signal.SIGTERM)
+        try:
+            capture.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            capture.kill()
+            capture.wait()
+
+
+def _wait_until_streaming(capture: subprocess.Popen[bytes], url: str, said: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS_MAX
+    with psycopg.connect(url, autocommit=True) as admin:
+        while not ask(admin, "select count(*) from pg_stat_replication where state = 'streaming'"):
+            if capture.poll() is not None or time.monotonic() > deadline:
+                raise BenchError("the capture did not start", hint=said.read_text()[-2000:])
+            time.sleep(0.05)
+
+
+def _write_first_rows(admin: psycopg.Connection[tuple[object, ...]], log: Path) -> None:
+    """Let every table have its first row in the log."""
+    for table in range(TABLES):
+        admin.execute(f"insert into t{table} values (-1, 0, 'first', 0, now())".encode())
+    rows = sum(len(batch) for batch in ChangeLog.open(log).follow(0, wait_seconds=2.0))
+    if rows != TABLES:
+        raise BenchError(f"the log has {rows} of {TABLES} first rows", hint="Look for lost changes.")
+
+
+def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start one of our processes; it is ready when it has printed a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], cwd=ours.REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def _answer(process: subprocess.Popen[str], name: str, seconds_max: float) -> dict[str, float]:
+    try:
+        said, _ = process.communicate(timeout=seconds_max)
+    except subprocess.TimeoutExpired as exc:
+        process.kill()
+        process.wait()
+        raise BenchError(f"{name} did not end in time", hint="Is the machine busy with other work?") from exc
+    if process.returncode != 0:
+        raise BenchError(f"{name} ended with code {process.returncode}", hint="Its message stands above.")
+    answer: dict[str, float] = json.loads(said.splitlines()[-1])
+    return answer
+
+
+BENCH = PgLatency(about=__doc__)
