@@ -15,12 +15,16 @@ from pathlib import Path
 
 from tailrace.errors import LogUnusable
 
+_PARTS_AT_ONCE = 1024
+"""The kernel takes no more in one call."""
+
 _HINTS = {
     errno.ENOSPC: "Free space on that disk; capture goes on where it stopped, nothing is lost.",
     errno.EDQUOT: "Raise the quota or free space; capture goes on where it stopped, nothing is lost.",
     errno.EROFS: "The file system is read-only: mount it writable, or set `log:` to another folder.",
     errno.EACCES: "Give this user the right to write there, or set `log:` to another folder.",
     errno.EPERM: "Give this user the right to write there, or set `log:` to another folder.",
+    errno.EIO: "The disk failed: look at the kernel's log. What was not written is captured again.",
     errno.ENOENT: "Start `tailrace run` or `tailrace capture` first; they make the log.",
     errno.ENOTDIR: "A file stands where the log's folder should be: set `log:` to another folder.",
 }
@@ -39,6 +43,18 @@ def explained(path: Path) -> Iterator[None]:
             path=error.filename or path,
             hint=_HINTS.get(error.errno or 0, "Look at the disk and the folder's permissions."),
         ) from error
+
+
+@contextmanager
+def explained_but_missing(path: Path) -> Iterator[None]:
+    """The same, but a file that is not there stays FileNotFoundError: the caller knows where else to look."""
+    try:
+        with explained(path):
+            yield
+    except LogUnusable as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise error.__cause__ from None
+        raise
 
 
 def make_folder(path: Path) -> None:
@@ -64,6 +80,15 @@ def aside_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
+def sync_file(path: Path) -> None:
+    """Make a file's bytes durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -77,17 +102,27 @@ def write_aside(path: Path, parts: Sequence[bytes | memoryview]) -> None:
     """Write the parts to a file of their own and make them durable."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        with open(handle, "wb", buffering=0, closefd=False) as file:
-            for part in parts:
-                view = memoryview(part)
-                while len(view):
-                    view = view[file.write(view) :]
+        _write_all(handle, parts)
         os.fsync(handle)
     except BaseException:
         path.unlink(missing_ok=True)  # half a file takes room on a disk that may have none
         raise
     finally:
         os.close(handle)
+
+
+def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write every byte, many parts in one call: a commit of 200 tables has 400 of them."""
+    left = [memoryview(part) for part in parts if len(part)]
+    while left:
+        written = os.writev(handle, left[:_PARTS_AT_ONCE])
+        done = 0
+        while done < len(left) and written >= len(left[done]):
+            written -= len(left[done])
+            done += 1
+        left = left[done:]
+        if written:
+            left[0] = left[0][written:]
 
 
 def publish(aside: Path, path: Path) -> None:
@@ -104,6 +139,17 @@ def create(path: Path, content: bytes) -> None:
     aside = aside_of(path)
     write_aside(aside, [content])
     publish(aside, path)
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Put this content under the name, whatever stood there, so that a crash leaves the one or the other."""
+    aside = aside_of(path)
+    write_aside(aside, [content])
+    try:
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def replace(path: Path, content: bytes) -> None:

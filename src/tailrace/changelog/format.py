@@ -9,18 +9,23 @@
 …             bodies: Arrow record batch messages, each at a multiple of 64
 ```
 
-A body is read with the Arrow schema that `schemas/<table>/<version>.json` holds, less the optional columns the
-header names as left out. Nothing is delivered from a header or body whose checksum does not fit.
+A body is read with the Arrow schema that `schemas/<table>/<version>.json` holds, less the columns the header
+names as left out. Bodies of a transaction too large for memory lie in files of their own, which the header
+names (`big`). Nothing is delivered from a header or body whose checksum does not fit.
+
+Fields may be added to the header; a reader passes over those it does not know. A change that a reader must know
+of gets another format number. docs/reference/log-format.md says it all.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import Lsn
@@ -34,8 +39,7 @@ HEADER_BYTES_MAX = 64 << 20
 _PREFIX = struct.Struct("<8sII")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Body:
+class Body(NamedTuple):
     """One table's rows in a commit: which shape they have, and where they lie."""
 
     table: int
@@ -50,6 +54,20 @@ class Body:
     at: int
     size: int
     crc: int
+    piece: int = 0
+    """The file it lies in: 0 is the commit's own, n the n-th of `big`."""
+    base: int = 0
+    """To be added to every `_seq` that is stored: rows are numbered before it is known where the log stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A file with rows of a transaction too large for memory."""
+
+    file: str
+    """Below the log's folder."""
+    position: Lsn
+    """`_position` of its rows, which was not known when they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +85,16 @@ class Header:
     written_at: int
     committed_at: int | None
     bodies: tuple[Body, ...]
+    big: tuple[Piece, ...] = ()
+    shapes: int = 0
+    """How many versions of shapes had been announced in the `schema` stream by then."""
+    timeline: int = 0
+    """Of the source's history, where it has such; 0 is unknown."""
     bodies_at: int = 0
     """Where the bodies begin in the file; not stored."""
+
+
+_HEADER_FIELDS = tuple(field.name for field in fields(Header) if field.name != "bodies_at")
 
 
 def align(size: int) -> int:
@@ -77,10 +103,23 @@ def align(size: int) -> int:
 
 def encode_header(header: Header) -> bytes:
     """Prefix, header and padding: everything before the first body."""
-    fields = asdict(header)
-    del fields["bodies_at"]
-    fields |= {"format": FORMAT, "start": str(header.start), "end": str(header.end), "big": []}
-    text = json.dumps(fields, separators=(",", ":")).encode()
+    stored: dict[str, Any] = {name: getattr(header, name) for name in _HEADER_FIELDS}
+    del stored["bodies"]
+    stored |= {
+        "format": FORMAT,
+        "start": str(header.start),
+        "end": str(header.end),
+        "big": [{"file": piece.file, "position": str(piece.position)} for piece in header.big],
+    }
+    head = json.dumps(stored, separators=(",", ":"))
+    # Written out by hand: a commit may have hundreds of them, and nothing in them needs escaping.
+    bodies = ",".join(
+        f'{{"table":{b.table},"schema":{b.schema},"rows":{b.rows},"first_seq":{b.first_seq},"last_seq":{b.last_seq},'
+        f'"moves":{b.moves},"truncates":{b.truncates},"unfit":{b.unfit},"without":{_names(b.without)},'
+        f'"at":{b.at},"size":{b.size},"crc":{b.crc},"piece":{b.piece},"base":{b.base}}}'
+        for b in header.bodies
+    )
+    text = f'{head[:-1]},"bodies":[{bodies}]}}'.encode()
     packed = _PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text
     return packed.ljust(align(len(packed)), b"\0")
 
@@ -102,17 +141,31 @@ def read_header(path: Path) -> Header:
     return _header(path, json.loads(text), align(_PREFIX.size + size))
 
 
-def _header(path: Path, fields: dict[str, Any], bodies_at: int) -> Header:
-    if fields.pop("format") != FORMAT:
+def _header(path: Path, stored: dict[str, Any], bodies_at: int) -> Header:
+    if stored.get("format") != FORMAT:
         raise LogCorrupt(
             "a commit has a format this version does not know",
             path=path,
             hint="Read it with the version that wrote it, or a newer one.",
         )
-    del fields["big"]
-    bodies = tuple(Body(**{**body, "without": tuple(body["without"])}) for body in fields.pop("bodies"))
-    start, end = Lsn.parse(fields.pop("start")), Lsn.parse(fields.pop("end"))
-    return Header(**fields, start=start, end=end, bodies=bodies, bodies_at=bodies_at)
+    known = {name: stored[name] for name in _HEADER_FIELDS if name in stored}
+    known |= {
+        "start": Lsn.parse(known["start"]),
+        "end": Lsn.parse(known["end"]),
+        "bodies": tuple(_body(body) for body in known["bodies"]),
+        "big": tuple(Piece(file=big["file"], position=Lsn.parse(big["position"])) for big in known["big"]),
+    }
+    return Header(**known, bodies_at=bodies_at)
+
+
+@functools.cache
+def _names(names: tuple[str, ...]) -> str:
+    return json.dumps(names)
+
+
+def _body(stored: dict[str, Any]) -> Body:
+    known = {name: stored[name] for name in Body._fields if name in stored}
+    return Body(**{**known, "without": tuple(known["without"])})
 
 
 def corrupt(path: Path, why: str) -> LogCorrupt:

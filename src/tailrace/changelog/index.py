@@ -1,27 +1,47 @@
-"""What each table has in the log, commit by commit: built from headers alone, grown as the log grows."""
+"""What each table has in the log, as slices: built from headers and seals alone, grown as the log grows.
+
+A slice is the rows of one table in one commit or, where commits are sealed, in one row group. What was sealed is
+taken from the seals, so what is kept here does not grow with the number of commits.
+"""
 
 from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from tailrace.changelog.cold import Seal
+from tailrace.changelog.format import Header
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable
 from tailrace.model.position import ZERO, Lsn
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One table's rows in one commit."""
+    """Rows of one table that lie together."""
 
     table: int
-    commit: int
-    body: int
-    """Its place among the commit's bodies."""
+    first: int
+    last: int
+    """The commits they come from; where they are one commit's, it may hold more slices of the table."""
     schema: int
     rows: int
     last_seq: int
     committed_at: int
-    """Of the commit's last transaction, µs since 1970."""
+    """Of the last transaction, µs since 1970."""
+
+
+class _Hot(NamedTuple):
+    """A commit that is not sealed."""
+
+    commit: int
+    start: Lsn
+    end: Lsn
+    next_seq: int
+    transactions: int
+    rows: int
+    bytes: int
 
 
 class LogIndex:
@@ -30,60 +50,148 @@ class LogIndex:
     def __init__(self, log: ChangeLog) -> None:
         self._log = log
         self._slices: dict[int, list[Slice]] = {}
-        self._ends: list[Lsn] = []
-        self._next_seqs: list[int] = []
-        self._captured: dict[int, int] = {}
+        self._hot: list[_Hot] = []
+        self._seals: tuple[Seal, ...] = ()
+        self._gone = NOTHING
         self._shapes: set[tuple[int, int]] = set()
+        self._captured: dict[int, int] = {}
         self.commit = 0
         self.transactions = 0
         self.rows = 0
         self.bytes = 0
 
     def grow(self, to: int | None = None) -> None:
-        """Take in the commits up to a number, or all there are."""
-        for header in self._log.headers(self.commit, to):
-            for place, body in enumerate(header.bodies):
-                if (body.table, body.schema) not in self._shapes:
-                    self._log.schemas.get(body.table, body.schema)
-                    self._shapes.add((body.table, body.schema))
-                self._captured[body.table] = self._captured.get(body.table, 0) + body.rows
-                self.bytes += body.size
-                self._slices.setdefault(body.table, []).append(Slice(
-                    body.table, header.commit, place, body.schema, body.rows, body.last_seq, header.committed_at or 0,
-                ))  # fmt: skip
-            # Readers find a commit by its end, so what else is known of it must be there first.
-            self._next_seqs.append(header.next_seq)
-            self._ends.append(header.end)
-            self.transactions += header.transactions
-            self.rows += header.rows
-            self.bytes += header.bodies_at
-            self.commit = header.commit
+        """Take in the commits up to a number, or all there are; those that are sealed, in any case."""
+        newest = self._log.newest() if to is None else to
+        self._log.cold.refresh()
+        gone = self._log.trimmed()
+        if self._log.cold.seals != self._seals or gone != self._gone:
+            self._rebuild(self._log.cold.seals, gone)
+        for header in self._log.headers(self.commit, newest):
+            self._add(header)
+
+    def _rebuild(self, seals: tuple[Seal, ...], gone: Trimmed) -> None:
+        """Begin again from the seals: some of the commits are in them now, or gone."""
+        sealed = max(seals[-1].last if seals else 0, gone.commit)
+        hot = [item for item in self._hot if item.commit > sealed]
+        later = {
+            table: [item for item in found if item.first > sealed] for table, found in self._slices.items()
+        }
+        slices: dict[int, list[Slice]] = {}
+        captured = {number: table.rows for number, table in gone.tables.items()}
+        for file in (file for seal in seals for file in seal.files):
+            if not gone.covers(file.table, file.last_seq):
+                self._know(file.table, file.schema)
+                captured[file.table] = captured.get(file.table, 0) + file.rows
+                slices.setdefault(file.table, []).extend(
+                    Slice(
+                        file.table, group.first, group.last, file.schema, group.rows, group.last_seq,
+                        group.committed_at,
+                    )
+                    for group in file.groups
+                )  # fmt: skip
+        for table, found in later.items():
+            slices.setdefault(table, []).extend(found)
+            captured[table] = captured.get(table, 0) + sum(item.rows for item in found)
+        kept = [file for seal in seals for file in seal.files if not gone.covers(file.table, file.last_seq)]
+        self.bytes = sum(file.size for file in kept) + sum(item.bytes for item in hot)
+        commits: list[Seal | _Hot] = [*seals, *hot]
+        self.transactions = gone.transactions + sum(item.transactions for item in commits)
+        self.rows = gone.rows + sum(item.rows for item in commits)
+        self._slices, self._captured, self._hot = slices, captured, hot
+        self._seals, self._gone = seals, gone
+        self.commit = hot[-1].commit if hot else sealed
+
+    def _add(self, header: Header) -> None:
+        for body in header.bodies:
+            self._know(body.table, body.schema)
+            self._captured[body.table] = self._captured.get(body.table, 0) + body.rows
+            self._slices.setdefault(body.table, []).append(Slice(
+                body.table, header.commit, header.commit, body.schema, body.rows, body.last_seq,
+                header.committed_at or 0,
+            ))  # fmt: skip
+        size = header.bodies_at + sum(body.size for body in header.bodies)
+        self.transactions += header.transactions
+        self.rows += header.rows
+        self.bytes += size
+        # Readers find a commit here, so what else is known of it must be there first.
+        self._hot.append(_Hot(
+            header.commit, header.start, header.end, header.next_seq, header.transactions, header.rows, size
+        ))  # fmt: skip
+        self.commit = header.commit
+
+    def _know(self, table: int, schema: int) -> None:
+        if (table, schema) not in self._shapes:
+            self._log.schemas.get(table, schema)
+            self._shapes.add((table, schema))
+
+    @property
+    def first(self) -> int:
+        """The oldest commit that is kept, wholly or in part."""
+        return self._gone.commit + 1
 
     @property
     def position(self) -> Lsn:
-        return self._ends[-1] if self._ends else ZERO
+        return self.end_of(self.commit)
+
+    def _unsealed(self, commit: int) -> _Hot | None:
+        place = commit - self._hot[0].commit if self._hot else -1
+        return self._hot[place] if 0 <= place < len(self._hot) else None
 
     def end_of(self, commit: int) -> Lsn:
         """Where a commit ends in the source's log."""
-        return self._ends[commit - 1]
+        if found := self._unsealed(commit):
+            return found.end
+        for seal in reversed(self._seals):
+            if commit == seal.last:
+                return seal.end
+            if seal.first <= commit < seal.last:
+                commits = self._log.cold.commits(seal)
+                return Lsn(int(commits.end[commits.place(commit)]))
+        return self._gone.position if commit else ZERO
 
     def start_of(self, commit: int) -> Lsn:
         """Where a commit begins in the source's log."""
-        return self._ends[commit - 2] if commit > 1 else ZERO
+        found = self._unsealed(commit)
+        return found.start if found else self.end_of(commit - 1)
 
     def next_seq(self, commit: int) -> int:
-        return self._next_seqs[commit - 1] if commit else 1
+        """The `_seq` of the first row after a commit."""
+        if found := self._unsealed(commit):
+            return found.next_seq
+        for seal in reversed(self._seals):
+            if commit == seal.last:
+                return seal.next_seq
+            if seal.first <= commit < seal.last:
+                commits = self._log.cold.commits(seal)
+                return int(commits.next_seq[commits.place(commit)])
+        return self._gone.next_seq if commit else 1
 
     def commit_at(self, position: Lsn) -> int:
         """The last commit that ends at or before the position; 0 if none does."""
-        return bisect.bisect_right(self._ends, position)
+        if self._hot and self._hot[0].end <= position:
+            return (
+                self._hot[0].commit - 1 + bisect.bisect_right(self._hot, position, key=lambda item: item.end)
+            )
+        for seal in reversed(self._seals):
+            if seal.end <= position:
+                return seal.last
+            if seal.start < position:
+                commits = self._log.cold.commits(seal)
+                place = int(commits.end.searchsorted(position.value, side="right"))
+                return int(commits.commit[place - 1]) if place else seal.first - 1
+        return self._gone.commit if self._gone.position <= position else 0
 
     def pending(self, table: int, seq: int, to: int) -> list[Slice]:
-        """A table's slices that hold rows after `seq`, up to a commit."""
+        """A table's slices that hold rows after `seq`, those that begin in a commit up to `to`."""
         slices = self._slices.get(table, [])
         first = bisect.bisect_right(slices, seq, key=lambda item: item.last_seq)
-        return slices[first : bisect.bisect_right(slices, to, key=lambda item: item.commit)]
+        return slices[first : bisect.bisect_right(slices, to, key=lambda item: item.first)]
+
+    def lacks(self, table: int, seq: int) -> TrimmedTable | None:
+        """What the log no longer holds of the table's rows after `seq`; None if it holds them all."""
+        return self._gone.lacks(table, seq)
 
     def captured(self, table: int) -> int:
-        """Rows of the table in the log."""
+        """Rows of the table that the log has or had."""
         return self._captured.get(table, 0)

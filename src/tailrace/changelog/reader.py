@@ -1,33 +1,52 @@
-"""Reading the log: commits in order, with nothing skipped and nothing delivered unchecked.
+"""Reading the log: commits in order, with nothing skipped, nothing twice and nothing delivered unchecked.
 
 Readers never lock and never wait for the writer: a commit exists when its file does, numbers are dense, and
-each starts where the one before ended.
+each starts where the one before ended. Where a commit's rows lie, in a file of its own or in sealed ones, is
+looked up when they are read. What was trimmed is an error to whoever still wanted it, never a gap.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
 import re
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import files, format
+from tailrace.changelog import cold, files, format
+from tailrace.changelog.cold import ColdIndex, Seal
+from tailrace.changelog.coldread import ColdReader, Span, complete, counted
+from tailrace.changelog.consumers import Consumer
 from tailrace.changelog.format import Body, Header, corrupt
 from tailrace.changelog.schemas import Schemas, Version
-from tailrace.errors import LogCorrupt, LogUnusable
+from tailrace.changelog.trimmed import NAME as TRIMMED
+from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed
+from tailrace.errors import ConfigError, LogCorrupt, LogError, LogTrimmed, LogUnusable
+from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
+from tailrace.model.schema import TableId
+from tailrace.model.system import is_system
 
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
 _POLL_SECONDS = 0.005
 _POLL_SECONDS_MAX = 0.1
+_MISSES_MAX = 3
+"""Of one file, looked up again each time, before it counts as missing."""
+SEQ_MAX = (1 << 63) - 1
+TRIMMED_HINT = (
+    "Those changes are gone: read the table as a whole again, and register a consumer (`follow(consumer=...)`) so "
+    "that the log waits for you."
+)
 
 
 def commit_path(log: Path, commit: int) -> Path:
@@ -43,7 +62,11 @@ class ChangeLog:
         self.log_id = log_id
         self.source = source
         self.schemas = Schemas(path / "schemas")
+        self.cold = ColdIndex(path)
+        self._checked: set[tuple[str, int]] = set()
         self._newest = 0
+        self._trimmed: tuple[tuple[int, int], Trimmed] = ((0, 0), NOTHING)
+        self._mapped: tuple[Path | None, memoryview] = (None, memoryview(b""))
 
     @classmethod
     def open(cls, path: Path | str) -> ChangeLog:
@@ -78,13 +101,20 @@ class ChangeLog:
             )
         return cls(path, log_id, source)
 
+    # What there is.
+
     def newest(self) -> int:
         """The number of the newest commit; 0 if there is none yet. Cheap when asked again."""
         if not self._newest:
             self._newest = max(self._numbers(), default=0)
-        while commit_path(self.path, self._newest + 1).exists():
-            self._newest += 1
-        return self._newest
+        while True:
+            while commit_path(self.path, self._newest + 1).exists():
+                self._newest += 1
+            # Whoever looks seldom may find that the next commits are sealed and their own files gone.
+            self.cold.refresh()
+            if self.cold.last <= self._newest:
+                return self._newest
+            self._newest = self.cold.last
 
     def _numbers(self) -> list[int]:
         folder = self.path / "hot"
@@ -102,20 +132,23 @@ class ChangeLog:
         return [int(name[:20]) for name in names if _COMMIT_NAME.fullmatch(name)]
 
     def last_header(self) -> Header | None:
+        """What the newest commit holds. Its own file stays when it is sealed, so that there always is one."""
         newest = self.newest()
         return self.header(newest) if newest else None
 
     def header(self, commit: int) -> Header:
-        """What a commit holds."""
+        """What a commit holds that is not sealed yet, or only just."""
+        try:
+            return self._hot_header(commit)
+        except FileNotFoundError as error:
+            raise self._missing(commit) from error
+
+    def _hot_header(self, commit: int) -> Header:
         path = commit_path(self.path, commit)
         try:
             found = format.read_header(path)
-        except FileNotFoundError as error:
-            raise LogCorrupt(
-                "a commit of the log is missing",
-                path=path,
-                hint="Restore the file from a copy of the log, or start a new log.",
-            ) from error
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise LogUnusable(
                 f"a commit cannot be read: {error.strerror}",
@@ -126,8 +159,20 @@ class ChangeLog:
             raise corrupt(path, "it belongs to another place")
         return found
 
+    def _missing(self, commit: int) -> LogError:
+        gone = self.trimmed()
+        if commit <= gone.commit:
+            return LogTrimmed(
+                "the log no longer holds this commit", commit=commit, first=gone.commit + 1, hint=TRIMMED_HINT
+            )
+        return LogCorrupt(
+            "a commit of the log is missing",
+            path=commit_path(self.path, commit),
+            hint="Restore the file from a copy of the log, or start a new log.",
+        )
+
     def headers(self, after: int, to: int | None = None) -> Iterator[Header]:
-        """The commits after a number, in order, each starting where the one before ended."""
+        """The commits after a number that are not sealed yet, in order, each starting where the one before ended."""
         previous: Header | None = None
         for commit in range(after + 1, (self.newest() if to is None else to) + 1):
             found = self.header(commit)
@@ -136,49 +181,278 @@ class ChangeLog:
             yield found
             previous = found
 
+    def bounded(self, after: int, rows_max: int) -> int:
+        """The furthest commit that brings at most so many rows; a step at least, if there is one."""
+        end, rows, newest = after, 0, self.newest()
+        while end < newest:
+            seal = self.cold.covering(end + 1)
+            if seal is None and not commit_path(self.path, end + 1).exists() and self.cold.refresh():
+                continue  # sealed since we looked
+            rows += seal.rows if seal else self.header(end + 1).rows
+            if rows > rows_max and end > after:
+                break
+            end = seal.last if seal else end + 1
+        return end
+
+    def trimmed(self) -> Trimmed:
+        """What is no longer kept. Cheap when nothing changed."""
+        try:
+            found = os.stat(self.path / TRIMMED)
+            stamp = (found.st_mtime_ns, found.st_ino)
+        except FileNotFoundError:
+            stamp = (0, 0)
+        if stamp != self._trimmed[0]:
+            self._trimmed = (stamp, read_trimmed(self.path))
+        return self._trimmed[1]
+
+    def files(self, table: TableId | str | int) -> list[Path]:
+        """The sealed files of a table now, in order: Parquet, for any reader. What is not sealed is not in them."""
+        self.cold.refresh()
+        numbers = set(self.numbers(table))
+        gone = self.trimmed()
+        return [
+            self.path / file.file
+            for seal in self.cold.seals
+            for file in seal.files
+            if file.table in numbers and not gone.covers(file.table, file.last_seq)
+        ]
+
+    def numbers(self, table: TableId | str | int) -> list[int]:
+        """The log's numbers for a table: several, if it was dropped and made again."""
+        if isinstance(table, int):
+            return [table]
+        self.schemas.load()
+        found = self.schemas.of(table) if isinstance(table, TableId) else self.schemas.named(table)
+        if not found:
+            raise ConfigError(
+                "the log has no rows of such a table",
+                table=table,
+                hint="`tailrace log FILE show` lists the tables it has; a name is `schema.table`, case included.",
+            )
+        return found
+
+    # Reading rows.
+
     def batch(self, header: Header, body: Body) -> ChangeBatch:
-        """One table's rows of a commit, with every optional column in place."""
+        """One table's rows of a commit that is not sealed, with every optional column in place."""
+        try:
+            return self._hot_batch(header, body)
+        except FileNotFoundError as error:
+            raise self._missing(header.commit) from error
+
+    def _hot_batch(self, header: Header, body: Body) -> ChangeBatch:
         version = self.schemas.get(body.table, body.schema)
-        path = commit_path(self.path, header.commit)
-        with files.explained(path), path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        begin = header.bodies_at + body.at
-        view = memoryview(mapped)[begin : begin + body.size]
+        piece = header.big[body.piece - 1] if body.piece else None
+        path = self.path / piece.file if piece else commit_path(self.path, header.commit)
+        begin = body.at if piece else header.bodies_at + body.at
+        view = self._bytes_of(path)[begin : begin + body.size]
         if len(view) != body.size or zlib.crc32(view) != body.crc:
             raise corrupt(path, f"the rows of table {body.table} do not match their checksum")
         stored = pa.schema([field for field in version.arrow if field.name not in body.without])
         data = pa.ipc.read_record_batch(pa.py_buffer(view), stored)
+        if body.base:
+            data = _rebased(data, body.base)
+        if piece is not None:
+            data = _with_position(data, version, str(piece.position))
         return ChangeBatch(
             schema=version.schema,
-            data=_complete(data, version),
+            data=complete(data, version),
             moves=body.moves,
             truncates=body.truncates,
             unfit=body.unfit,
         )
 
+    def _bytes_of(self, path: Path) -> memoryview:
+        """A file's bytes; the last file is kept at hand, for a commit has many bodies."""
+        if self._mapped[0] != path:
+            with files.explained_but_missing(path), path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            self._mapped = (path, memoryview(mapped))
+        return self._mapped[1]
+
+    def read(
+        self, first: int, last: int, *, tables: Collection[int] | None = None, after_seq: int = 0,
+        to_seq: int = SEQ_MAX,
+    ) -> Iterator[ChangeBatch]:  # fmt: skip
+        """The rows of commits from `first` to `last`, in order, sealed or not, each once.
+
+        Of one table they come in `_seq` order; of all tables (`None`: those of the source) commit by commit. Where
+        rows lie is looked up when they are read, so the log may be sealed and joined meanwhile.
+        """
+        self._refuse_trimmed(first, last, tables, after_seq)
+        for _, batch in self._read(first, last, tables, after_seq, to_seq):
+            yield batch
+
+    def _read(
+        self, first: int, last: int, tables: Collection[int] | None, after_seq: int, to_seq: int = SEQ_MAX
+    ) -> Iterator[tuple[int, ChangeBatch]]:
+        """Each batch, and the commit up to which everything had been delivered before it."""
+        delivered: dict[int, int] = {}
+        commit = max(first, self.trimmed().commit + 1)
+        misses, end = 0, None
+        while commit <= last:
+            self.cold.refresh()
+            seal = self.cold.covering(commit)
+            span = Span(commit, last, after_seq, to_seq)
+            try:
+                held = seal or self._hot_header(commit)
+                found = (
+                    self._of_seal(held, span, tables)
+                    if isinstance(held, Seal)
+                    else self._of_commit(held, span, tables)
+                )
+                # A seal may begin before the commit that is wanted: it was made since the last one was read.
+                if end is not None and held.start != end and (seal is None or seal.first == commit):
+                    path = (
+                        commit_path(self.path, commit)
+                        if seal is None
+                        else cold.seal_path(self.path, seal.stem)
+                    )
+                    raise corrupt(path, "it does not start where the one before ended")
+                for done, number, batch in found:
+                    fresh = _between(batch, max(after_seq, delivered.get(number, 0)), to_seq)
+                    if len(fresh):
+                        misses = 0
+                        delivered[number] = fresh.data.column(change.SEQ)[-1].as_py()
+                        yield done, fresh
+            except FileNotFoundError as error:
+                # It was sealed, joined or trimmed between looking it up and reading it; or it is not there at all.
+                misses += 1
+                self._refuse_trimmed(commit, last, tables, after_seq, delivered)
+                if misses > _MISSES_MAX:
+                    raise self._missing_file(commit, error) from error
+                continue
+            end = held.end
+            commit = commit + 1 if seal is None else seal.last + 1
+
+    def _of_commit(
+        self, header: Header, span: Span, tables: Collection[int] | None
+    ) -> Iterator[tuple[int, int, ChangeBatch]]:
+        for body in header.bodies:
+            outside = body.last_seq <= span.after_seq or body.first_seq > span.to_seq
+            if not outside and self._is_wanted(body.table, body.schema, tables):
+                yield header.commit - 1, body.table, self._hot_batch(header, body)
+
+    def _of_seal(
+        self, seal: Seal, span: Span, tables: Collection[int] | None
+    ) -> Iterator[tuple[int, int, ChangeBatch]]:
+        gone = self.trimmed()
+        wanted = [
+            file
+            for file in seal.files
+            if self._is_wanted(file.table, file.schema, tables) and not gone.covers(file.table, file.last_seq)
+        ]
+        reader = ColdReader(self.path, self.schemas.get, self._checked)
+        if len({file.table for file in wanted}) > 1:
+            return reader.merged(wanted, self.cold.commits(seal), span)
+        return itertools.chain.from_iterable(reader.batches(file, span) for file in wanted)
+
+    def _is_wanted(self, table: int, schema: int, tables: Collection[int] | None) -> bool:
+        if tables is not None:
+            return table in tables
+        return not is_system(self.schemas.get(table, schema).schema)
+
+    def _refuse_trimmed(
+        self, first: int, last: int, tables: Collection[int] | None, after_seq: int,
+        delivered: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Rows that are gone are never passed over in silence."""
+        gone = self.trimmed()
+        for number, table in gone.tables.items():
+            wanted = tables is None or number in tables
+            covered = max(after_seq, delivered.get(number, 0))
+            if wanted and first <= table.commit and last >= first and table.last_seq > covered:
+                raise LogTrimmed(
+                    "the log no longer holds all that was asked for",
+                    table=number,
+                    commit=first,
+                    gone_to=table.commit,
+                    hint=TRIMMED_HINT,
+                )
+
+    def _missing_file(self, commit: int, error: FileNotFoundError) -> LogError:
+        seal = self.cold.covering(commit)
+        if seal is None:
+            return self._missing(commit)
+        path = Path(error.filename) if error.filename else cold.seal_path(self.path, seal.stem)
+        return cold.damaged(path, "it is missing")
+
     def follow(
-        self, after: int, *, table: int | None = None, wait_seconds: float = 0.0
+        self, after: int | None = None, *, table: TableId | str | int | None = None,
+        wait_seconds: float | None = 0.0, consumer: str | None = None,
+    ) -> Iterator[ChangeBatch]:  # fmt: skip
+        """The batches after a commit, in order, then whatever comes, until nothing came for `wait_seconds`.
+
+        `wait_seconds=None` waits for ever. Nothing is read ahead: a slow reader costs no memory, only the log's
+        room. With `consumer`, the log remembers under that name how far the reader is and keeps what it has not
+        read; a batch counts as read when the next one is asked for, and without `after` reading goes on there.
+        """
+        tables = None if table is None else tuple(self.numbers(table))
+        start, place = (self.trimmed().commit if after is None else after, 0), None
+        if consumer is not None:
+            place = Consumer.open(self.path, consumer, tables=tables, start=start)
+            start = (place.commit, place.seq) if after is None else start
+        if after is not None or place is not None:
+            self._refuse_trimmed(start[0] + 1, SEQ_MAX, tables, start[1])
+        reached = _Reached(start, place)
+        try:
+            yield from self._follow(reached, tables, wait_seconds)
+        finally:
+            reached.save()
+
+    def _follow(
+        self, reached: _Reached, tables: tuple[int, ...] | None, wait_seconds: float | None
     ) -> Iterator[ChangeBatch]:
-        """The batches after a commit, in order, then whatever comes, until nothing came for `wait_seconds`."""
-        pause, deadline = _POLL_SECONDS, time.monotonic() + wait_seconds
+        pause, heard = _POLL_SECONDS, time.monotonic()
         while True:
-            newest = self.newest()
-            for header in self.headers(after, newest):
-                for body in header.bodies:
-                    if table is None or body.table == table:
-                        yield self.batch(header, body)
-            if newest > after:
-                after, pause, deadline = newest, _POLL_SECONDS, time.monotonic() + wait_seconds
-            elif time.monotonic() >= deadline:
+            newest, before = self.newest(), reached.commit
+            for done, batch in self._read(before + 1, newest, tables, reached.seq):
+                yield batch
+                # Of several tables a commit comes table by table, so only whole commits count as read.
+                one = tables is not None and len(tables) == 1
+                reached.up_to(done, batch.data.column(change.SEQ)[-1].as_py() if one else reached.seq)
+            if newest > before:
+                reached.up_to(newest, reached.seq)
+                pause, heard = _POLL_SECONDS, time.monotonic()
+            elif wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
                 return
             time.sleep(pause)
             pause = min(pause * 2, _POLL_SECONDS_MAX)
 
 
-def _complete(data: pa.RecordBatch, version: Version) -> pa.RecordBatch:
-    """The batch with the optional columns that were left out put back as nulls."""
-    columns = [
-        data.column(field.name) if field.name in data.schema.names else pa.nulls(data.num_rows, field.type)
-        for field in version.arrow
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=version.arrow)
+class _Reached:
+    """How far a reader is, and where that is written down if it gave a name."""
+
+    def __init__(self, start: tuple[int, int], consumer: Consumer | None) -> None:
+        self.commit, self.seq = start
+        self._consumer = consumer
+
+    def up_to(self, commit: int, seq: int) -> None:
+        self.commit, self.seq = max(self.commit, commit), seq
+        if self._consumer is not None:
+            self._consumer.reached(self.commit, self.seq)
+
+    def save(self) -> None:
+        if self._consumer is not None:
+            self._consumer.save()
+
+
+def _between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch:
+    """The rows of a batch after a `_seq` and up to another; mostly all of them."""
+    seqs = batch.data.column(change.SEQ).to_numpy()
+    begin, end = np.searchsorted(seqs, [after_seq, to_seq], side="right").tolist()
+    return batch if end - begin == len(seqs) else counted(batch.schema, batch.data.slice(begin, end - begin))
+
+
+def _rebased(data: pa.RecordBatch, base: int) -> pa.RecordBatch:
+    """Rows with `_seq` counted in the log instead of in the window they came in."""
+    place = data.schema.get_field_index(change.SEQ)
+    seqs = data.column(place).to_numpy() + base
+    return data.set_column(place, data.schema.field(place), pa.array(seqs))
+
+
+def _with_position(data: pa.RecordBatch, version: Version, position: str) -> pa.RecordBatch:
+    """Rows that were written before their transaction's end was known, with its position."""
+    field = version.arrow.field(change.POSITION)
+    return data.append_column(field, pa.repeat(pa.scalar(position, field.type), data.num_rows))

@@ -1,25 +1,25 @@
 """Which tables the log knows, and every version of their shape, each written before its first row.
 
 A table's number is given once and never again; a version's file never changes. So a row's (table, version)
-says for ever how to read it.
+says for ever how to read it. Versions of all tables together are counted (`ordinal`), so that the log can say
+which of them it has announced in its `schema` stream.
 """
 
 from __future__ import annotations
 
-import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.changelog import files
+from tailrace.changelog import files, records
 from tailrace.errors import LogCorrupt
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
 
 FORMAT = 1
+_RECORDED_MAX = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Version:
     schema: TableSchema
     arrow: pa.Schema
     """Of a stored change, with every optional column."""
+    ordinal: int = 0
+    """Counts the versions of all tables, in the order they came; 0 for a system stream."""
 
 
 class Schemas:
@@ -41,6 +43,8 @@ class Schemas:
         self._versions: dict[tuple[int, int], Version] = {}
         self._tables: dict[int, int] = {}  # relation -> table
         self._latest: dict[int, Version] = {}
+        self._recorded: dict[int, tuple[TableSchema, Version]] = {}  # by the shape's id()
+        self._ordinal = 0
 
     def load(self) -> None:
         """Read everything there is."""
@@ -57,36 +61,65 @@ class Schemas:
         return known
 
     def latest(self) -> list[Version]:
-        """The newest known version of every table."""
-        return [self._latest[table] for table in sorted(self._latest)]
+        """The newest known version of every table of the source."""
+        found = [self._latest[table] for table in sorted(self._latest)]
+        return [version for version in found if not is_system(version.schema)]
+
+    def of(self, table: TableId) -> list[int]:
+        """The numbers a table has had: one, unless it was dropped and made again, or none."""
+        return sorted({version.table for version in self._versions.values() if version.schema.table == table})
+
+    def named(self, text: str) -> list[int]:
+        """The same for `schema.table` as a person writes it, or the name of a system stream."""
+        return sorted(
+            {version.table for version in self._versions.values() if str(version.schema.table) == text}
+        )
+
+    def after(self, ordinal: int) -> list[Version]:
+        """The versions counted after this one."""
+        later = [version for version in self._versions.values() if version.ordinal > ordinal]
+        return sorted(later, key=lambda version: version.ordinal)
 
     def record(self, schema: TableSchema) -> Version:
         """The version that is this shape, durable when this returns."""
+        # A stream gives the same object again and again; comparing shapes column by column is what costs.
+        recorded = self._recorded.get(id(schema))
+        if recorded is not None and self._latest[recorded[1].table] is recorded[1]:
+            return recorded[1]
+        version = self._record(schema)
+        if len(self._recorded) >= _RECORDED_MAX:
+            self._recorded.clear()
+        self._recorded[id(schema)] = (schema, version)
+        return version
+
+    def _record(self, schema: TableSchema) -> Version:
         table = self._tables.get(schema.relation)
         latest = self._latest.get(table) if table is not None else None
         if latest is not None and latest.schema == schema:
             return latest
         if table is None:
-            table = max(self._latest, default=0) + 1
+            table = SCHEMA_NUMBER if schema == SCHEMA_STREAM else max(self._latest, default=0) + 1
         version = Version(
             table=table,
             version=latest.version + 1 if latest else 1,
             schema=schema,
             arrow=schema.change_schema(),
+            ordinal=0 if is_system(schema) else self._ordinal + 1,
         )
-        stored = {"format": FORMAT, "table": table, "version": version.version, **schema.to_json()}
-        stored["crc"] = _checksum(stored)
+        stored = {"format": FORMAT, "table": table, "version": version.version, "ordinal": version.ordinal}
+        stored |= schema.to_json()
         path = self._path(table, version.version)
         with files.explained(path):
             path.parent.mkdir(exist_ok=True)
             files.sync_folder(self._folder)
-            files.create(path, json.dumps(stored, indent=1, ensure_ascii=False).encode())
+            files.create(path, records.encode(stored))
         failpoints.hit("log.schema_recorded")
         self._keep(version)
         return version
 
     def _keep(self, version: Version) -> None:
         self._versions[version.table, version.version] = version
+        self._ordinal = max(self._ordinal, version.ordinal)
         self._tables[version.schema.relation] = version.table
         known = self._latest.get(version.table)
         if known is None or known.version < version.version:
@@ -97,24 +130,17 @@ class Schemas:
 
     def _read(self, path: Path) -> Version:
         try:
-            stored = json.loads(path.read_bytes())
-            if stored.pop("crc") != _checksum(stored):
-                raise ValueError("it does not match its checksum")
-            if stored["format"] != FORMAT:
-                raise ValueError("it has a format this version does not know")
+            stored = records.decode(path.read_bytes(), FORMAT)
             if path != self._path(stored["table"], stored["version"]):
                 raise ValueError("it belongs to another place")
             schema = TableSchema.from_json(stored)
             return Version(
-                table=stored["table"], version=stored["version"], schema=schema, arrow=schema.change_schema()
-            )
+                table=stored["table"], version=stored["version"], schema=schema, arrow=schema.change_schema(),
+                ordinal=stored.get("ordinal", 0),
+            )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise LogCorrupt(
                 f"a table's shape cannot be read: {error}",
                 path=path,
                 hint="Restore the file from a copy of the log, or start a new log.",
             ) from error
-
-
-def _checksum(stored: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(stored, sort_keys=True, separators=(",", ":")).encode())

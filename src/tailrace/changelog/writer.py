@@ -11,6 +11,7 @@ import json
 import time
 import uuid
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,69 +19,99 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.base import SourceId
-from tailrace.changelog import files, format
+from tailrace.changelog import files, format, spill
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
-from tailrace.changelog.schemas import Schemas
+from tailrace.changelog.schemas import Schemas, Version
+from tailrace.changelog.spill import Spill
 from tailrace.errors import LogCorrupt, LogFenced, LogForeign
-from tailrace.model import change
+from tailrace.model import change, system
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO
 
-_FOLDERS = ("hot", "schemas", "status")
+_FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
+Parts = list[bytes | memoryview]
+_SEQ_PLACE = [field.name for field in change.ALWAYS].index(change.SEQ)
+_ZEROS = bytes(format.ALIGNMENT)
 
 
 class LogWriter:
     """The one writer of a log. Opening it waits for the lease and sweeps what a crash left behind."""
 
-    def __init__(self, path: Path, source: SourceId) -> None:
+    def __init__(self, path: Path, source: SourceId, *, take_over: bool = False) -> None:
         self.path = path
         with files.explained(path):
             begun = files.is_there(path / "meta.json")
         if not begun:  # a log that was begun has its folders; one that is gone took its content along
             for name in _FOLDERS:
                 files.make_folder(path / name)
-        self._lease = Lease(path)
+        self._lease = Lease(path, take_over=take_over) if take_over else Lease(path)
         try:
             self.log_id = _identify(path, source)
             self._sweep()
             self._schemas = Schemas(path / "schemas")
             self._schemas.load()
             last = ChangeLog.open(path).last_header()
+            with files.explained(path):
+                spill.sweep(path, last)
         except BaseException:
             self._lease.release()
             raise
         self.commit = last.commit if last else 0
         self.position = last.end if last else ZERO
         self.next_seq = last.next_seq if last else 1
+        self.timeline = last.timeline if last else source.timeline
+        """Of the source's history, as the newest commit has it; the next one says what this says then."""
+        self._announced = last.shapes if last else 0
+        self._written_at = last.written_at if last else 0
+        self._spill: Spill | None = None
 
     def _sweep(self) -> None:
         """Remove what a writer left that died before giving a file its name. Nobody ever read it."""
         with files.explained(self.path):
-            for leftover in self.path.glob("**/.*.tmp"):
-                leftover.unlink(missing_ok=True)
+            for folder in ("hot", "schemas", "."):
+                for leftover in (self.path / folder).glob("**/.*.tmp" if folder == "schemas" else ".*.tmp"):
+                    leftover.unlink(missing_ok=True)
 
-    def append(self, window: Window) -> format.Header:
-        """Make the window durable as the next commit."""
+    def append(self, window: Window) -> format.Header | None:
+        """Make the window durable as the next commit, or as a piece of it if its transaction has not ended.
+
+        A piece moves nothing: until the commit that finishes the transaction, the log is as if it were not there.
+        """
         # The very first commit has nothing before it: it states where the log begins.
-        if window.start != self.position and self.commit:
+        lost = window.continues and self._spill is None
+        if lost or (window.start != self.position and self.commit):
             raise LogCorrupt(
                 "a window does not start where the log ends",
                 log=self.position,
                 window=window.start,
                 hint="This is a defect in Tailrace; nothing was written. Please report it.",
             )
-        bodies, parts = self._encode(window)
+        if self._spill is not None and not window.continues:
+            self._spill.forget()
+            self._spill = None
+        spilled = self._spill or Spill(self.path, self.commit + 1, self._announced)
+        bodies, parts, shapes = self._encode(window, self.next_seq + spilled.rows, spilled.shapes)
+        if window.open:
+            spilled.write(bodies, parts, window.rows, shapes)
+            self._spill = spilled
+            return None
+        pieces = spilled.pieces(window.continued_end) if window.continued_end is not None else ()
+        # A clock that was set back must not make a later commit look older than an earlier one.
+        self._written_at = max(self._written_at, time.time_ns() // 1000)
+        rows = spilled.rows + window.rows
         header = format.Header(
             log=self.log_id, commit=self.commit + 1, start=window.start, end=window.end,
-            transactions=window.transactions, rows=window.rows, next_seq=self.next_seq + window.rows,
-            written_at=time.time_ns() // 1000, committed_at=window.last_committed_at, bodies=bodies,
+            transactions=window.transactions, rows=rows, next_seq=self.next_seq + rows,
+            written_at=self._written_at, committed_at=window.last_committed_at,
+            bodies=(*spilled.bodies, *bodies), big=pieces, shapes=shapes, timeline=self.timeline,
         )  # fmt: skip
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
+        self._announced, self._spill = shapes, None
         return header
 
-    def _publish(self, header: format.Header, parts: list[bytes | memoryview]) -> None:
+    def _publish(self, header: format.Header, parts: Parts) -> None:
         path = commit_path(self.path, header.commit)
         aside = files.aside_of(path)
         failpoints.hit("log.before_write")
@@ -101,41 +132,83 @@ class LogWriter:
             hint="Stop one of the two writers of this log, then start again.",
         )
 
-    def _encode(self, window: Window) -> tuple[tuple[format.Body, ...], list[bytes | memoryview]]:
+    def _encode(
+        self, window: Window, first_seq: int, announced: int
+    ) -> tuple[tuple[format.Body, ...], Parts, int]:
+        """Where each batch will lie, its bytes, and how many shapes have been announced with it."""
         bodies: list[format.Body] = []
-        parts: list[bytes | memoryview] = []
+        parts: Parts = []
+        fresh: list[tuple[Version, pa.RecordBatch]] = []
         at = 0
-        for batch in window.batches:
-            try:
-                version = self._schemas.record(batch.schema)
-            except FileExistsError as error:  # it was not there when this log was opened
-                raise self._fenced() from error
-            data = _rebase(batch, self.next_seq)
-            message = data.serialize()
-            view = memoryview(message)
-            seqs = data.column(change.SEQ)
+
+        def add(version: Version, data: pa.RecordBatch, counts: tuple[int, int, int], base: int) -> None:
+            nonlocal at
+            view = memoryview(data.serialize())
+            seqs = data.column(_SEQ_PLACE).to_numpy()
+            size, padding = len(view), -len(view) % format.ALIGNMENT
             bodies.append(format.Body(
-                table=version.table, schema=version.version, rows=len(batch),
-                first_seq=seqs[0].as_py(), last_seq=seqs[-1].as_py(),
-                moves=batch.moves, truncates=batch.truncates, unfit=batch.unfit,
-                without=tuple(name for name in change.OPTIONAL if name not in data.schema.names),
-                at=at, size=len(view), crc=zlib.crc32(view),
+                version.table, version.version, len(seqs), base + int(seqs[0]), base + int(seqs[-1]), *counts,
+                _left_out(data, version, window), at, size, zlib.crc32(view), 0, base,
             ))  # fmt: skip
-            padding = format.align(len(view)) - len(view)
-            parts += [view, bytes(padding)]
-            at += len(view) + padding
-        return tuple(bodies), parts
+            parts.extend((view, _ZEROS[:padding]))
+            at += size + padding
+
+        for batch in window.batches:
+            version = self._record(batch)
+            add(version, batch.data, (batch.moves, batch.truncates, batch.unfit), first_seq)
+            if version.ordinal > announced:
+                fresh.append((version, batch.data))
+        if not fresh:
+            return tuple(bodies), parts, announced
+        shapes = max(version.ordinal for version, _ in fresh)
+        records = system.announce(_announcements(fresh, self._schemas.after(announced), shapes))
+        add(self._schemas.record(system.SCHEMA_STREAM), records, (0, 0, 0), first_seq)
+        return tuple(bodies), parts, shapes
+
+    def _record(self, batch: ChangeBatch) -> Version:
+        try:
+            return self._schemas.record(batch.schema)
+        except FileExistsError as error:  # it was not there when this log was opened
+            raise self._fenced() from error
 
     def close(self) -> None:
         """Let the next writer in."""
+        if self._spill is not None:
+            self._spill.forget()
         self._lease.release()
 
 
-def _rebase(batch: ChangeBatch, first_seq: int) -> pa.RecordBatch:
-    """The batch with `_seq` counted in the log instead of in the window."""
-    place = batch.data.schema.get_field_index(change.SEQ)
-    seqs = batch.data.column(place).to_numpy() + first_seq
-    return batch.data.set_column(place, batch.data.schema.field(place), pa.array(seqs))
+def _announcements(
+    fresh: Sequence[tuple[Version, pa.RecordBatch]], known: Sequence[Version], shapes: int
+) -> list[system.Announcement]:
+    """A record for every version counted so far and not announced yet.
+
+    Each stands at its first row. A version that a writer recorded before it died, and that no row has, stands at
+    the first row of the next one.
+    """
+    first: dict[int, pa.RecordBatch] = {}
+    for version, data in fresh:
+        first.setdefault(version.ordinal, data)
+    found = []
+    for version in known:
+        if version.ordinal > shapes:
+            break
+        row = first[min(ordinal for ordinal in first if ordinal >= version.ordinal)].slice(0, 1)
+        position = row.column(change.POSITION)[0].as_py() if change.POSITION in row.schema.names else None
+        found.append(system.Announcement(
+            table=version.table, version=version.version, shape=version.schema, position=position,
+            seq=row.column(change.SEQ)[0].as_py(), tx=row.column(change.TX)[0].as_py(),
+            tx_index=row.column(change.TX_INDEX)[0].as_py(), committed_at=row.column(change.COMMITTED_AT)[0].value,
+        ))  # fmt: skip
+    return sorted(found, key=lambda item: item.seq)
+
+
+def _left_out(data: pa.RecordBatch, version: Version, window: Window) -> tuple[str, ...]:
+    # Nearly every batch leaves out every optional column; asking for names is what costs.
+    if not window.open and data.num_columns == len(version.arrow) - len(change.OPTIONAL):
+        return change.OPTIONAL
+    names = set(data.schema.names)
+    return tuple(name for name in (change.POSITION, *change.OPTIONAL) if name not in names)
 
 
 def _identify(path: Path, source: SourceId) -> str:

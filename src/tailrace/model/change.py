@@ -20,6 +20,10 @@ class Operation(enum.Enum):
     TRUNCATE = "truncate"
     READ = "read"
     """Read by a snapshot, not seen in the source's log."""
+    SCHEMA = "schema"
+    """A table has a new shape; only in the system stream of that name."""
+    MESSAGE = "message"
+    """Something an application said in the source's log; only in the system stream of that name."""
 
     @property
     def code(self) -> int:

@@ -18,13 +18,16 @@ from tailrace.model import change
 
 @dataclass(frozen=True, order=True)
 class TableId:
-    """A table's name at the source. Its parts are kept apart: `a.b`.`c` is not `a`.`b.c`."""
+    """A table's name at the source. Its parts are kept apart: `a.b`.`c` is not `a`.`b.c`.
+
+    No source has a schema without a name: that is where the system streams are.
+    """
 
     schema: str
     name: str
 
     def __str__(self) -> str:
-        return f"{self.schema}.{self.name}"
+        return f"{self.schema}.{self.name}" if self.schema else self.name
 
 
 class Identity(enum.Enum):

@@ -14,7 +14,7 @@ from pathlib import Path
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import Remedy, SchemaChanged, TableFailed, TailraceError
+from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TableFailed, TailraceError
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import TableState
 from tailrace.tables.base import Cursor
@@ -106,6 +106,7 @@ class Lives:
             if life.cursor is not None and not _saw_too_little(life, source):
                 life.state = TableState.CATCHING_UP
                 _refuse_lost_identity(life, source)
+                _refuse_ahead(life, self.log)
         except TailraceError as error:
             life.fail(error)
         return life
@@ -119,9 +120,9 @@ class Lives:
             item
             for number in self.numbers(life)
             for item in self.index.pending(number, life.cursor.seq, to)
-            if item.commit > covered
+            if item.last > covered
         ]
-        return sorted(found, key=lambda item: (item.commit, item.body))
+        return sorted(found, key=lambda item: item.last_seq)
 
     def numbers(self, life: TableLife) -> list[int]:
         """The log's numbers for the table: one, unless it was dropped and made again."""
@@ -136,17 +137,21 @@ class Lives:
         """The next stretch the table can take; None when there is none, and then its state says why."""
         if life.state.broken or life.cursor is None or life.shape is None:
             return None
-        pending = self.pending(life, end)
+        if self._refuse_trimmed(life):
+            return None
+        pending = self.pending(life, self.index.commit)
         taken: list[Slice] = []
         rows = 0
         for item in pending:
+            if item.first > end or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
+                break
             # Of a commit that a load's point lies inside of, the task sees which rows are left at all.
-            inside = self.index.start_of(item.commit) < life.cursor.position
+            inside = self.index.start_of(item.first) < life.cursor.position
             error = None if inside else self._unusable(life.shape, item)
             if error is not None and not taken:
                 life.fail(error)
                 return None
-            if error is not None or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
+            if error is not None:
                 break
             taken.append(item)
             rows += item.rows
@@ -154,10 +159,33 @@ class Lives:
             life.state = TableState.LIVE
             return None
         # A commit may hold several slices of a table; a cursor must not pass the ones left for later.
-        last = end if len(taken) == len(pending) else pending[len(taken)].commit - 1
+        last = max(end, taken[-1].last)
+        if len(taken) < len(pending):
+            last = min(last, pending[len(taken)].first - 1)
         seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
         position = max(life.cursor.position, self.index.end_of(last))
         return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+
+    def _refuse_trimmed(self, life: TableLife) -> bool:
+        """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""
+        if life.cursor is None:
+            return False
+        for number in self.numbers(life):
+            gone = self.index.lacks(number, life.cursor.seq)
+            # A load's point may lie past rows that its `_seq` does not cover.
+            if gone is not None and gone.commit > self.index.commit_at(life.cursor.position):
+                life.error = LogTrimmed(
+                    "the log no longer holds what the table lacks",
+                    table=life.table,
+                    applied=life.cursor.commit,
+                    gone_to=gone.commit,
+                    why=gone.why,
+                    hint=RELOAD_HINT,
+                )
+                life.state = TableState.NEEDS_SNAPSHOT
+                log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
+                return True
+        return False
 
     def covered(self, commit: int) -> bool:
         """Whether every table that can go on has applied the log up to the commit."""
@@ -167,7 +195,7 @@ class Lives:
         )
 
     def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
-        return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.commit)
+        return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.first)
 
 
 def _refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:
@@ -176,6 +204,19 @@ def _refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:
         return
     if life.shape.identity is not Identity.NONE:
         raise SchemaChanged("the source table lost its replica identity", table=life.table, hint=RELOAD_HINT)
+
+
+def _refuse_ahead(life: TableLife, change_log: ChangeLog) -> None:
+    """A table that has applied commits this log does not have was fed by another past of it."""
+    newest = change_log.newest()
+    if life.cursor is not None and life.cursor.commit > newest:
+        raise TableAhead(
+            "the table has applied more than the log holds",
+            table=life.table,
+            applied=life.cursor.commit,
+            newest=newest,
+            hint="Was the log restored from a copy? " + RELOAD_HINT,
+        )
 
 
 def _saw_too_little(life: TableLife, source: SourceTable | None) -> bool:

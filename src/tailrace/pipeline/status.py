@@ -67,7 +67,7 @@ def measure(
             position=str(lag.end) if lag else None,
         ),
         log=LogStatus(
-            path=str(log.path), id=log.log_id, commits=index.commit, first_commit=1 if index.commit else None,
+            path=str(log.path), id=log.log_id, commits=index.commit, first_commit=index.first if index.commit else None,
             last_commit=index.commit or None, position=str(index.position) if index.commit else None,
             bytes=index.bytes, last_seq=index.next_seq(index.commit) - 1,
         ),

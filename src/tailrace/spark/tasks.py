@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from tailrace import failpoints
 from tailrace.capture.base import TableReader
 from tailrace.changelog import files
+from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TailraceError
 from tailrace.model import change
@@ -53,8 +54,8 @@ class ApplyWork:
     log: Path
     lake: Path
     log_id: str
-    slices: tuple[tuple[int, int], ...]
-    """Commit, and the body's place in it."""
+    slices: tuple[Slice, ...]
+    """Which rows; where they lie is looked up when they are read, for the log may be sealed meanwhile."""
     shape: TableSchema
     expected: Cursor
     cursor: Cursor
@@ -125,24 +126,25 @@ def _changes(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
     log = ChangeLog.open(work.log)
     pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
-    for commit, place in work.slices:
-        header = log.header(commit)
-        batch = log.batch(header, header.bodies[place])
-        data = batch.data
-        if header.bodies[place].first_seq <= work.expected.seq:
-            data = data.filter(pc.greater(data.column(change.SEQ), work.expected.seq))
-        if header.start < work.expected.position:
-            data = _after(data, work.expected.position)
-        if data.num_rows:
-            if error := unusable(work.shape, batch.schema, commit):
-                raise error
-            pieces.append(data)
+    seq = work.expected.seq
+    for item in work.slices:
+        for batch in log.read(
+            item.first, item.last, tables=[item.table], after_seq=seq, to_seq=item.last_seq
+        ):
+            data = _after(batch.data, work.expected.position)
+            if data.num_rows:
+                if error := unusable(work.shape, batch.schema, item.first):
+                    raise error
+                pieces.append(data)
+        seq = max(seq, item.last_seq)
     return pa.Table.from_batches(pieces)
 
 
 def _after(data: pa.RecordBatch, position: Lsn) -> pa.RecordBatch:
     """The rows whose transaction ended after the position: a load has seen the others."""
     positions = data.column(change.POSITION)
+    if Lsn.parse(positions[0].as_py()) > position:  # rows come in the order of the source's log
+        return data
     later = [text for text in pc.unique(positions).to_pylist() if Lsn.parse(text) > position]
     return data.filter(pc.is_in(positions, pa.array(later, pa.string())))
 

@@ -48,13 +48,7 @@ class WakeReader(DataSourceStreamReader):
     def latestOffset(self, start: dict[str, int], limit: object) -> dict[str, int]:
         if self._log is None:
             self._log = ChangeLog.open(Path(self._path))
-        end, rows = start["commit"], 0
-        newest = self._log.newest()
-        while end < newest:
-            rows += self._log.header(end + 1).rows
-            if rows > ROWS_MAX and end > start["commit"]:
-                break
-            end += 1
+        end = self._log.bounded(start["commit"], ROWS_MAX)
         return {"commit": end}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:

@@ -1,0 +1,289 @@
+"""What was sealed: runs of commits that became Parquet files, one list of files per table.
+
+A *seal* stands for the commits from its first to its last: `cold/<first>-<last>.json` says what they held, where the
+rows are now, and the checksum of every file. Seals may overlap (a wider one replaces narrower ones, which go
+after a grace period); each alone is whole and true, so a reader takes any that covers what it wants and may ask
+again at any time. The rows of a file are in `_seq` order, of one table and one version of its shape.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import os
+import re
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tailrace.changelog import files, records
+from tailrace.errors import NEW_LOG_HINT, LogCorrupt
+from tailrace.model.position import Lsn
+
+FORMAT = 1
+_NAME = re.compile(r"([0-9]{20})-([0-9]{20})\.json")
+CRC_STEP = 8 << 20
+_GRAIN_NS = 100_000_000
+_LOOKS_MAX = 20
+
+COMMIT_COLUMNS = pa.schema([
+    pa.field(name, pa.int64(), nullable=name == "committed_at")
+    for name in ("commit", "end", "next_seq", "transactions", "rows", "written_at", "committed_at")
+])  # fmt: skip
+"""Of `<first>-<last>.commits.parquet`. In a run of commits without rows only the last is listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One row group of a file. It ends where a commit ends, unless that commit has more rows than fit."""
+
+    rows: int
+    first: int
+    last: int
+    """The commits its rows come from."""
+    last_seq: int
+    committed_at: int
+    """Of its last row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdFile:
+    """Rows of one table and one version of its shape, from a run of commits."""
+
+    table: int
+    schema: int
+    rows: int
+    first: int
+    last: int
+    first_seq: int
+    last_seq: int
+    moves: int
+    truncates: int
+    unfit: int
+    file: str
+    """Below the log's folder."""
+    size: int
+    crc: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seal:
+    """A run of commits, and the files that hold what they held."""
+
+    log: str
+    first: int
+    last: int
+    start: Lsn
+    end: Lsn
+    first_seq: int
+    next_seq: int
+    transactions: int
+    rows: int
+    shapes: int
+    timeline: int
+    written_from: int
+    written_to: int
+    committed_at: int | None
+    sealed_at: int
+    level: int
+    """0 for commits sealed for the first time; one more each time seals are made one."""
+    commits_size: int
+    commits_crc: int
+    files: tuple[ColdFile, ...]
+
+    @property
+    def stem(self) -> str:
+        return f"{self.first:020d}-{self.last:020d}"
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files) + self.commits_size
+
+
+@dataclass(frozen=True)
+class CommitList:
+    """The commits of a seal, as columns."""
+
+    commit: npt.NDArray[np.int64]
+    end: npt.NDArray[np.int64]
+    next_seq: npt.NDArray[np.int64]
+
+    def place(self, commit: int) -> int:
+        """Where a commit stands, or the one that speaks for the empty run it was in."""
+        return int(np.searchsorted(self.commit, commit))
+
+
+def seal_path(log: Path, stem: str) -> Path:
+    return log / "cold" / f"{stem}.json"
+
+
+def commits_path(log: Path, stem: str) -> Path:
+    return log / "cold" / f"{stem}.commits.parquet"
+
+
+def stems(log: Path) -> list[tuple[int, int, str]]:
+    """First commit, last commit and name of every seal there is."""
+    folder = log / "cold"
+    try:
+        with files.explained(folder):
+            names = os.listdir(folder) if folder.is_dir() else []
+    except NotADirectoryError:
+        names = []
+    found = [match for name in names if (match := _NAME.fullmatch(name))]
+    return sorted((int(match[1]), int(match[2]), match[0][:-5]) for match in found)
+
+
+def encode_seal(seal: Seal) -> bytes:
+    stored = dataclasses.asdict(seal)
+    stored |= {"format": FORMAT, "start": str(seal.start), "end": str(seal.end)}
+    return records.encode(stored)
+
+
+def read_seal(log: Path, stem: str) -> Seal:
+    """A seal, checked; FileNotFoundError if it has been replaced or trimmed meanwhile."""
+    path = seal_path(log, stem)
+    try:
+        with files.explained_but_missing(path):
+            text = path.read_bytes()
+        seal = _seal(records.decode(text, FORMAT))
+        if seal.stem != stem:
+            raise ValueError("it belongs to another place")
+        return seal
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(path, str(error)) from error
+
+
+def _seal(stored: dict[str, Any]) -> Seal:
+    names = [field.name for field in dataclasses.fields(Seal)]
+    known = {name: stored[name] for name in names}
+    known |= {"start": Lsn.parse(stored["start"]), "end": Lsn.parse(stored["end"])}
+    known["files"] = tuple(
+        ColdFile(
+            **{**_only(file, ColdFile), "groups": tuple(Group(**_only(g, Group)) for g in file["groups"])}
+        )
+        for file in stored["files"]
+    )
+    return Seal(**known)
+
+
+def _only(stored: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    return {field.name: stored[field.name] for field in dataclasses.fields(kind)}
+
+
+def read_commits(log: Path, seal: Seal) -> CommitList:
+    """The commits of a seal, checked; FileNotFoundError if it has been replaced meanwhile."""
+    path = commits_path(log, seal.stem)
+    check_file(path, seal.commits_size, seal.commits_crc)
+    table = pq.read_table(path, columns=["commit", "end", "next_seq"], use_threads=False)
+    return CommitList(*(table.column(name).to_numpy() for name in ("commit", "end", "next_seq")))
+
+
+def check_file(path: Path, size: int, crc: int) -> None:
+    """Refuse a file that is not, byte for byte, what was written."""
+    found, length = checksum_of(path)
+    if length != size or found != crc:
+        raise damaged(path, "it does not match its checksum")
+
+
+def checksum_of(path: Path) -> tuple[int, int]:
+    """CRC-32 and length of a file; FileNotFoundError if it is gone."""
+    crc = length = 0
+    with files.explained_but_missing(path), path.open("rb", buffering=0) as file:
+        while chunk := file.read(CRC_STEP):
+            crc = zlib.crc32(chunk, crc)
+            length += len(chunk)
+    return crc, length
+
+
+def damaged(path: Path, why: str) -> LogCorrupt:
+    """The error for a sealed file that is not what was written."""
+    return LogCorrupt(
+        f"a sealed file of the log is damaged: {why}",
+        path=path,
+        hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
+    )
+
+
+class ColdIndex:
+    """The seals of a log that together cover it, oldest first; `refresh` looks again."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._read: dict[str, Seal] = {}
+        self._lists: dict[str, CommitList] = {}
+        self._stamp: tuple[int, int] = (-1, -1)
+        self._looked = 0
+        self.seals: tuple[Seal, ...] = ()
+
+    @property
+    def last(self) -> int:
+        """The last sealed commit; 0 if nothing is."""
+        return self.seals[-1].last if self.seals else 0
+
+    def refresh(self) -> bool:
+        """Take in what was sealed, joined or trimmed since; whether there may have been something."""
+        try:
+            found = os.stat(self._log / "cold")
+        except FileNotFoundError:
+            return False
+        stamp = (found.st_mtime_ns, found.st_ino)
+        # A folder's time has the grain of the kernel's clock: two changes may share one.
+        if stamp == self._stamp and self._looked > found.st_mtime_ns + _GRAIN_NS:
+            return False
+        looked = time.time_ns()
+        self.seals = self._read_chain()
+        self._read = {seal.stem: seal for seal in self.seals}
+        self._lists = {stem: found for stem, found in self._lists.items() if stem in self._read}
+        self._stamp, self._looked = stamp, looked
+        return True
+
+    def _read_chain(self) -> tuple[Seal, ...]:
+        for _ in range(_LOOKS_MAX):
+            chain = _chain(stems(self._log))
+            try:
+                return tuple(self._read.get(stem) or read_seal(self._log, stem) for stem in chain)
+            except FileNotFoundError:
+                continue  # replaced between listing and reading: the wider one is there now
+        raise damaged(self._log / "cold", "its files come and go")
+
+    def covering(self, commit: int) -> Seal | None:
+        """The seal that holds a commit."""
+        place = bisect.bisect_left(self.seals, commit, key=lambda seal: seal.last)
+        found = self.seals[place] if place < len(self.seals) else None
+        return found if found is not None and found.first <= commit else None
+
+    def commits(self, seal: Seal) -> CommitList:
+        """The commits of a seal; remembered for as long as the seal is."""
+        if seal.stem not in self._lists:
+            self._lists[seal.stem] = read_commits(self._log, seal)
+        return self._lists[seal.stem]
+
+
+def _chain(found: list[tuple[int, int, str]]) -> list[str]:
+    """Seals one after another, each time the one that reaches furthest: it stands for those inside it.
+
+    Where the log was trimmed the first does not begin at commit 1; a gap after it ends the chain.
+    """
+    chain: list[str] = []
+    reached = found[0][0] - 1 if found else 0
+    place = 0
+    while True:
+        best: tuple[int, int, str] | None = None
+        while place < len(found) and found[place][0] <= reached + 1:
+            if best is None or found[place][1] > best[1]:
+                best = found[place]
+            place += 1
+        if best is None or best[1] <= reached:
+            if best is None:
+                return chain
+            continue
+        chain.append(best[2])
+        reached = best[1]

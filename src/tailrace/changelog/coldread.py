@@ -1,0 +1,145 @@
+"""Rows out of sealed files, as they were in the commits they came from.
+
+A file is checked as a whole before its first row is delivered. Rows come in bounded batches: a row group at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from tailrace.changelog.cold import ColdFile, CommitList, check_file, damaged
+from tailrace.changelog.schemas import Version
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.change import Operation
+from tailrace.model.schema import TableSchema
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows that are wanted: of commits from `first` to `last`, after a `_seq` and up to another."""
+
+    first: int
+    last: int
+    after_seq: int
+    to_seq: int
+
+
+class ColdReader:
+    """Opens sealed files of one log; notes in `checked` which it need not check again."""
+
+    def __init__(
+        self, log: Path, shape: Callable[[int, int], Version], checked: set[tuple[str, int]]
+    ) -> None:
+        self._log = log
+        self._shape = shape
+        self._checked = checked
+
+    def open(self, file: ColdFile) -> pq.ParquetFile:
+        """The file, checked; FileNotFoundError if it is gone."""
+        path = self._log / file.file
+        if (file.file, file.crc) not in self._checked:
+            check_file(path, file.size, file.crc)
+            self._checked.add((file.file, file.crc))
+        return pq.ParquetFile(path, memory_map=True)
+
+    def batches(self, file: ColdFile, span: Span) -> Iterator[tuple[int, int, ChangeBatch]]:
+        """The rows of a file that are wanted, a row group at a time, each with its table and the commit before."""
+        outside = file.last < span.first or file.first > span.last
+        if outside or file.last_seq <= span.after_seq or file.first_seq > span.to_seq:
+            return
+        version = self._shape(file.table, file.schema)
+        with self.open(file) as parquet:
+            for place, group in enumerate(file.groups):
+                if group.last_seq <= span.after_seq or group.last < span.first:
+                    continue
+                if group.first > span.last:
+                    return
+                rows = parquet.read_row_group(place, use_threads=False)
+                if rows.num_rows != group.rows:
+                    raise damaged(self._log / file.file, "a row group is not as long as it was")
+                for piece in rows.combine_chunks().to_batches():
+                    wanted = _cut(piece, span)
+                    if wanted.num_rows:
+                        yield group.first - 1, file.table, counted(version.schema, complete(wanted, version))
+
+    def merged(
+        self, found: list[ColdFile], commits: CommitList, span: Span
+    ) -> Iterator[tuple[int, int, ChangeBatch]]:
+        """The rows of many tables commit by commit, as they were before they were sealed."""
+        sources = [
+            (file.table, _Source(file.first_seq, (batch for _, _, batch in self.batches(file, span))))
+            for file in sorted(found, key=lambda file: file.first_seq)
+        ]
+        for commit, next_seq in zip(commits.commit.tolist(), commits.next_seq.tolist(), strict=True):
+            if commit > span.last:
+                return
+            for table, source in sources:
+                for batch in source.until(next_seq):
+                    yield commit - 1, table, batch
+
+
+class _Source:
+    """One file's batches, taken piece by piece; opened when its first row is due."""
+
+    def __init__(self, first_seq: int, batches: Iterator[ChangeBatch]) -> None:
+        self._next_seq = first_seq
+        self._batches = batches
+        self._held: ChangeBatch | None = None
+
+    def until(self, next_seq: int) -> Iterator[ChangeBatch]:
+        """What comes before a `_seq`."""
+        while self._next_seq < next_seq:
+            held = self._held or next(self._batches, None)
+            if held is None:
+                return
+            seqs = held.data.column(change.SEQ).to_numpy()
+            rows = int(np.searchsorted(seqs, next_seq))
+            if rows:
+                yield counted(held.schema, held.data.slice(0, rows))
+            self._held = None
+            if rows < len(seqs):
+                self._held = counted(held.schema, held.data.slice(rows))
+                self._next_seq = int(seqs[rows])
+
+
+def _cut(rows: pa.RecordBatch, span: Span) -> pa.RecordBatch:
+    seqs, commits = rows.column(change.SEQ).to_numpy(), rows.column(change.COMMIT).to_numpy()
+    begin = max(
+        int(np.searchsorted(seqs, span.after_seq, side="right")), int(np.searchsorted(commits, span.first))
+    )
+    end = min(
+        int(np.searchsorted(seqs, span.to_seq, side="right")),
+        int(np.searchsorted(commits, span.last, side="right")),
+    )
+    return rows.slice(begin, max(0, end - begin))
+
+
+def counted(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
+    """Rows as a batch, with what a batch knows of its rows counted anew."""
+    moved, unfit = data.column(change.MOVED_FROM), data.column(change.UNFIT)
+    truncates = pc.sum(pc.equal(data.column(change.OP), Operation.TRUNCATE.value)).as_py()
+    return ChangeBatch(
+        schema=schema,
+        data=data,
+        moves=len(moved) - moved.null_count,
+        truncates=truncates or 0,
+        unfit=0 if unfit.null_count == len(unfit) else pc.sum(pc.list_value_length(unfit)).as_py(),
+    )
+
+
+def complete(data: pa.RecordBatch, version: Version) -> pa.RecordBatch:
+    """The rows as the version's shape has them: columns that were left out are put back as nulls."""
+    names = set(data.schema.names)
+    columns = [
+        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type)
+        for field in version.arrow
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=version.arrow)

@@ -1,0 +1,187 @@
+"""Who still needs which rows: readers that gave a name, and the lake tables, as they last said.
+
+A consumer has read everything of its tables up to its commit and up to its `_seq`. What it has not read is kept for
+it until it has not been heard of for `EXPIRE_SECONDS`, or until it is forgotten. What stands here only ever makes
+the log keep more: a file that is lost or cannot be read keeps nothing, and whoever then comes too late is told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tailrace.changelog import files
+from tailrace.errors import ConfigError
+from tailrace.model.schema import TableId
+
+EXPIRE_SECONDS = 7 * 86_400.0
+SAVE_SECONDS = 1.0
+"""A reader's place is written down at most this often, and when it stops."""
+TABLES = "@tables.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hold:
+    """What one reader or one lake table has covered; the log keeps the rest of its tables for it."""
+
+    name: str
+    kind: str
+    """`consumer`, or `table`."""
+    tables: tuple[int, ...] | None
+    """The log's numbers; None means all of them."""
+    commit: int
+    seq: int
+    seen_at: float
+    expires_seconds: float | None
+    """After this long without a sign it holds nothing; None: it never does so."""
+
+    def expired(self, now: float) -> bool:
+        return self.expires_seconds is not None and now - self.seen_at > self.expires_seconds
+
+    def needs(self, table: int, last_seq: int, last_commit: int) -> bool:
+        """Whether rows of a table, up to this row in this commit, are not all covered."""
+        mine = self.tables is None or table in self.tables
+        return mine and last_commit > self.commit and last_seq > self.seq
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def consumer_path(log: Path, name: str) -> Path:
+    """Where a consumer's place is written; a name that could lead elsewhere is refused."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            "a consumer's name is 1 to 63 letters, digits, `_`, `-` or `.`, and does not begin with `.` or `-`",
+            name=name,
+            hint="For example: `nightly-export`.",
+        )
+    return log / "consumers" / f"{name}.json"
+
+
+class Consumer:
+    """One named reader's place in the log."""
+
+    def __init__(self, path: Path, name: str, tables: tuple[int, ...] | None, commit: int, seq: int) -> None:
+        self._path = path
+        self._saved_at = 0.0
+        self.name = name
+        self.tables = tables
+        self.commit = commit
+        self.seq = seq
+
+    @classmethod
+    def open(
+        cls, log: Path, name: str, *, tables: tuple[int, ...] | None, start: tuple[int, int]
+    ) -> Consumer:
+        """The named reader where it stopped; a new one at `start`, a commit and a `_seq`."""
+        path = consumer_path(log, name)
+        stored = _read(path)
+        made = cls(path, name, tables, *start)
+        if stored is not None:
+            if stored["tables"] != (list(tables) if tables is not None else None):
+                raise ConfigError(
+                    "this consumer reads other tables",
+                    name=name,
+                    hint="Give the new reader a name of its own, or forget the old one: "
+                    f"`tailrace consumers FILE --forget {name}`.",
+                )
+            made.commit, made.seq = stored["commit"], stored["seq"]
+        made.save()
+        return made
+
+    def reached(self, commit: int, seq: int) -> None:
+        """Everything up to here is read; written down if that was not done just now."""
+        self.commit, self.seq = commit, seq
+        if time.monotonic() - self._saved_at >= SAVE_SECONDS:
+            self.save()
+
+    def save(self) -> None:
+        """Write the place down."""
+        stored = {
+            "name": self.name, "tables": list(self.tables) if self.tables is not None else None,
+            "commit": self.commit, "seq": self.seq, "seen_at": time.time(), "expires_seconds": EXPIRE_SECONDS,
+        }  # fmt: skip
+        with files.explained(self._path):
+            self._path.parent.mkdir(exist_ok=True)
+            files.replace(self._path, json.dumps(stored).encode())
+        self._saved_at = time.monotonic()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableHint:
+    """What the applying process says of one lake table."""
+
+    table: TableId
+    numbers: tuple[int, ...]
+    commit: int
+    seq: int
+
+
+def leave_hints(log: Path, hints: Sequence[TableHint]) -> None:
+    """Say what the lake tables have covered; replaces what was said before."""
+    stored = [
+        {"schema": hint.table.schema, "table": hint.table.name, "numbers": list(hint.numbers),
+         "commit": hint.commit, "seq": hint.seq}
+        for hint in hints
+    ]  # fmt: skip
+    path = log / "consumers" / TABLES
+    with files.explained(path):
+        path.parent.mkdir(exist_ok=True)
+        files.replace(path, json.dumps({"at": time.time(), "tables": stored}).encode())
+
+
+def holds(log: Path) -> list[Hold]:
+    """Everyone who needs something of the log, expired ones too."""
+    folder = log / "consumers"
+    found = []
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        stored = _read(path)
+        if stored is None or path.name == TABLES:
+            continue
+        found.append(Hold(
+            name=stored["name"], kind="consumer", seen_at=stored["seen_at"], commit=stored["commit"],
+            tables=tuple(stored["tables"]) if stored["tables"] is not None else None, seq=stored["seq"],
+            expires_seconds=stored["expires_seconds"],
+        ))  # fmt: skip
+    said = _read(folder / TABLES) or {"tables": [], "at": 0.0}
+    found += [
+        Hold(
+            name=str(TableId(table["schema"], table["table"])), kind="table", tables=tuple(table["numbers"]),
+            commit=table["commit"], seq=table["seq"], seen_at=said["at"], expires_seconds=None,
+        )
+        for table in said["tables"]
+    ]  # fmt: skip
+    return found
+
+
+def forget(log: Path, name: str) -> None:
+    """Let go of what a named reader holds."""
+    path = consumer_path(log, name)
+    if not path.exists():
+        known = [hold.name for hold in holds(log) if hold.kind == "consumer"]
+        raise ConfigError(
+            "there is no such consumer",
+            name=name,
+            hint=f"There are: {', '.join(known)}." if known else "This log has no named consumers.",
+        )
+    with files.explained(path):
+        path.unlink()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        stored = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    needed = (
+        ("tables", "at")
+        if path.name == TABLES
+        else ("name", "tables", "commit", "seq", "seen_at", "expires_seconds")
+    )
+    return stored if isinstance(stored, dict) and all(name in stored for name in needed) else None

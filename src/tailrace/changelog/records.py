@@ -1,0 +1,31 @@
+"""Small JSON files that say when they are not what was written: each carries the CRC-32 of the rest of itself.
+
+The checksum is taken over the object without `crc`, keys sorted, no spaces, non-ASCII escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+
+def encode(stored: dict[str, Any]) -> bytes:
+    """The object as text, with its checksum."""
+    return json.dumps({**stored, "crc": _checksum(stored)}, indent=1, ensure_ascii=False).encode()
+
+
+def decode(text: bytes, format: int) -> dict[str, Any]:
+    """The object, checked; ValueError, KeyError or TypeError if it is not what was written."""
+    stored = json.loads(text)
+    if not isinstance(stored, dict):
+        raise ValueError("it is not a record")
+    if stored.pop("crc") != _checksum(stored):
+        raise ValueError("it does not match its checksum")
+    if stored["format"] != format:
+        raise ValueError("it has a format this version does not know")
+    return stored
+
+
+def _checksum(stored: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(stored, sort_keys=True, separators=(",", ":")).encode())

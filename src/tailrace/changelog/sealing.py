@@ -1,0 +1,363 @@
+"""Sealing: commits become Parquet files per table, and small seals become larger ones.
+
+Nothing here decides what the log holds; it only writes the same rows again in another place. The order makes that
+safe: every file is durable before the seal that names it, the seal is published before any commit's own file goes,
+and those go only after a grace period, so that whoever looked them up can still read them. Killed anywhere, what
+no seal names is swept by the next one who seals. One process seals at a time (`sealer.lock`); two at once would
+still both be right, for a seal is complete in itself.
+
+The glob `cold/<table>/*.parquet` shows every row once: it is a folder of links, replaced as a whole when
+files are joined.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tailrace import failpoints
+from tailrace.changelog import cold, files
+from tailrace.changelog.cold import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
+from tailrace.changelog.coldwrite import TableFiles
+from tailrace.changelog.format import Header
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import ChangeLog, commit_path
+
+SEALER = "sealer"
+SEAL_COMMITS_MAX = 50_000
+"""In one seal, so that its memory is bounded."""
+SEAL_BYTES = 256 << 20
+"""Of commits in one seal, unless a single one has more."""
+JOIN_COUNT = 8
+"""Seals of one level that become one of the next."""
+JOIN_BYTES_MAX = 1 << 30
+JOIN_SECONDS_MAX = 86_400.0
+"""A seal that holds as much, or spans as long, is not joined any more: retention lets go of whole seals."""
+SMALL_BYTES = 64 << 20
+"""A smaller file is written again together with its neighbours when seals are joined."""
+GRACE_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """What a round of work came to."""
+
+    seals: int = 0
+    commits: int = 0
+    rows: int = 0
+    bytes: int = 0
+    joined: int = 0
+    removed: int = 0
+
+    def __add__(self, other: Sealed) -> Sealed:
+        return Sealed(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+
+class Sealer:
+    """Seals one log. Take it as a context: it holds the lock of those who seal."""
+
+    def __init__(self, path: Path, *, wait_seconds: float = 30.0) -> None:
+        self._log = ChangeLog.open(path)
+        self._path = path
+        files.make_folder(path / "cold" / "files")
+        self._lease = Lease(path, SEALER, wait_seconds)
+        try:
+            self._sweep()
+        except BaseException:
+            self._lease.release()
+            raise
+
+    def __enter__(self) -> Sealer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another one seal."""
+        self._lease.release()
+
+    # Sealing.
+
+    def unsealed(self) -> tuple[int, int]:
+        """The first and the last commit that are not sealed; an empty range if all are."""
+        newest = self._log.newest()
+        return self._first_unsealed(), newest
+
+    def _first_unsealed(self) -> int:
+        self._log.cold.refresh()
+        return max(self._log.cold.last, self._log.trimmed().commit) + 1
+
+    def seal(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Sealed:
+        """Seal every commit there is now; `progress` hears how many of how many."""
+        first, last = self.unsealed()
+        done = Sealed()
+        while (begin := self._first_unsealed()) <= last:
+            made = self._seal_some(begin, last)
+            done += Sealed(seals=1, commits=made.last - made.first + 1, rows=made.rows, bytes=made.bytes)
+            progress(made.last - first + 1, last - first + 1)
+        return done
+
+    def _seal_some(self, first: int, last: int) -> Seal:
+        """One seal, from the first commit on, as much as one holds."""
+        tables = TableFiles(self._path, self._log.schemas.get)
+        try:
+            headers: list[Header] = []
+            size = 0
+            for header in self._log.headers(first - 1, min(last, first + SEAL_COMMITS_MAX - 1)):
+                size += sum(body.size for body in header.bodies)
+                if headers and size > SEAL_BYTES:
+                    break
+                headers.append(header)
+                for body in header.bodies:
+                    tables.add(body.table, body.schema, header.commit, self._log.batch(header, body))
+                tables.end_commit()
+            found = tables.close()
+        except BaseException:
+            tables.abandon()
+            raise
+        commits = _coalesced(_commit_rows(headers))
+        return self._publish(_seal_of(headers), found, commits)
+
+    def _publish(self, seal: Seal, found: list[ColdFile], commits: pa.Table) -> Seal:
+        """Make a seal: files first, then the seal that names them, then the links of the glob."""
+        path = commits_path(self._path, seal.stem)
+        with files.explained(path):
+            aside = files.aside_of(path)
+            pq.write_table(commits, aside, compression="zstd")
+            crc, size = checksum_of(aside)
+            files.sync_file(aside)
+            os.replace(aside, path)
+            files.sync_folder(path.parent)
+        seal = replace(
+            seal, files=tuple(found), commits_size=size, commits_crc=crc, sealed_at=time.time_ns() // 1000
+        )
+        failpoints.hit("seal.before_publish")
+        target = seal_path(self._path, seal.stem)
+        with files.explained(target):
+            files.create(target, cold.encode_seal(seal))
+        failpoints.hit("seal.after_publish")
+        self._log.cold.refresh()
+        self._show({file.table for file in seal.files})
+        return seal
+
+    # Joining.
+
+    def join(self) -> Sealed:
+        """Make one seal of many small neighbours, until there are none left to join."""
+        done = Sealed()
+        while run := self._joinable():
+            self._join(run)
+            done += Sealed(joined=len(run))
+        return done
+
+    def _joinable(self) -> list[Seal]:
+        """The oldest neighbours of one level that are enough to become one, and not too much."""
+        self._log.cold.refresh()
+        run: list[Seal] = []
+        for seal in self._log.cold.seals:
+            if run and seal.level != run[-1].level:
+                run = []
+            run = [*run, seal][-JOIN_COUNT:]
+            size = sum(item.bytes for item in run)
+            seconds = (run[-1].written_to - run[0].written_from) / 1e6
+            if len(run) == JOIN_COUNT and size <= JOIN_BYTES_MAX and seconds <= JOIN_SECONDS_MAX:
+                return run
+        return []
+
+    def _join(self, run: list[Seal]) -> Seal:
+        tables = TableFiles(self._path, self._log.schemas.get)
+        try:
+            kept: list[ColdFile] = []
+            for file in self._kept_files(run):
+                if file.size >= SMALL_BYTES:
+                    tables.flush(file.table)
+                    kept.append(file)
+                else:
+                    tables.copy(file)
+            kept += tables.close()
+        except BaseException:
+            tables.abandon()
+            raise
+        kept.sort(key=lambda file: (file.table, file.first_seq))
+        commits = pa.concat_tables(
+            pq.read_table(commits_path(self._path, seal.stem), use_threads=False) for seal in run
+        )
+        first, last = run[0], run[-1]
+        joined = replace(
+            last, first=first.first, start=first.start, first_seq=first.first_seq, written_from=first.written_from,
+            transactions=sum(seal.transactions for seal in run), rows=sum(seal.rows for seal in run),
+            committed_at=max((seal.committed_at for seal in run if seal.committed_at is not None), default=None),
+            level=last.level + 1,
+        )  # fmt: skip
+        return self._publish(joined, kept, _coalesced(commits))
+
+    def _kept_files(self, run: list[Seal]) -> list[ColdFile]:
+        """The files of seals that are not trimmed, table by table, in order."""
+        gone = self._log.trimmed()
+        found = [file for seal in run for file in seal.files if not gone.covers(file.table, file.last_seq)]
+        return sorted(found, key=lambda file: (file.table, file.first_seq))
+
+    # Cleaning up.
+
+    def clean(self, grace_seconds: float = GRACE_SECONDS) -> Sealed:
+        """Remove what seals have replaced for longer than the grace period."""
+        self._log.cold.refresh()
+        old = time.time() - grace_seconds
+        removed = sum(_remove(path) for path in self._replaced(old))
+        return Sealed(removed=removed)
+
+    def _replaced(self, old: float) -> Iterator[Path]:
+        """Files that nobody will look up again, each older than the grace period allows."""
+        yield from self._hot_files(old)
+        chain = {seal.stem for seal in self._log.cold.seals}
+        last = self._log.cold.last
+        for _, reached, stem in cold.stems(self._path):
+            wider = self._log.cold.covering(reached)
+            if (
+                stem not in chain
+                and reached <= last
+                and wider
+                and _age_of(seal_path(self._path, wider.stem)) <= old
+            ):
+                yield seal_path(self._path, stem)
+                yield commits_path(self._path, stem)
+        yield from self._unnamed()
+
+    def _hot_files(self, old: float) -> Iterator[Path]:
+        """The own files of sealed commits, but for the newest: the log says there how far it is."""
+        newest = self._log.newest()
+        ages = {seal.stem: _age_of(seal_path(self._path, seal.stem)) for seal in self._log.cold.seals}
+        for name in sorted(os.listdir(self._path / "hot")):
+            number = int(name[:20]) if name[:20].isdigit() else newest
+            seal = self._log.cold.covering(number) if number < newest else None
+            if seal is not None and ages[seal.stem] <= old:
+                yield commit_path(self._path, number)
+                big = self._path / "big" / f"{number:020d}"
+                if big.is_dir():
+                    yield big
+
+    def _unnamed(self) -> Iterator[Path]:
+        """Files of rows or commits that no seal names: replaced, or left by one who died."""
+        named = {
+            self._path / file.file
+            for _, _, stem in cold.stems(self._path)
+            for file in _files_of(self._path, stem)
+        }
+        folder = self._path / "cold"
+        yield from (path for path in (folder / "files").glob("*/*") if path not in named)
+        stems = {stem for _, _, stem in cold.stems(self._path)}
+        for path in folder.glob("*.commits.parquet"):
+            if path.name.partition(".")[0] not in stems:
+                yield path
+
+    def _sweep(self) -> None:
+        """Remove what one who sealed before us had not finished: we hold the lock, so nobody is at it."""
+        with files.explained(self._path):
+            for pattern in ("cold/.*.tmp", "cold/files/*/.*.tmp"):
+                for leftover in self._path.glob(pattern):
+                    leftover.unlink(missing_ok=True)
+            self._log.cold.refresh()
+            for path in self._unnamed():
+                path.unlink(missing_ok=True)
+            self._show({file.table for seal in self._log.cold.seals for file in seal.files})
+
+    # The glob.
+
+    def _show(self, tables: Iterable[int]) -> None:
+        """Bring the links of these tables' folders in line with the seals."""
+        gone = self._log.trimmed()
+        for table in tables:
+            wanted = {
+                Path(file.file).name: file.file
+                for seal in self._log.cold.seals
+                for file in seal.files
+                if file.table == table and not gone.covers(table, file.last_seq)
+            }
+            show_links(self._path, table, wanted)
+
+
+def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
+    """Make `cold/<table>` hold a link to each of these files and nothing else, at one stroke."""
+    view = log / "cold" / str(table)
+    shown = set(os.listdir(view)) if view.is_dir() else set()
+    if view.is_dir() and shown <= set(wanted):
+        for name in sorted(set(wanted) - shown):
+            os.symlink(os.path.relpath(log / wanted[name], view.resolve()), view / name)
+        return
+    folder = log / "cold" / "views" / f"{table}-{uuid.uuid4().hex[:12]}"
+    folder.mkdir(parents=True)
+    for name, file in wanted.items():
+        os.symlink(os.path.relpath(log / file, folder), folder / name)
+    old = os.readlink(view) if view.is_symlink() else None
+    aside = files.aside_of(view)
+    os.symlink(os.path.relpath(folder, view.parent), aside)
+    os.replace(aside, view)
+    if old is not None:
+        shutil.rmtree(view.parent / old, ignore_errors=True)
+
+
+def _files_of(log: Path, stem: str) -> tuple[ColdFile, ...]:
+    try:
+        return cold.read_seal(log, stem).files
+    except FileNotFoundError:
+        return ()
+
+
+def _commit_rows(headers: list[Header]) -> pa.Table:
+    columns = {
+        "commit": [header.commit for header in headers],
+        "end": [header.end.value for header in headers],
+        "next_seq": [header.next_seq for header in headers],
+        "transactions": [header.transactions for header in headers],
+        "rows": [header.rows for header in headers],
+        "written_at": [header.written_at for header in headers],
+        "committed_at": [header.committed_at for header in headers],
+    }
+    return pa.table(columns, schema=COMMIT_COLUMNS)
+
+
+def _coalesced(commits: pa.Table) -> pa.Table:
+    """The commits without those that only moved the position and were followed by another that did."""
+    empty = commits.column("rows").to_numpy() == 0
+    kept = ~empty
+    kept[:-1] |= ~empty[1:]
+    kept[-1] = True
+    return commits.filter(pa.array(kept))
+
+
+def _seal_of(headers: list[Header]) -> Seal:
+    first, last = headers[0], headers[-1]
+    times = [header.committed_at for header in headers if header.committed_at is not None]
+    return Seal(
+        log=first.log, first=first.commit, last=last.commit, start=first.start, end=last.end,
+        first_seq=first.next_seq - first.rows, next_seq=last.next_seq,
+        transactions=sum(header.transactions for header in headers), rows=sum(header.rows for header in headers),
+        shapes=last.shapes, timeline=last.timeline, written_from=first.written_at, written_to=last.written_at,
+        committed_at=max(times, default=None), sealed_at=0, level=0, commits_size=0, commits_crc=0, files=(),
+    )  # fmt: skip
+
+
+def _age_of(path: Path) -> float:
+    """When a file was written; one that is gone is new, so that nothing hangs on it."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return time.time()
+
+
+def _remove(path: Path) -> int:
+    with files.explained(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return 1

@@ -1,0 +1,73 @@
+"""A transaction too large for memory, on its way into the log: its rows are written out as they arrive.
+
+The files lie in `big/<commit>/`, under the number of the commit that will name them. Until that commit exists they
+are nobody's: no reader looks for them, and what a crash left is swept when the log is next opened for writing.
+Each writer's files bear a token of their own, so a writer that was overtaken cannot touch its successor's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from tailrace import failpoints
+from tailrace.changelog import files
+from tailrace.changelog.format import Body, Header, Piece
+from tailrace.model.position import Lsn
+
+
+class Spill:
+    """The rows of one open transaction that are on disk already."""
+
+    def __init__(self, log: Path, commit: int, shapes: int) -> None:
+        self._log = log
+        self._folder = log / "big" / f"{commit:020d}"
+        self._token = uuid.uuid4().hex[:12]
+        self._files: list[Path] = []
+        self.bodies: list[Body] = []
+        self.rows = 0
+        self.shapes = shapes
+        """How many versions of shapes the log and these pieces announce."""
+
+    def write(
+        self, bodies: Sequence[Body], parts: Sequence[bytes | memoryview], rows: int, shapes: int
+    ) -> None:
+        """Make one piece of the transaction durable."""
+        path = self._folder / f"{self._token}-{len(self._files) + 1}.arrow"
+        with files.explained(path):
+            files.make_folder(self._folder)
+            files.write_aside(path, parts)
+        self._files.append(path)
+        self.bodies += [body._replace(piece=len(self._files)) for body in bodies]
+        self.rows, self.shapes = self.rows + rows, shapes
+        failpoints.hit("log.piece_written")
+
+    def pieces(self, position: Lsn) -> tuple[Piece, ...]:
+        """What the commit's header says of the files, once it is known where the transaction ends."""
+        with files.explained(self._folder):
+            files.sync_folder(self._folder)
+            files.sync_folder(self._folder.parent)
+        return tuple(
+            Piece(file=path.relative_to(self._log).as_posix(), position=position) for path in self._files
+        )
+
+    def forget(self) -> None:
+        """Take back what was written: the transaction will come again from its beginning."""
+        for path in self._files:
+            path.unlink(missing_ok=True)
+
+
+def sweep(log: Path, newest: Header | None) -> None:
+    """Remove the files of transactions that never became a commit."""
+    folder = log / "big"
+    if not folder.is_dir():
+        return
+    named = {log / piece.file for piece in newest.big} if newest else set()
+    for below in folder.iterdir():
+        if newest is None or int(below.name) > newest.commit:
+            shutil.rmtree(below)
+        elif int(below.name) == newest.commit:
+            for path in set(below.iterdir()) - named:
+                path.unlink()
