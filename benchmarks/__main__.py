@@ -23,7 +23,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import log_commit, pg_debezium, pg_latency, pg_mixed, pg_oltp, pg_stream, report
+from benchmarks import (
+    log_commit,
+    pg_bigtx,
+    pg_debezium,
+    pg_growth,
+    pg_latency,
+    pg_mixed,
+    pg_oltp,
+    pg_stream,
+    report,
+)
 from benchmarks.measure import Bench, BenchError, Outcome
 
 BENCHES: tuple[Bench, ...] = (
@@ -33,6 +43,8 @@ BENCHES: tuple[Bench, ...] = (
     pg_debezium.BENCH,
     log_commit.BENCH,
     pg_latency.BENCH,
+    pg_bigtx.BENCH,
+    pg_growth.BENCH,
 )
 ALL = "all"
 ROUNDS = 5

@@ -108,17 +108,14 @@ class PgLatency:
                 )
             with _capturing(folder, server.url()) as log:
                 _write_first_rows(admin, log)
-                reader = _start("benchmarks.latency_reader", str(log), str(RATE * seconds))
-                load = _start(
-                    "benchmarks.paced_load",
-                    server.url(),
-                    str(TABLES),
-                    str(RATE),
-                    str(seconds),
-                    str(CONNECTIONS),
-                )
-                found = _answer(load, "the load", seconds + STOP_SECONDS_MAX)
-                found |= _answer(reader, "the reader", STOP_SECONDS_MAX)
+                with (
+                    _child("benchmarks.latency_reader", str(log), str(RATE * seconds)) as reader,
+                    _child(
+                        "benchmarks.paced_load", server.url(), *map(str, (TABLES, RATE, seconds, CONNECTIONS))
+                    ) as load,
+                ):
+                    found = _answer(load, "the load", seconds + STOP_SECONDS_MAX)
+                    found |= _answer(reader, "the reader", STOP_SECONDS_MAX)
                 found["commits"] = ChangeLog.open(log).newest()
         progress(f"round {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
         return found
@@ -169,22 +166,24 @@ def _write_first_rows(admin: psycopg.Connection[tuple[object, ...]], log: Path) 
         raise BenchError(f"the log has {rows} of {TABLES} first rows", hint="Look for lost changes.")
 
 
-def _start(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """Start one of our processes; it is ready when it has printed a line."""
-    process = subprocess.Popen(
+@contextmanager
+def _child(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """One of our processes, ready: it has printed a line. It does not outlive the context."""
+    with subprocess.Popen(
         [sys.executable, "-m", module, *arguments], cwd=ours.REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
 
 
 def _answer(process: subprocess.Popen[str], name: str, seconds_max: float) -> dict[str, float]:
     try:
         said, _ = process.communicate(timeout=seconds_max)
     except subprocess.TimeoutExpired as exc:
-        process.kill()
-        process.wait()
         raise BenchError(f"{name} did not end in time", hint="Is the machine busy with other work?") from exc
     if process.returncode != 0:
         raise BenchError(f"{name} ended with code {process.returncode}", hint="Its message stands above.")

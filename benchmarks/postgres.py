@@ -200,7 +200,7 @@ def write_backlog(admin: Admin, workload: Workload, slots: list[str]) -> Backlog
     return Backlog(rows=workload.rows, end_lsn=end, generation_seconds=seconds, wal_bytes=wal_bytes)
 
 
-def target_of(server: EmbeddedPostgres, slot: str) -> Target:
+def target_of(server: EmbeddedPostgres, slot: str, publication: str = PUBLICATION) -> Target:
     """Say where one slot is read from."""
     return Target(
         url=server.url(DATABASE, USER),
@@ -210,7 +210,7 @@ def target_of(server: EmbeddedPostgres, slot: str) -> Target:
         database=DATABASE,
         binaries=server.bin,
         slot=slot,
-        publication=PUBLICATION,
+        publication=publication,
     )
 
 

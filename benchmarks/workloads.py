@@ -1,4 +1,4 @@
-"""The three backlogs that the PostgreSQL benches drain.
+"""The backlogs that the PostgreSQL benches drain.
 
 A workload is written in two steps. `tables` makes tables, rows that exist beforehand, and the publication;
 then the slots are made; then `changes` writes the backlog, which is therefore the only thing any slot has
@@ -137,3 +137,59 @@ MIXED = Workload(
         end $$
     """,
 )
+
+_ORDERS_COLUMNS = """
+    id bigint primary key, customer_id int, status text, amount numeric(12, 2), note text,
+    created_at timestamptz, flag boolean, score double precision
+"""
+_ORDERS_ROW = """
+    g, g % 10000, 'status-' || (g % 7), (g % 100000) / 100.0, 'some note text number ' || g, now(), g % 2 = 0, g * 1.5
+"""
+SPREAD_TRANSACTION_ROWS = 1_000
+
+
+def one_transaction(rows: int) -> Workload:
+    """So many inserts of pg-stream's columns, all in one transaction; the ids count from 1."""
+    return Workload(
+        title=f"{rows:,} inserts of 8 columns in one transaction",
+        rows=rows,
+        tables=f"create table orders ({_ORDERS_COLUMNS}); create publication {PUBLICATION} for table orders;",
+        changes=f"insert into orders select {_ORDERS_ROW} from generate_series(1, {rows}) g",
+    )
+
+
+def spread(name: str, rows: int, tables: int) -> Workload:
+    """Inserts of pg-stream's columns in transactions of 1,000 rows, each spread evenly over the tables.
+
+    Tables and publication are named after the workload, so that several can stand in one database and each
+    publication delivers its own alone.
+    """
+    share = SPREAD_TRANSACTION_ROWS // tables
+    row = _ORDERS_ROW.replace("'", "''")
+    return Workload(
+        title=f"{rows:,} inserts of 8 columns over {tables} table{'s' * (tables > 1)}, in transactions of 1,000",
+        rows=rows,
+        tables=f"""
+            do $$
+            declare
+              names text;
+            begin
+              for t in 0..{tables - 1} loop
+                execute 'create table {name}_' || t || ' ({_ORDERS_COLUMNS})';
+              end loop;
+              select string_agg('{name}_' || t, ', ') into names from generate_series(0, {tables - 1}) t;
+              execute 'create publication {name} for table ' || names;
+            end $$
+        """,
+        changes=f"""
+            do $$ begin
+              for i in 0..{rows // SPREAD_TRANSACTION_ROWS - 1} loop
+                for t in 0..{tables - 1} loop
+                  execute 'insert into {name}_' || t || ' select {row} from generate_series($1, $2) g'
+                    using i * {share} + 1, (i + 1) * {share};
+                end loop;
+                commit;
+              end loop;
+            end $$
+        """,
+    )

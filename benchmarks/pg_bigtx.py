@@ -1,0 +1,123 @@
+"""pg-bigtx: how much memory the capture needs for a transaction that does not fit into it.
+
+One transaction inserts 10 M rows of 8 columns. Ours drains it into a new change log as in pg-stream; what counts
+is the most memory that the capture process ever held (VmHWM), from its start to its end, imports and compiled
+kernels included. There is no peer: the value is held against a limit of 600 MiB, and the ratio is the limit over
+the measured.
+
+For this to be fair:
+- it is one transaction, in one statement; the server may spill it to its own disk, the capture has no
+  second look at it;
+- the log is then read from its beginning by another process. It must hold every row exactly once (the count,
+  a dense `_seq`, the sum of the ids), and give them in pieces of at most 64 MiB: a log that can be
+  written and not read would not help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psycopg
+
+from benchmarks import machine, ours
+from benchmarks.cells import Cell, CellsResult, Pair
+from benchmarks.measure import BenchError, progress, scaled
+from benchmarks.postgres import (
+    DATABASE,
+    Admin,
+    Backlog,
+    ask,
+    check_confirmed,
+    server_settings,
+    target_of,
+    wait_until_released,
+    write_backlog,
+)
+from benchmarks.workloads import one_transaction
+from tailrace.demo.server import EmbeddedPostgres, ServerFailed
+
+MIB = 1 << 20
+MEMORY_MIB_MAX = 600
+PIECE_BYTES_MAX = 64 * MIB
+ROWS = 10_000_000
+CELL = "peak memory"
+
+
+@dataclass(frozen=True)
+class PgBigtx:
+    """The bench."""
+
+    about: str
+    name: str = "pg-bigtx"
+    limits: dict[str, float] = field(default_factory=lambda: {CELL: 1.0})
+
+    def run(self, rounds: int, scale: float) -> CellsResult:
+        """Write the transaction once, then drain it and read it back in every round."""
+        described = machine.describe(ours.log_parent_folder())
+        workload = one_transaction(scaled(ROWS, scale, least=1000))
+        slots = [f"bench_{number}" for number in range(1, rounds + 1)]
+        try:
+            with (
+                EmbeddedPostgres(settings=server_settings(slots=len(slots))) as server,
+                server.connect(DATABASE, autocommit=True) as admin,
+            ):
+                described["versions"]["postgresql"] = str(ask(admin, "show server_version"))
+                backlog = write_backlog(admin, workload, slots)
+                peaks = [_peak_mib(server, admin, slot, backlog) for slot in slots]
+        except (ServerFailed, psycopg.Error) as exc:
+            raise BenchError(f"the embedded PostgreSQL failed: {exc}", hint="Its log says more.") from exc
+        return CellsResult(
+            name=self.name,
+            peer_name="limit",
+            cells=(
+                Cell(
+                    name=CELL,
+                    unit="MiB",
+                    must_reach=1.0,
+                    pairs=tuple(Pair(ours=peak, peer=MEMORY_MIB_MAX) for peak in peaks),
+                ),
+            ),
+            machine=described,
+            setup={
+                "ours": ours.SUBJECT,
+                "workload": workload.title,
+                "transport": f"TCP {server.host}",
+                "generation_seconds": round(backlog.generation_seconds, 2),
+                "wal_bytes": backlog.wal_bytes,
+            },
+            scale=scale,
+        )
+
+
+def _peak_mib(server: EmbeddedPostgres, admin: Admin, slot: str, backlog: Backlog) -> float:
+    target = target_of(server, slot)
+    with ours.drained(target.url, target.slot, target.publication, backlog.end_lsn) as (run, log):
+        wait_until_released(admin, slot)
+        check_confirmed(admin, slot, backlog)
+        piece_bytes = _check_readable(log, backlog.rows)
+    if run.memory_peak_bytes is None:
+        raise BenchError("the peak memory is not known here", hint="Run it on Linux.")
+    peak = run.memory_peak_bytes / MIB
+    progress(
+        f"{slot}: {peak:,.0f} MiB at most, {run.rate:,.0f} rows/s (cpu {run.cpu_seconds:.1f} s); read back in "
+        f"pieces of at most {piece_bytes / MIB:.1f} MiB"
+    )
+    return peak
+
+
+def _check_readable(log: Path, rows: int) -> int:
+    """Read the log in another process; the bytes of the largest piece it gave."""
+    found = ours.run_child("benchmarks.read_back", str(log))
+    wanted = {"rows": rows, "first_seq": 1, "last_seq": rows, "dense": True, "id_sum": rows * (rows + 1) // 2}
+    if {name: found[name] for name in wanted} != wanted:
+        raise BenchError(f"the log gives {found}, not {wanted}", hint="Look for lost or repeated changes.")
+    piece_bytes = int(found["piece_bytes"])
+    if piece_bytes > PIECE_BYTES_MAX:
+        raise BenchError(
+            f"the log gives a piece of {piece_bytes / MIB:,.0f} MiB", hint="Its readers need bounded pieces."
+        )
+    return piece_bytes
+
+
+BENCH = PgBigtx(about=__doc__)
