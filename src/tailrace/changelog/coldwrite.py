@@ -25,9 +25,9 @@ from tailrace.model.batch import ChangeBatch
 GROUP_ROWS = 131_072
 GROUP_BYTES = 16 << 20
 """A row group is written at the first end of a commit past either,"""
-GROUP_BYTES_MAX = 64 << 20
+GROUP_BYTES_MAX = 32 << 20
 """and in the middle of one past this."""
-PENDING_BYTES_MAX = 256 << 20
+PENDING_BYTES_MAX = 96 << 20
 """Of all tables together; past it the largest is written out early."""
 FILE_BYTES = 96 << 20
 """A file is closed at the first row group past this."""

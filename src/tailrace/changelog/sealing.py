@@ -62,15 +62,19 @@ class Sealed:
 
 
 class Sealer:
-    """Seals one log. Take it as a context: it holds the lock of those who seal."""
+    """Seals one log. Take it as a context: it holds the lock of those who seal.
 
-    def __init__(self, path: Path, *, wait_seconds: float = 30.0) -> None:
-        self._log = ChangeLog.open(path)
-        self._path = path
+    It first sweeps what one who died left, unless it is given the log as opened by one who has done that.
+    """
+
+    def __init__(self, path: Path, *, wait_seconds: float = 30.0, log: ChangeLog | None = None) -> None:
+        self.log = log or ChangeLog.open(path)
+        self.path = path
         files.make_folder(path / "cold" / "files")
         self._lease = Lease(path, SEALER, wait_seconds)
         try:
-            self._sweep()
+            if log is None:
+                self._sweep()
         except BaseException:
             self._lease.release()
             raise
@@ -89,12 +93,12 @@ class Sealer:
 
     def unsealed(self) -> tuple[int, int]:
         """The first and the last commit that are not sealed; an empty range if all are."""
-        newest = self._log.newest()
+        newest = self.log.newest()
         return self._first_unsealed(), newest
 
     def _first_unsealed(self) -> int:
-        self._log.cold.refresh()
-        return max(self._log.cold.last, self._log.trimmed().commit) + 1
+        self.log.cold.refresh()
+        return max(self.log.cold.last, self.log.trimmed().commit) + 1
 
     def seal(self, progress: Callable[[int, int], None] = lambda done, of: None) -> Sealed:
         """Seal every commit there is now; `progress` hears how many of how many."""
@@ -108,17 +112,17 @@ class Sealer:
 
     def _seal_some(self, first: int, last: int) -> Seal:
         """One seal, from the first commit on, as much as one holds."""
-        tables = TableFiles(self._path, self._log.schemas.get)
+        tables = TableFiles(self.path, self.log.schemas.get)
         try:
             headers: list[Header] = []
             size = 0
-            for header in self._log.headers(first - 1, min(last, first + SEAL_COMMITS_MAX - 1)):
+            for header in self.log.headers(first - 1, min(last, first + SEAL_COMMITS_MAX - 1)):
                 size += sum(body.size for body in header.bodies)
                 if headers and size > SEAL_BYTES:
                     break
                 headers.append(header)
                 for body in header.bodies:
-                    tables.add(body.table, body.schema, header.commit, self._log.batch(header, body))
+                    tables.add(body.table, body.schema, header.commit, self.log.batch(header, body))
                 tables.end_commit()
             found = tables.close()
         except BaseException:
@@ -129,7 +133,7 @@ class Sealer:
 
     def _publish(self, seal: Seal, found: list[ColdFile], commits: pa.Table) -> Seal:
         """Make a seal: files first, then the seal that names them, then the links of the glob."""
-        path = commits_path(self._path, seal.stem)
+        path = commits_path(self.path, seal.stem)
         with files.explained(path):
             aside = files.aside_of(path)
             pq.write_table(commits, aside, compression="zstd")
@@ -141,12 +145,12 @@ class Sealer:
             seal, files=tuple(found), commits_size=size, commits_crc=crc, sealed_at=time.time_ns() // 1000
         )
         failpoints.hit("seal.before_publish")
-        target = seal_path(self._path, seal.stem)
+        target = seal_path(self.path, seal.stem)
         with files.explained(target):
             files.create(target, cold.encode_seal(seal))
         failpoints.hit("seal.after_publish")
-        self._log.cold.refresh()
-        self._show({file.table for file in seal.files})
+        self.log.cold.refresh()
+        self.show({file.table for file in seal.files})
         return seal
 
     # Joining.
@@ -161,9 +165,9 @@ class Sealer:
 
     def _joinable(self) -> list[Seal]:
         """The oldest neighbours of one level that are enough to become one, and not too much."""
-        self._log.cold.refresh()
+        self.log.cold.refresh()
         run: list[Seal] = []
-        for seal in self._log.cold.seals:
+        for seal in self.log.cold.seals:
             if run and seal.level != run[-1].level:
                 run = []
             run = [*run, seal][-JOIN_COUNT:]
@@ -174,7 +178,7 @@ class Sealer:
         return []
 
     def _join(self, run: list[Seal]) -> Seal:
-        tables = TableFiles(self._path, self._log.schemas.get)
+        tables = TableFiles(self.path, self.log.schemas.get)
         try:
             kept: list[ColdFile] = []
             for file in self._kept_files(run):
@@ -189,7 +193,7 @@ class Sealer:
             raise
         kept.sort(key=lambda file: (file.table, file.first_seq))
         commits = pa.concat_tables(
-            pq.read_table(commits_path(self._path, seal.stem), use_threads=False) for seal in run
+            pq.read_table(commits_path(self.path, seal.stem), use_threads=False) for seal in run
         )
         first, last = run[0], run[-1]
         joined = replace(
@@ -202,7 +206,7 @@ class Sealer:
 
     def _kept_files(self, run: list[Seal]) -> list[ColdFile]:
         """The files of seals that are not trimmed, table by table, in order."""
-        gone = self._log.trimmed()
+        gone = self.log.trimmed()
         found = [file for seal in run for file in seal.files if not gone.covers(file.table, file.last_seq)]
         return sorted(found, key=lambda file: (file.table, file.first_seq))
 
@@ -210,79 +214,74 @@ class Sealer:
 
     def clean(self, grace_seconds: float = GRACE_SECONDS) -> Sealed:
         """Remove what seals have replaced for longer than the grace period."""
-        self._log.cold.refresh()
+        self.log.cold.refresh()
         old = time.time() - grace_seconds
         removed = sum(_remove(path) for path in self._replaced(old))
         return Sealed(removed=removed)
 
     def _replaced(self, old: float) -> Iterator[Path]:
-        """Files that nobody will look up again, each older than the grace period allows."""
+        """Files that nobody will look up again, replaced for longer than the grace period."""
         yield from self._hot_files(old)
-        chain = {seal.stem for seal in self._log.cold.seals}
-        last = self._log.cold.last
-        for _, reached, stem in cold.stems(self._path):
-            wider = self._log.cold.covering(reached)
-            if (
-                stem not in chain
-                and reached <= last
-                and wider
-                and _age_of(seal_path(self._path, wider.stem)) <= old
-            ):
-                yield seal_path(self._path, stem)
-                yield commits_path(self._path, stem)
-        yield from self._unnamed()
+        chain = {seal.stem for seal in self.log.cold.seals}
+        replaced = False
+        for _, last, stem in cold.stems(self.path):
+            wider = self.log.cold.covering(last) if stem not in chain else None
+            if wider is not None and _age_of(seal_path(self.path, wider.stem)) <= old:
+                replaced = True
+                yield seal_path(self.path, stem)
+                yield commits_path(self.path, stem)
+        if replaced:
+            yield from self._unnamed()
 
     def _hot_files(self, old: float) -> Iterator[Path]:
         """The own files of sealed commits, but for the newest: the log says there how far it is."""
-        newest = self._log.newest()
-        ages = {seal.stem: _age_of(seal_path(self._path, seal.stem)) for seal in self._log.cold.seals}
-        for name in sorted(os.listdir(self._path / "hot")):
+        newest = self.log.newest()
+        ages = {seal.stem: _age_of(seal_path(self.path, seal.stem)) for seal in self.log.cold.seals}
+        for name in sorted(os.listdir(self.path / "hot")):
             number = int(name[:20]) if name[:20].isdigit() else newest
-            seal = self._log.cold.covering(number) if number < newest else None
+            seal = self.log.cold.covering(number) if number < newest else None
             if seal is not None and ages[seal.stem] <= old:
-                yield commit_path(self._path, number)
-                big = self._path / "big" / f"{number:020d}"
+                yield commit_path(self.path, number)
+                big = self.path / "big" / f"{number:020d}"
                 if big.is_dir():
                     yield big
 
     def _unnamed(self) -> Iterator[Path]:
         """Files of rows or commits that no seal names: replaced, or left by one who died."""
-        named = {
-            self._path / file.file
-            for _, _, stem in cold.stems(self._path)
-            for file in _files_of(self._path, stem)
-        }
-        folder = self._path / "cold"
+        stems = {stem for _, _, stem in cold.stems(self.path)}
+        others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.cold.seals}]
+        found = [*(seal.files for seal in self.log.cold.seals), *others]
+        named = {self.path / file.file for some in found for file in some}
+        folder = self.path / "cold"
         yield from (path for path in (folder / "files").glob("*/*") if path not in named)
-        stems = {stem for _, _, stem in cold.stems(self._path)}
         for path in folder.glob("*.commits.parquet"):
             if path.name.partition(".")[0] not in stems:
                 yield path
 
     def _sweep(self) -> None:
         """Remove what one who sealed before us had not finished: we hold the lock, so nobody is at it."""
-        with files.explained(self._path):
+        with files.explained(self.path):
             for pattern in ("cold/.*.tmp", "cold/files/*/.*.tmp"):
-                for leftover in self._path.glob(pattern):
+                for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
-            self._log.cold.refresh()
+            self.log.cold.refresh()
             for path in self._unnamed():
                 path.unlink(missing_ok=True)
-            self._show({file.table for seal in self._log.cold.seals for file in seal.files})
+            self.show({file.table for seal in self.log.cold.seals for file in seal.files})
 
     # The glob.
 
-    def _show(self, tables: Iterable[int]) -> None:
+    def show(self, tables: Iterable[int]) -> None:
         """Bring the links of these tables' folders in line with the seals."""
-        gone = self._log.trimmed()
+        gone = self.log.trimmed()
         for table in tables:
             wanted = {
                 Path(file.file).name: file.file
-                for seal in self._log.cold.seals
+                for seal in self.log.cold.seals
                 for file in seal.files
                 if file.table == table and not gone.covers(table, file.last_seq)
             }
-            show_links(self._path, table, wanted)
+            show_links(self.path, table, wanted)
 
 
 def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:

@@ -1,0 +1,131 @@
+"""Keeps the log in order beside the one who writes it: seals, joins, cleans up and trims, at low priority.
+
+Nothing depends on it but the number of files and the room they take: it may fail, fall behind or be killed, and
+capture goes on. It runs in a thread of the capture process; the work itself is done outside the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.retention import Policy, Trim, trim
+from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
+from tailrace.errors import LogBusy, TailraceError
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+TRIM_SECONDS = 10.0
+RETRY_SECONDS = 30.0
+STOP_SECONDS_MAX = 20.0
+NICE = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """When commits are sealed, and what is kept."""
+
+    seal_bytes: int = 128 << 20
+    seal_commits: int = 4_096
+    seal_seconds: float = 600.0
+    """The unsealed commits are sealed when they pass one of these; the last is the age of the oldest."""
+    grace_seconds: float = GRACE_SECONDS
+    policy: Policy = field(default_factory=Policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What one round did."""
+
+    sealed: Sealed = field(default_factory=Sealed)
+    trimmed: Trim = field(default_factory=Trim)
+
+
+class Unsealed:
+    """How much is waiting to be sealed, counted as it comes."""
+
+    def __init__(self, change_log: ChangeLog) -> None:
+        self._log = change_log
+        self._sizes: dict[int, int] = {}
+        self._since: float | None = None
+
+    def due(self, keeping: Keeping) -> bool:
+        """Whether it is time to seal."""
+        newest = self._log.newest()
+        self._log.cold.refresh()
+        first = max(self._log.cold.last, self._log.trimmed().commit) + 1
+        for commit in range(max(first, max(self._sizes, default=0) + 1), newest + 1):
+            with suppress(FileNotFoundError):
+                self._sizes[commit] = commit_path(self._log.path, commit).stat().st_size
+        self._sizes = {commit: size for commit, size in self._sizes.items() if commit >= first}
+        if not self._sizes:
+            self._since = None
+            return False
+        # By our own clock from when we first saw them: the machine's may jump.
+        self._since = self._since if self._since is not None else time.monotonic()
+        return (
+            len(self._sizes) >= keeping.seal_commits
+            or sum(self._sizes.values()) >= keeping.seal_bytes
+            or time.monotonic() - self._since >= keeping.seal_seconds
+        )
+
+
+class Keeper:
+    """The thread. Rounds are bounded; `stop` waits for the one under way."""
+
+    def __init__(self, path: Path, keeping: Keeping) -> None:
+        self._path = path
+        self._keeping = keeping
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tailrace-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_SECONDS_MAX)
+
+    def _run(self) -> None:
+        with suppress(OSError, AttributeError):  # only Linux has a priority per thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        change_log: ChangeLog | None = None
+        wait, trim_due = TICK_SECONDS, 0.0
+        while not self._stopping.wait(wait):
+            wait = TICK_SECONDS
+            try:
+                if change_log is None:
+                    change_log = ChangeLog.open(self._path)
+                    unsealed = Unsealed(change_log)
+                    keep(change_log, self._keeping, seal=False, swept=False)
+                due = unsealed.due(self._keeping)
+                if due or time.monotonic() >= trim_due:
+                    keep(change_log, self._keeping, seal=due)
+                    trim_due = time.monotonic() + TRIM_SECONDS
+            except LogBusy:
+                continue  # someone seals by hand
+            except TailraceError as error:
+                said = {"code": error.code, "reason": error.message}
+                log.warning("the log could not be put in order, tried again", extra=said)
+                wait = RETRY_SECONDS
+            except Exception as error:  # the thread's boundary: capture must go on
+                log.exception("keeper failed", extra={"reason": type(error).__name__})
+                wait = RETRY_SECONDS
+
+
+def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool, swept: bool = True) -> Kept:
+    """One round: seal if asked to, then join, clean up and trim."""
+    with Sealer(change_log.path, wait_seconds=0.0, log=change_log if swept else None) as sealer:
+        sealed = sealer.seal() if seal else Sealed()
+        if seal:
+            sealed += sealer.join()
+        sealed += sealer.clean(keeping.grace_seconds)
+        return Kept(sealed=sealed, trimmed=trim(sealer, keeping.policy))

@@ -1,0 +1,253 @@
+"""What the log lets go of: rows that are old enough, or too many, and that nobody needs.
+
+Rows go by sealed file, the oldest of a table first, so what is gone of a table is always a beginning. A reader or a
+lake table holds only files with rows of its own tables that it has not covered; one that has already lost rows
+holds nothing more. The record of what is gone is durable before a file is removed.
+
+`max_bytes` is kept by taking from whoever holds the most: one broken table never stops capture for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tailrace import failpoints
+from tailrace.changelog import consumers, files
+from tailrace.changelog.cold import ColdFile, Seal, commits_path, seal_path
+from tailrace.changelog.consumers import Hold
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.trimmed import Trimmed, TrimmedTable, write_trimmed
+
+log = logging.getLogger(__name__)
+
+ROOM = 0.9
+"""Of `max_bytes`: room is made before it is needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How long and how much the log keeps of what nobody needs any more, and how much at all."""
+
+    age_seconds: float | None = 7 * 86_400.0
+    """Rows younger than this are kept, needed or not; None keeps them for ever."""
+    bytes: int | None = None
+    """Older rows than this many bytes hold are let go, whatever their age."""
+    max_bytes: int | None = None
+    """The log never takes more: who holds the most of it loses what it holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trim:
+    """What was let go."""
+
+    commits: int = 0
+    files: int = 0
+    rows: int = 0
+    bytes: int = 0
+    detached: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """One reader or lake table, and how much the log keeps for it."""
+
+    hold: Hold
+    state: str
+    """`live`; `expired`: not heard of for too long; `detached`: it has lost rows. Only a live one holds."""
+    files: int
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A sealed file that is still there."""
+
+    seal: Seal
+    file: ColdFile
+
+
+def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
+    """Everyone who said what they need, and what that makes the log keep."""
+    now = time.time() if now is None else now
+    change_log.cold.refresh()
+    gone = change_log.trimmed()
+    kept = _kept(change_log, gone)
+    found = []
+    for hold in consumers.holds(change_log.path):
+        state = _state(hold, gone, now)
+        mine = [item.file for item in kept if state == "live" and _needs(hold, item.file)]
+        found.append(Held(
+            hold=hold, state=state, files=len(mine), rows=sum(file.rows for file in mine),
+            bytes=sum(file.size for file in mine),
+        ))  # fmt: skip
+    return found
+
+
+def disk_bytes(path: Path) -> int:
+    """What the log takes on disk."""
+    return sum(
+        os.lstat(os.path.join(folder, name)).st_size
+        for folder, _, names in os.walk(path)
+        for name in names
+        if os.path.lexists(os.path.join(folder, name))
+    )
+
+
+def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
+    """Let go of what the policy says; needs the lock of those who seal, as `sealer` does."""
+    now = time.time() if now is None else now
+    change_log = sealer.log
+    change_log.cold.refresh()
+    gone = change_log.trimmed()
+    kept = _kept(change_log, gone)
+    live = [hold for hold in consumers.holds(change_log.path) if _state(hold, gone, now) == "live"]
+    going = _old_enough(kept, live, policy.age_seconds, now)
+    detached: list[Hold] = []
+    limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
+    if limits:
+        total = disk_bytes(change_log.path)
+        going += _free(kept, live, going, total - _size(going) - min(limits))
+        while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
+            worst = _worst(kept, live, going)
+            if worst is None:
+                break  # what is left is not sealed yet
+            live.remove(worst)
+            detached.append(worst)
+            going += _free(kept, live, going, over)
+    return _let_go(sealer, gone, going, detached)
+
+
+def _kept(change_log: ChangeLog, gone: Trimmed) -> list[_Kept]:
+    """The sealed files that are there, oldest rows first."""
+    found = [
+        _Kept(seal, file)
+        for seal in change_log.cold.seals
+        for file in seal.files
+        if not gone.covers(file.table, file.last_seq)
+    ]
+    return sorted(found, key=lambda item: item.file.last_seq)
+
+
+def _state(hold: Hold, gone: Trimmed, now: float) -> str:
+    if hold.expired(now):
+        return "expired"
+    lost = any(
+        gone.lacks(number, hold.seq) is not None and table.commit > hold.commit
+        for number, table in gone.tables.items()
+        if hold.tables is None or number in hold.tables
+    )
+    return "detached" if lost else "live"
+
+
+def _needs(hold: Hold, file: ColdFile) -> bool:
+    return hold.needs(file.table, file.last_seq, file.last)
+
+
+def _needed(file: ColdFile, live: Iterable[Hold]) -> bool:
+    return any(_needs(hold, file) for hold in live)
+
+
+def _size(items: Iterable[_Kept]) -> int:
+    return sum(item.file.size for item in items)
+
+
+def _old_enough(kept: list[_Kept], live: list[Hold], age_seconds: float | None, now: float) -> list[_Kept]:
+    """What nobody needs and is older than the policy keeps. A clock that jumps back only keeps more."""
+    if age_seconds is None:
+        return []
+    before = (now - age_seconds) * 1e6
+    return [item for item in kept if item.seal.written_to <= before and not _needed(item.file, live)]
+
+
+def _free(kept: list[_Kept], live: list[Hold], going: list[_Kept], over: int) -> list[_Kept]:
+    """The oldest files that nobody needs, as many as make up so many bytes."""
+    found: list[_Kept] = []
+    already = {id(item) for item in going}
+    for item in kept:
+        if over <= 0:
+            break
+        if id(item) not in already and not _needed(item.file, live):
+            found.append(item)
+            over -= item.file.size
+    return found
+
+
+def _worst(kept: list[_Kept], live: list[Hold], going: list[_Kept]) -> Hold | None:
+    """Who holds the most of what could otherwise go."""
+    already = {id(item) for item in going}
+    sizes = [
+        (sum(item.file.size for item in kept if id(item) not in already and _needs(hold, item.file)), hold)
+        for hold in live
+    ]
+    size, hold = max(sizes, key=lambda pair: pair[0], default=(0, None))
+    return hold if size else None
+
+
+def _let_go(sealer: Sealer, gone: Trimmed, going: list[_Kept], detached: list[Hold]) -> Trim:
+    after = _record(sealer.log, gone, going, detached)
+    if after == gone:
+        return Trim()
+    for hold in detached:
+        log.error(
+            "detached from the log, which was about to grow past log.max_bytes: it must be read anew as a whole",
+            extra={"kind": hold.kind, "who": hold.name},
+        )
+    write_trimmed(sealer.path, after)
+    failpoints.hit("trim.recorded")
+    removed = remove_gone(sealer, after)
+    return Trim(
+        commits=after.commit - gone.commit, files=len(going), rows=sum(item.file.rows for item in going),
+        bytes=removed, detached=tuple(hold.name for hold in detached),
+    )  # fmt: skip
+
+
+def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: list[Hold]) -> Trimmed:
+    """What will be gone: these files, and every seal at the beginning that has none left."""
+    tables = dict(gone.tables)
+    for item in going:
+        file, before = item.file, tables.get(item.file.table)
+        taken = any(_needs(hold, file) for hold in detached)
+        tables[file.table] = TrimmedTable(
+            last_seq=file.last_seq, commit=file.last, rows=file.rows + (before.rows if before else 0),
+            bytes=file.size + (before.bytes if before else 0), why="detached" if taken else "retention",
+        )  # fmt: skip
+    after = replace(gone, tables=tables)
+    if not going:
+        return after
+    newest_gone = max(item.seal.last for item in going)
+    for seal in change_log.cold.seals:
+        if seal.last > newest_gone or not all(after.covers(file.table, file.last_seq) for file in seal.files):
+            break
+        after = replace(
+            after, commit=seal.last, position=seal.end, next_seq=seal.next_seq,
+            transactions=after.transactions + seal.transactions, rows=after.rows + seal.rows,
+        )  # fmt: skip
+    return after
+
+
+def remove_gone(sealer: Sealer, gone: Trimmed) -> int:
+    """Remove what the record says is gone; also what a crash after writing it left. Returns the bytes."""
+    sealer.log.cold.refresh()
+    seals = sealer.log.cold.seals
+    sealer.show(
+        {file.table for seal in seals for file in seal.files if gone.covers(file.table, file.last_seq)}
+    )
+    size = 0
+    for seal in seals:
+        with files.explained(sealer.path):
+            if seal.last <= gone.commit:
+                seal_path(sealer.path, seal.stem).unlink(missing_ok=True)
+                commits_path(sealer.path, seal.stem).unlink(missing_ok=True)
+            for file in seal.files:
+                path = sealer.path / file.file
+                if gone.covers(file.table, file.last_seq) and path.exists():
+                    path.unlink()
+                    size += file.size
+    return size
