@@ -14,6 +14,7 @@ import time
 
 NAMES = (
     "capture.window_read",
+    "capture.piece_read",
     "capture.before_confirm",
     "capture.after_confirm",
     "log.before_write",

@@ -2,228 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import time
-import uuid
-from collections.abc import Iterator
-from typing import Any, Protocol
 
 import psycopg
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.base import ChangeCapture, Stream
-from tailrace.capture.memory import MemoryCapture, batch_of
 from tailrace.capture.postgres import stream as postgres_stream
-from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import PositionLost, SourceUnreachable, Unsupported
 from tailrace.model import change
-from tailrace.model.batch import Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId
-from tests.support.changes import table_schema
-from tests.support.windows import named
+from tests.support.benches import (
+    COME_SECONDS_MAX,
+    Bench,
+    PostgresBench,
+    Streams,
+    keys,
+    quiet_window,
+    rows_of,
+    take,
+)
 
-COME_SECONDS_MAX = 20.0
-KEEPALIVE_SECONDS = 2
 HELD_BACK_SECONDS = 6.0
-
-Row = dict[str, Any]
-
-
-class Bench(Protocol):
-    """A source, and a hand on the database behind it. There are two tables, `items` and `others`."""
-
-    begin: Lsn
-    """Where a new log begins."""
-
-    @property
-    def capture(self) -> ChangeCapture: ...
-
-    def write(self, *rows: tuple[str, int]) -> None:
-        """Insert (table, id) pairs in one transaction."""
-
-    def write_elsewhere(self) -> None:
-        """Move the log on without a change that anyone captures."""
-
-    def confirmed(self) -> Lsn:
-        """What the source believes is durable elsewhere."""
-
-
-class MemoryBench:
-    def __init__(self) -> None:
-        self.capture = MemoryCapture(window_transactions_max=3)
-        self.begin = self.capture.end
-        shape = table_schema({"id": pa.int64()})
-        self._shapes = {
-            name: named("public", name, n, like=shape) for n, name in enumerate(("items", "others"), start=1)
-        }
-
-    def write(self, *rows: tuple[str, int]) -> None:
-        self.capture.commit(
-            *[batch_of(self._shapes[table], (Operation.INSERT, {"id": n})) for table, n in rows]
-        )
-
-    def write_elsewhere(self) -> None:
-        self.capture.quiet(4096)
-
-    def confirmed(self) -> Lsn:
-        return self.capture.confirmed
-
-
-class PostgresBench:
-    def __init__(self, server: EmbeddedPostgres) -> None:
-        name = f"bench_{uuid.uuid4().hex[:12]}"
-        self._schema = name
-        self.connection = server.connect()
-        self.execute(f"create schema {name}")
-        for table in ("items", "others", "elsewhere"):
-            self.execute(f"create table {name}.{table} (id int8 primary key)")
-        wanted = {TableId(name, "items"), TableId(name, "others")}
-        self.capture = PostgresCapture(PostgresSettings(
-            url=server.url(), wanted=wanted.__contains__, slot=name, publication=name,
-        ))  # fmt: skip
-        begin = self.capture.prepare(None)
-        assert begin is not None
-        self.begin = begin
-
-    def execute(self, text: str) -> list[tuple[Any, ...]]:
-        found = self.connection.execute(text.encode())
-        return found.fetchall() if found.description else []
-
-    def write(self, *rows: tuple[str, int]) -> None:
-        with self.connection.transaction():
-            for table, n in rows:
-                self.execute(f"insert into {self._schema}.{table} values ({n})")
-
-    def write_elsewhere(self) -> None:
-        self.execute(
-            f"insert into {self._schema}.elsewhere select coalesce(max(id), 0) + 1 from {self._schema}.elsewhere"
-        )
-
-    def confirmed(self) -> Lsn:
-        found = self.capture.lag().confirmed
-        assert found is not None
-        return found
-
-    def walsender(self) -> int:
-        """The server's process that serves the slot now."""
-        ((pid,),) = self.execute(
-            f"select active_pid from pg_replication_slots where slot_name = '{self._schema}'"
-        )
-        return int(pid)
-
-    def close(self) -> None:
-        self.capture.drop()
-        self.connection.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedPostgres]:
-    version = int(os.environ.get("TAILRACE_TEST_PG", "16"))
-    settings = {"wal_sender_timeout": f"{KEEPALIVE_SECONDS}s", "fsync": "off"}
-    with EmbeddedPostgres(version=version, settings=settings) as running:
-        yield running
-
-
-@pytest.fixture(params=["memory", "postgresql"])
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    if request.param == "memory":
-        yield MemoryBench()
-        return
-    made = PostgresBench(request.getfixturevalue("server"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def postgres(server: EmbeddedPostgres) -> Iterator[PostgresBench]:
-    made = PostgresBench(server)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def streams(bench: Bench) -> Iterator[Streams]:
-    opened = Streams(bench.capture)
-    yield opened
-    opened.close_all()
-
-
-class Streams:
-    """Opens streams, and closes those a test left open before its source goes."""
-
-    def __init__(self, capture: ChangeCapture) -> None:
-        self._capture = capture
-        self._open: list[Stream] = []
-
-    def open(self, after: Lsn) -> Stream:
-        deadline = time.monotonic() + COME_SECONDS_MAX
-        while True:
-            try:
-                stream = self._capture.live(after)
-            except SourceUnreachable:
-                assert time.monotonic() < deadline
-            else:
-                self._open.append(stream)
-                return stream
-
-    def close(self, stream: Stream) -> None:
-        self._open.remove(stream)
-        stream.close()
-
-    def close_all(self) -> None:
-        for stream in list(self._open):
-            self.close(stream)
-
-
-def take(stream: Stream, after: Lsn, rows: int, *, confirm: bool = False) -> list[Window]:
-    """Windows until this many rows came, as a caller takes them that makes each durable. Empty ones are left
-    out: a source may move the position whenever it likes."""
-    taken: list[Window] = []
-    deadline = time.monotonic() + COME_SECONDS_MAX
-    while sum(window.rows for window in taken) < rows:
-        assert time.monotonic() < deadline, f"only {sum(window.rows for window in taken)} of {rows} rows came"
-        window = stream.read(after, 0.2)
-        if window is None:
-            continue
-        assert window.start == after
-        assert window.end > after
-        after = window.end
-        if confirm:
-            stream.confirm(after)
-        if not window.empty:
-            taken.append(window)
-    return taken
-
-
-def rows_of(*windows: Window) -> list[Row]:
-    """Every row, window by window, in order of `_seq` within each."""
-    found: list[Row] = []
-    for window in windows:
-        rows = [
-            {"table": batch.schema.table.name} | row
-            for batch in window.batches
-            for row in batch.data.to_pylist()
-        ]
-        found += sorted(rows, key=lambda row: int(row[change.SEQ]))
-    return found
-
-
-def keys(*windows: Window) -> list[int]:
-    return [row["id"] for row in rows_of(*windows)]
-
-
-def quiet_window(stream: Stream, after: Lsn) -> Window:
-    deadline = time.monotonic() + COME_SECONDS_MAX
-    while time.monotonic() < deadline:
-        window = stream.read(after, 0.2)
-        if window is not None:
-            return window
-    pytest.fail("the position never moved")
+"""Three times as long as the server waits for an answer."""
 
 
 # --- order -------------------------------------------------------------------------------------------------
@@ -407,7 +210,7 @@ def test_keepalives_are_answered_while_the_caller_holds_back(
     server: EmbeddedPostgres, postgres: PostgresBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One reader with room left in its buffer, and one that has stopped reading its socket."""
-    other = PostgresBench(server)
+    other = PostgresBench(server, monkeypatch)
     roomy = postgres.capture.live(postgres.begin)
     monkeypatch.setattr(postgres_stream, "BUFFER_BYTES_MAX", 1)
     full = other.capture.live(other.begin)

@@ -1,7 +1,9 @@
 """The port every source implements, and what an implementer must promise.
 
-Order: windows arrive in the source's commit order, whole transactions only, none missing between two windows.
-Repetition: a stream opened after a position yields nothing that ended at or before it.
+Order: windows arrive in the source's commit order, whole transactions only, none missing between two windows. A
+transaction too large to hold arrives as open windows and one that finishes it, with nothing in between.
+Repetition: a stream opened after a position yields nothing that ended at or before it, and every transaction
+after it from its beginning.
 Durability: the source keeps everything after the last confirmed position; `confirm` is the only thing that
 lets it go, and the caller confirms only what is durable on its side.
 """
@@ -58,7 +60,10 @@ class Stream(Protocol):
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         """The next window after the given position; an empty one if only the position moved; None if
-        nothing came in time. `after` is the end of the last window the caller made durable."""
+        nothing came in time. `after` is the end of the last window the caller made durable.
+
+        An open window does not move that position, so reading on says that it was kept. A caller that could not
+        keep it closes the stream and opens another, which begins the transaction again."""
 
     def confirm(self, position: Lsn) -> None:
         """Everything up to here is durable elsewhere: the source may discard it."""

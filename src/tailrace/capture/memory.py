@@ -1,6 +1,7 @@
 """A source in memory: what a database promises, without one. For tests, and for changes made by a program.
 
-Order: transactions arrive in the order of `commit`, whole, `window_transactions_max` to a window at most.
+Order: transactions arrive in the order of `commit`, whole, `window_transactions_max` to a window at most; one of
+more than `part_rows_max` rows in open windows of so many, as a database gives one that is too large to hold.
 Repetition: a stream yields nothing that ended at or before the position it is asked for, and everything
 after it, however often it is asked.
 Durability: a transaction stays until a position at or behind its end is confirmed; then it is gone, and
@@ -12,6 +13,7 @@ stays failed: it must be opened again, as a broken connection must.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -61,23 +63,44 @@ class _Transaction:
     def rows(self) -> int:
         return sum(len(batch) for batch in self.batches)
 
-    def stamped(self, first_seq: int) -> Iterator[ChangeBatch]:
-        """The batches as the port wants them: numbered batch after batch, and saying where they come from."""
+    def stamped(self, first_seq: int, begin: int, end: int, *, is_open: bool) -> Iterator[ChangeBatch]:
+        """Its rows from `begin` to `end` as the port wants them: numbered batch after batch, and saying where
+        they come from, as far as a reader can know."""
         index = 0
         for batch in self.batches:
-            n = len(batch)
-            indexes = np.arange(index, index + n)
-            stamps = {
-                change.SEQ: pa.array(indexes + first_seq, pa.int64()),
-                change.POSITION: pa.array([str(self.end)] * n, pa.string()),
-                change.TX: pa.array([self.number] * n, pa.int64()),
-                change.TX_INDEX: pa.array(indexes, pa.int32()),
-                change.COMMITTED_AT: pa.array([self.committed_at] * n, pa.timestamp("us", "UTC")),
-            }
-            fields = batch.data.schema
-            columns = [stamps.get(name, batch.data.column(name)) for name in fields.names]
-            yield replace(batch, data=pa.RecordBatch.from_arrays(columns, schema=fields))
-            index += n
+            low, high = max(begin - index, 0), min(end - index, len(batch))
+            if low < high:
+                yield self._stamp(
+                    _slice(batch, low, high), first_seq + index + low - begin, index + low, is_open
+                )
+            index += len(batch)
+
+    def _stamp(self, batch: ChangeBatch, seq: int, index: int, is_open: bool) -> ChangeBatch:
+        n = len(batch)
+        stamps = {
+            change.SEQ: pa.array(np.arange(seq, seq + n), pa.int64()),
+            change.POSITION: pa.array([str(self.end)] * n, pa.string()),
+            change.TX: pa.array([self.number] * n, pa.int64()),
+            change.TX_INDEX: pa.array(np.arange(index, index + n), pa.int32()),
+            change.COMMITTED_AT: pa.array([self.committed_at] * n, pa.timestamp("us", "UTC")),
+        }
+        fields = [field for field in batch.data.schema if not (is_open and field.name == change.POSITION)]
+        columns = [stamps.get(field.name, batch.data.column(field.name)) for field in fields]
+        return replace(batch, data=pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
+
+
+def _slice(batch: ChangeBatch, begin: int, end: int) -> ChangeBatch:
+    if end - begin == len(batch):
+        return batch
+    data = batch.data.slice(begin, end - begin)
+    names = set(data.schema.names)
+    operations = data.column(change.OP).to_pylist()
+    unfit = data.column(change.UNFIT).to_pylist() if change.UNFIT in names else []
+    return replace(
+        batch, data=data, truncates=operations.count(Operation.TRUNCATE.value),
+        moves=len(data) - data.column(change.MOVED_FROM).null_count if change.MOVED_FROM in names else 0,
+        unfit=sum(len(cells or ()) for cells in unfit),
+    )  # fmt: skip
 
 
 class MemoryCapture:
@@ -85,9 +108,9 @@ class MemoryCapture:
 
     capabilities = Capabilities(live=True, snapshot=False, lag=True)
 
-    def __init__(self, *, window_transactions_max: int = 1) -> None:
+    def __init__(self, *, window_transactions_max: int = 1, part_rows_max: int | None = None) -> None:
         self.identity = SourceId(kind="memory", system=uuid.uuid4().hex, database="", timeline=1)
-        self.window_transactions_max = window_transactions_max
+        self.window_transactions_max, self.part_rows_max = window_transactions_max, part_rows_max
         self._kept: deque[_Transaction] = deque()
         self._count = 0
         self._end = self._confirmed = ZERO
@@ -158,7 +181,8 @@ class MemoryCapture:
                 hint="It belongs to another source. Begin again.",
             )  # fmt: skip
 
-    def _take(self, after: Lsn, wait_seconds: float) -> Window | None:
+    def _take(self, after: Lsn, wait_seconds: float, given: int) -> Window | None:
+        """The next window after the position, and after so many rows of the transaction behind it."""
         with self._changed:
             self._require_kept(after)
             self._changed.wait_for(
@@ -169,7 +193,11 @@ class MemoryCapture:
             picked = [kept for kept in self._kept if kept.end > after][: self.window_transactions_max]
             if not picked:
                 return Window(start=after, end=self._end) if self._end > after else None
-        return _window(after, picked)
+        part = self.part_rows_max
+        if part is not None and picked[0].rows - given > part:
+            return _open_window(after, picked[0], given, given + part)
+        small = itertools.takewhile(lambda later: part is None or later.rows <= part, picked[1:])
+        return _window(after, [picked[0], *small], given)
 
     def _release(self, position: Lsn) -> None:
         with self._changed:
@@ -183,15 +211,25 @@ class MemoryCapture:
                 self._kept.popleft()
 
 
-def _window(after: Lsn, picked: list[_Transaction]) -> Window:
+def _window(after: Lsn, picked: list[_Transaction], given: int) -> Window:
+    """These transactions, the first without the rows that were given out before."""
     batches: list[ChangeBatch] = []
     rows = 0
     for transaction in picked:
-        batches += transaction.stamped(rows)
-        rows += transaction.rows
+        begin = given if transaction is picked[0] else 0
+        batches += transaction.stamped(rows, begin, transaction.rows, is_open=False)
+        rows += transaction.rows - begin
     return Window(
         start=after, end=picked[-1].end, batches=tuple(batches), transactions=len(picked), rows=rows,
-        last_committed_at=picked[-1].committed_at,
+        last_committed_at=picked[-1].committed_at, continues=given > 0,
+        continued_end=picked[0].end if given else None,
+    )  # fmt: skip
+
+
+def _open_window(after: Lsn, transaction: _Transaction, begin: int, end: int) -> Window:
+    return Window(
+        start=after, end=after, batches=tuple(transaction.stamped(0, begin, end, is_open=True)), rows=end - begin,
+        open=True, continues=begin > 0,
     )  # fmt: skip
 
 
@@ -202,13 +240,18 @@ class _MemoryStream:
         self._source = source
         self._failure: TailraceError | None = None
         self._closed = False
+        self._given = 0
+        """Rows of the transaction under way that open windows have given out."""
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         self._require_open()
         if self._failure is not None:
             raise self._failure
         try:
-            return self._source._take(after, wait_seconds)
+            window = self._source._take(after, wait_seconds, self._given)
+            if window is not None:
+                self._given = self._given + window.rows if window.open else 0
+            return window
         except TailraceError as error:
             self._failure = error
             raise

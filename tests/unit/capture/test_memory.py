@@ -15,7 +15,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
-from tests.support.changes import SHOP, insert, table_schema
+from tests.support.changes import SHOP, Change, insert, move, table_schema
 from tests.support.windows import batch, ids, named
 
 
@@ -156,3 +156,56 @@ def test_values_named_like_our_columns_are_kept() -> None:
     assert [event.operation for event in events] == [Operation.UPDATE, Operation.TRUNCATE]
     assert events[0].values == {"_op": "mine", "_seq": 5}
     assert found.truncates == 1
+
+
+# --- a transaction in parts --------------------------------------------------------------------------------
+
+
+def test_a_large_transaction_comes_in_parts_of_the_asked_for_size() -> None:
+    source = MemoryCapture(part_rows_max=4)
+    end = source.commit(inserts(*range(5)), batch(named("public", "other", 2), *map(insert, range(5, 11))))
+    stream = source.live(ZERO)
+    windows = [read(stream) for _ in range(3)]
+    assert [ids(window.batches) for window in windows] == [
+        [(0, 0), (1, 1), (2, 2), (3, 3)],
+        [(0, 4), (1, 5), (2, 6), (3, 7)],
+        [(0, 8), (1, 9), (2, 10)],
+    ]
+    assert [(window.open, window.continues) for window in windows] == [
+        (True, False), (True, True), (False, True),
+    ]  # fmt: skip
+    assert [window.end for window in windows] == [ZERO, ZERO, end]
+    assert windows[-1].continued_end == end
+    rows = [row for window in windows for found in window.batches for row in found.data.to_pylist()]
+    assert [row[change.TX_INDEX] for row in rows] == list(range(11))
+    assert [change.POSITION in row for row in rows] == [False] * 8 + [True] * 3
+
+
+def test_a_transaction_of_exactly_a_part_comes_whole() -> None:
+    source = MemoryCapture(part_rows_max=4)
+    source.commit(inserts(*range(4)))
+    assert not read(source.live(ZERO)).open
+
+
+def test_small_transactions_share_a_window_with_the_end_of_a_large_one_and_not_with_its_beginning() -> None:
+    source = MemoryCapture(window_transactions_max=3, part_rows_max=2)
+    for keys in ((1,), (2,), (10, 11, 12), (3,), (20, 21, 22), (4,)):
+        end = source.commit(inserts(*keys))
+    stream, after, found = source.live(ZERO), ZERO, []
+    while after < end:
+        window = read(stream, after)
+        found.append(([key for _, key in ids(window.batches)], window.open, window.transactions))
+        after = window.end
+    assert found == [
+        ([1, 2], False, 2), ([10, 11], True, 0), ([12, 3], False, 2), ([20, 21], True, 0), ([22, 4], False, 2),
+    ]  # fmt: skip
+
+
+def test_a_part_counts_only_its_own_moves_and_truncates() -> None:
+    source = MemoryCapture(part_rows_max=2)
+    source.commit(batch(SHOP, insert(1, unfit=("n",)), Change(op="truncate"), *move(2, 3), insert(4)))
+    stream = source.live(ZERO)
+    counts = [
+        [(found.moves, found.truncates, found.unfit) for found in read(stream).batches] for _ in range(3)
+    ]
+    assert counts == [[(0, 1, 1)], [(1, 0, 0)], [(0, 0, 0)]]

@@ -1,8 +1,10 @@
 """The live stream: one thread owns the replication connection and reads it lazily; the loop takes windows.
 
 What must hold: keep-alives are answered while the loop is busy or holds back; nothing is confirmed that
-`confirm` was not called with; a window handed over is whole transactions. Back-pressure is not reading: the
-buffer has a limit, and the server waits.
+`confirm` was not called with; a window handed over is whole transactions, or a part of one that is too large to
+hold, and between its parts nothing else comes. Back-pressure is not reading: the buffer has a limit, and the
+server waits. So memory has a limit whatever the size of a transaction: three buffers, one filling, one waiting,
+one being decoded, and in each room for the largest row.
 
 Waking for every message costs more than the message, so a reader that is behind naps for a moment and then
 takes everything that has arrived.
@@ -36,8 +38,12 @@ WINDOW_SECONDS = 0.010
 """or at this age while changes trickle in,"""
 WINDOW_SECONDS_BEHIND = 0.300
 """or at this age while there is a backlog, where larger commits are cheaper and nobody waits for the first."""
+BIG_BYTES = 16 << 20
+"""A transaction larger than this is handed over in parts of about this size. Twice a window, so that what fits
+into a window never comes in parts, which cost the log a file each; and small, because a part takes several times
+its size while it is decoded and written."""
 BUFFER_BYTES_MAX = 32 << 20
-"""Held back beyond this, unless a single transaction needs more."""
+"""Held back beyond this while the loop is busy."""
 DRAIN_BYTES = 1 << 20
 """Read between two looks at the clock."""
 BUSY_BYTES = 20 << 10
@@ -57,23 +63,44 @@ class _Buffer:
     """Messages laid end to end, and what is known of them."""
 
     def __init__(self) -> None:
-        self.bytes: Bytes = np.empty(WINDOW_BYTES * 2, np.uint8)
+        self.bytes: Bytes = np.empty(BIG_BYTES + 4 * DRAIN_BYTES, np.uint8)
         self.starts: Ints = np.zeros((WINDOW_BYTES * 2) // 64, np.int64)
         self.state: Ints = np.zeros(wire.STATE_SIZE, np.int64)
 
+    @property
+    def whole(self) -> bool:
+        """Whether there is a whole transaction."""
+        return bool(self.state[wire.WHOLE_MESSAGES])
+
+    @property
+    def big(self) -> bool:
+        """Whether there is as much of a transaction that has not ended as we ever hold."""
+        return int(self.state[wire.BYTES] - self.state[wire.WHOLE_BYTES]) >= BIG_BYTES
+
+    @property
+    def offered(self) -> tuple[int, int]:
+        """Bytes and messages to hand over: up to the end of the last whole transaction, or all if none is."""
+        if self.whole:
+            return int(self.state[wire.WHOLE_BYTES]), int(self.state[wire.WHOLE_MESSAGES])
+        return int(self.state[wire.BYTES]), int(self.state[wire.MESSAGES])
+
     def make_room(self) -> None:
         """Double whatever is full; the pending message may need more."""
-        needed = int(self.state[wire.BYTES] + self.state[wire.PENDING_SIZE])
+        filled = int(self.state[wire.BYTES])
+        needed = filled + int(self.state[wire.PENDING_SIZE])
         if self.state[wire.PENDING] and needed > self.bytes.size:
-            self.bytes = np.concatenate([self.bytes, np.empty(max(self.bytes.size, needed), np.uint8)])
+            # Not `concatenate`: it would touch, and so take, the room that may never be needed.
+            larger = np.empty(max(self.bytes.size * 2, needed), np.uint8)
+            larger[:filled] = self.bytes[:filled]
+            self.bytes = larger
         if self.state[wire.MESSAGES] + 2 > self.starts.size:
             self.starts = np.concatenate([self.starts, np.zeros(self.starts.size, np.int64)])
 
     def take_rest(self, other: _Buffer) -> None:
-        """Become what `other` holds after its last whole transaction."""
+        """Become what `other` holds beyond what it offers."""
         old = other.state
         self.state[:] = old
-        begin, first = int(old[wire.WHOLE_BYTES]), int(old[wire.WHOLE_MESSAGES])
+        begin, first = other.offered
         size, messages = int(old[wire.BYTES]) - begin, int(old[wire.MESSAGES]) - first
         while self.bytes.size < size:
             self.bytes = np.empty(self.bytes.size * 2, np.uint8)
@@ -108,6 +135,7 @@ class PostgresStream:
         self._confirmed, self._reported, self._reported_at = after, after, 0.0
         self._filling, self._spare = _Buffer(), [_Buffer(), _Buffer()]
         self._ready: _Buffer | None = None
+        self._decoding = False
         self._end = after
         self._opened_at: float | None = None
         self._behind_until = 0.0
@@ -128,6 +156,10 @@ class PostgresStream:
     # The caller's side.
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        if self._decoding:
+            raise SourceUnreachable(
+                "what the server sent was not decoded", hint="The stream is opened again."
+            )
         if self._last is not None and after < self._last.end:
             return self._last  # the caller could not keep it
         self._last = None
@@ -139,19 +171,32 @@ class PostgresStream:
             end = self._end
             self._changed.notify_all()
         if ready is None:
-            return Window(start=after, end=end) if end > after else None
-        messages = int(ready.state[wire.WHOLE_MESSAGES])
-        window = self._decoder.decode(
-            ready.bytes[: ready.state[wire.WHOLE_BYTES]],
-            ready.starts,
-            messages,
-            after,
-            Lsn(int(ready.state[wire.END])),
-        )
+            # The position must not move between two parts of a transaction.
+            return Window(start=after, end=end) if end > after and not self._decoder.inside else None
+        self._decoding = True  # and it stays so if this fails: what is lost here must not be read over
+        window = self._decode(ready, after)
+        self._decoding = False
         with self._changed:
-            self._spare.append(ready)
-        self._last = None if window.empty else window
+            if ready.bytes.size <= 2 * BUFFER_BYTES_MAX:  # one that held a huge row is let go
+                self._spare.append(ready)
+        if window is None or (window.empty and window.end == after):
+            return None
+        self._last = None if window.empty or window.open else window
         return window
+
+    def _decode(self, ready: _Buffer, after: Lsn) -> Window | None:
+        size, messages = ready.offered
+        if not ready.whole:
+            return self._decoder.decode_part(ready.bytes[:size], ready.starts, messages, after)
+        end = max(after, Lsn(int(ready.state[wire.END])))
+        return self._decoder.decode(ready.bytes[:size], ready.starts, messages, after, end)
+
+    @property
+    def held_bytes(self) -> int:
+        """Read from the server and not taken by the caller yet."""
+        with self._changed:
+            held = [self._filling] if self._ready is None else [self._filling, self._ready]
+            return sum(int(buffer.state[wire.BYTES]) for buffer in held)
 
     def confirm(self, position: Lsn) -> None:
         self._confirmed = position
@@ -192,7 +237,7 @@ class PostgresStream:
     def _step(self) -> None:
         buffer = self._filling
         filled = int(buffer.state[wire.BYTES])
-        if filled >= BUFFER_BYTES_MAX and self._ready is not None:
+        if self._ready is not None and (buffer.big or filled >= BUFFER_BYTES_MAX):
             self._report_if_due()
             with self._changed:
                 self._changed.wait(IDLE_SECONDS)
@@ -220,22 +265,25 @@ class PostgresStream:
             select.select([self._wire.socket], [], [], IDLE_SECONDS)
 
     def _hand_over(self, now: float, *, dry: bool) -> None:
-        """Offer what is whole to the caller, if it is time and the last offer was taken."""
+        """Offer what is whole to the caller, if it is time and the last offer was taken; or a part of a
+        transaction, if nothing is whole and no more is to be held."""
         buffer = self._filling
-        whole = int(buffer.state[wire.WHOLE_BYTES])
-        if not whole:
-            if not buffer.state[wire.OPEN] and self._ready is None:
+        if self._ready is not None:
+            return
+        if not buffer.whole and not buffer.big:
+            if not buffer.state[wire.OPEN]:
                 self._end = max(self._end, Lsn(int(buffer.state[wire.END])))
             return
         age = now - (self._opened_at or 0.0)
         limit = WINDOW_SECONDS_BEHIND if now < self._behind_until else WINDOW_SECONDS
-        if self._ready is not None or not (dry or whole >= WINDOW_BYTES or age >= limit):
+        if not (dry or buffer.big or buffer.state[wire.WHOLE_BYTES] >= WINDOW_BYTES or age >= limit):
             return
         with self._changed:
             following = self._spare.pop() if self._spare else _Buffer()
             following.take_rest(buffer)
             self._filling, self._ready = following, buffer
-            self._end = Lsn(int(buffer.state[wire.END]))
+            if buffer.whole:
+                self._end = Lsn(int(buffer.state[wire.END]))
             self._changed.notify_all()
         self._opened_at = now if following.state[wire.BYTES] else None
 

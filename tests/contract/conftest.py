@@ -1,0 +1,53 @@
+"""The sources that the contract is tried on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tailrace.demo.server import EmbeddedPostgres
+from tests.support.benches import Bench, MemoryBench, PostgresBench, Streams
+
+KEEPALIVE_SECONDS = 2
+"""The server cuts a connection that does not answer for so long."""
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[EmbeddedPostgres]:
+    version = int(os.environ.get("TAILRACE_TEST_PG", "16"))
+    settings = {"wal_sender_timeout": f"{KEEPALIVE_SECONDS}s", "fsync": "off"}
+    with EmbeddedPostgres(version=version, settings=settings) as running:
+        yield running
+
+
+@pytest.fixture(params=["memory", "postgresql"])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    if request.param == "memory":
+        yield MemoryBench()
+        return
+    made = PostgresBench(request.getfixturevalue("server"), monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def postgres(server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch) -> Iterator[PostgresBench]:
+    made = PostgresBench(server, monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def streams(bench: Bench) -> Iterator[Streams]:
+    opened = Streams(bench.capture)
+    yield opened
+    opened.close_all()
+
+
+@pytest.fixture
+def postgres_streams(postgres: PostgresBench) -> Iterator[Streams]:
+    opened = Streams(postgres.capture)
+    yield opened
+    opened.close_all()
