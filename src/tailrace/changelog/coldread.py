@@ -11,15 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace.changelog.cold import ColdFile, CommitList, check_file, damaged
+from tailrace.changelog.rows import complete, counted
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.change import Operation
-from tailrace.model.schema import TableSchema
 
 
 @dataclass(frozen=True)
@@ -120,26 +118,3 @@ def _cut(rows: pa.RecordBatch, span: Span) -> pa.RecordBatch:
         int(np.searchsorted(commits, span.last, side="right")),
     )
     return rows.slice(begin, max(0, end - begin))
-
-
-def counted(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
-    """Rows as a batch, with what a batch knows of its rows counted anew."""
-    moved, unfit = data.column(change.MOVED_FROM), data.column(change.UNFIT)
-    truncates = pc.sum(pc.equal(data.column(change.OP), Operation.TRUNCATE.value)).as_py()
-    return ChangeBatch(
-        schema=schema,
-        data=data,
-        moves=len(moved) - moved.null_count,
-        truncates=truncates or 0,
-        unfit=0 if unfit.null_count == len(unfit) else pc.sum(pc.list_value_length(unfit)).as_py(),
-    )
-
-
-def complete(data: pa.RecordBatch, version: Version) -> pa.RecordBatch:
-    """The rows as the version's shape has them: columns that were left out are put back as nulls."""
-    names = set(data.schema.names)
-    columns = [
-        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type)
-        for field in version.arrow
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=version.arrow)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tailrace.changelog import files
 from tailrace.errors import ConfigError
@@ -64,30 +64,35 @@ def consumer_path(log: Path, name: str) -> Path:
     return log / "consumers" / f"{name}.json"
 
 
+class Wanted(Protocol):
+    """The table a reader asked for."""
+
+    name: str
+    numbers: set[int]
+
+
 class Consumer:
     """One named reader's place in the log."""
 
-    def __init__(self, path: Path, name: str, tables: tuple[int, ...] | None, commit: int, seq: int) -> None:
+    def __init__(self, path: Path, name: str, wanted: Wanted | None, start: tuple[int, int]) -> None:
         self._path = path
         self._saved_at = 0.0
+        self._wanted = wanted
         self.name = name
-        self.tables = tables
-        self.commit = commit
-        self.seq = seq
+        self.commit, self.seq = start
 
     @classmethod
-    def open(
-        cls, log: Path, name: str, *, tables: tuple[int, ...] | None, start: tuple[int, int]
-    ) -> Consumer:
+    def open(cls, log: Path, name: str, *, wanted: Wanted | None, start: tuple[int, int]) -> Consumer:
         """The named reader where it stopped; a new one at `start`, a commit and a `_seq`."""
         path = consumer_path(log, name)
         stored = _read(path)
-        made = cls(path, name, tables, *start)
+        made = cls(path, name, wanted, start)
         if stored is not None:
-            if stored["tables"] != (list(tables) if tables is not None else None):
+            if stored["table"] != (wanted.name if wanted else None):
                 raise ConfigError(
-                    "this consumer reads other tables",
+                    "this consumer reads another table",
                     name=name,
+                    table=stored["table"] or "all",
                     hint="Give the new reader a name of its own, or forget the old one: "
                     f"`tailrace consumers FILE --forget {name}`.",
                 )
@@ -104,7 +109,8 @@ class Consumer:
     def save(self) -> None:
         """Write the place down."""
         stored = {
-            "name": self.name, "tables": list(self.tables) if self.tables is not None else None,
+            "name": self.name, "table": self._wanted.name if self._wanted else None,
+            "tables": sorted(self._wanted.numbers) if self._wanted else None,
             "commit": self.commit, "seq": self.seq, "seen_at": time.time(), "expires_seconds": EXPIRE_SECONDS,
         }  # fmt: skip
         with files.explained(self._path):
@@ -182,6 +188,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     needed = (
         ("tables", "at")
         if path.name == TABLES
-        else ("name", "tables", "commit", "seq", "seen_at", "expires_seconds")
+        else ("name", "table", "tables", "commit", "seq", "seen_at", "expires_seconds")
     )
     return stored if isinstance(stored, dict) and all(name in stored for name in needed) else None

@@ -18,21 +18,23 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
 from tailrace.changelog import cold, files, format
 from tailrace.changelog.cold import ColdIndex, Seal
-from tailrace.changelog.coldread import ColdReader, Span, complete, counted
+from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import Consumer
 from tailrace.changelog.format import Body, Header, corrupt
-from tailrace.changelog.schemas import Schemas, Version
+from tailrace.changelog.merged import conform, merged_shape
+from tailrace.changelog.rows import after_position, between, complete, rebased, with_position
+from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed
 from tailrace.errors import ConfigError, LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.model.system import is_system
 
@@ -251,9 +253,9 @@ class ChangeLog:
         stored = pa.schema([field for field in version.arrow if field.name not in body.without])
         data = pa.ipc.read_record_batch(pa.py_buffer(view), stored)
         if body.base:
-            data = _rebased(data, body.base)
+            data = rebased(data, body.base)
         if piece is not None:
-            data = _with_position(data, version, str(piece.position))
+            data = with_position(data, version, str(piece.position))
         return ChangeBatch(
             schema=version.schema,
             data=complete(data, version),
@@ -272,7 +274,7 @@ class ChangeLog:
         return self._mapped[1]
 
     def read(
-        self, first: int, last: int, *, tables: Collection[int] | None = None, after_seq: int = 0,
+        self, first: int, last: int, *, tables: Collection[int] | Wanted | None = None, after_seq: int = 0,
         to_seq: int = SEQ_MAX,
     ) -> Iterator[ChangeBatch]:  # fmt: skip
         """The rows of commits from `first` to `last`, in order, sealed or not, each once.
@@ -285,7 +287,12 @@ class ChangeLog:
             yield batch
 
     def _read(
-        self, first: int, last: int, tables: Collection[int] | None, after_seq: int, to_seq: int = SEQ_MAX
+        self,
+        first: int,
+        last: int,
+        tables: Collection[int] | Wanted | None,
+        after_seq: int,
+        to_seq: int = SEQ_MAX,
     ) -> Iterator[tuple[int, ChangeBatch]]:
         """Each batch, and the commit up to which everything had been delivered before it."""
         delivered: dict[int, int] = {}
@@ -311,7 +318,7 @@ class ChangeLog:
                     )
                     raise corrupt(path, "it does not start where the one before ended")
                 for done, number, batch in found:
-                    fresh = _between(batch, max(after_seq, delivered.get(number, 0)), to_seq)
+                    fresh = between(batch, max(after_seq, delivered.get(number, 0)), to_seq)
                     if len(fresh):
                         misses = 0
                         delivered[number] = fresh.data.column(change.SEQ)[-1].as_py()
@@ -327,7 +334,7 @@ class ChangeLog:
             commit = commit + 1 if seal is None else seal.last + 1
 
     def _of_commit(
-        self, header: Header, span: Span, tables: Collection[int] | None
+        self, header: Header, span: Span, tables: Collection[int] | Wanted | None
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
         for body in header.bodies:
             outside = body.last_seq <= span.after_seq or body.first_seq > span.to_seq
@@ -335,7 +342,7 @@ class ChangeLog:
                 yield header.commit - 1, body.table, self._hot_batch(header, body)
 
     def _of_seal(
-        self, seal: Seal, span: Span, tables: Collection[int] | None
+        self, seal: Seal, span: Span, tables: Collection[int] | Wanted | None
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
         gone = self.trimmed()
         wanted = [
@@ -348,19 +355,21 @@ class ChangeLog:
             return reader.merged(wanted, self.cold.commits(seal), span)
         return itertools.chain.from_iterable(reader.batches(file, span) for file in wanted)
 
-    def _is_wanted(self, table: int, schema: int, tables: Collection[int] | None) -> bool:
+    def _is_wanted(self, table: int, schema: int, tables: Collection[int] | Wanted | None) -> bool:
+        if isinstance(tables, Wanted):
+            return tables.takes(table, schema)
         if tables is not None:
             return table in tables
         return not is_system(self.schemas.get(table, schema).schema)
 
     def _refuse_trimmed(
-        self, first: int, last: int, tables: Collection[int] | None, after_seq: int,
+        self, first: int, last: int, tables: Collection[int] | Wanted | None, after_seq: int,
         delivered: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Rows that are gone are never passed over in silence."""
         gone = self.trimmed()
         for number, table in gone.tables.items():
-            wanted = tables is None or number in tables
+            wanted = tables is None or number in (tables.numbers if isinstance(tables, Wanted) else tables)
             covered = max(after_seq, delivered.get(number, 0))
             if wanted and first <= table.commit and last >= first and table.last_seq > covered:
                 raise LogTrimmed(
@@ -379,38 +388,68 @@ class ChangeLog:
         return cold.damaged(path, "it is missing")
 
     def follow(
-        self, after: int | None = None, *, table: TableId | str | int | None = None,
-        wait_seconds: float | None = 0.0, consumer: str | None = None,
+        self, after: int | Lsn | None = None, *, table: TableId | str | int | None = None,
+        wait_seconds: float | None = 0.0, consumer: str | None = None, merged: bool = False,
     ) -> Iterator[ChangeBatch]:  # fmt: skip
         """The batches after a commit, in order, then whatever comes, until nothing came for `wait_seconds`.
 
-        `wait_seconds=None` waits for ever. Nothing is read ahead: a slow reader costs no memory, only the log's
-        room. With `consumer`, the log remembers under that name how far the reader is and keeps what it has not
-        read; a batch counts as read when the next one is asked for, and without `after` reading goes on there.
+        `after` is a commit's number or a position of the source; without it reading begins with the oldest row that
+        is kept. `wait_seconds=None` waits for ever. Nothing is read ahead: a slow reader costs no memory, only the
+        log's room. Each row comes with the version of its table's shape that it was written with; with `merged`, in
+        one shape over all versions (`changelog/merged.py` has the rules).
+
+        With `consumer`, the log remembers under that name how far the reader is and keeps what it has not read. A
+        batch counts as read when the next one is asked for, and without `after` reading goes on there.
         """
-        tables = None if table is None else tuple(self.numbers(table))
-        start, place = (self.trimmed().commit if after is None else after, 0), None
+        wanted = None if table is None else Wanted(self, table)
+        position = after if isinstance(after, Lsn) else None
+        begin = self.commit_at(after) if isinstance(after, Lsn) else after
+        start, place = (self.trimmed().commit if begin is None else begin, 0), None
         if consumer is not None:
-            place = Consumer.open(self.path, consumer, tables=tables, start=start)
+            place = Consumer.open(self.path, consumer, wanted=wanted, start=start)
             start = (place.commit, place.seq) if after is None else start
         if after is not None or place is not None:
-            self._refuse_trimmed(start[0] + 1, SEQ_MAX, tables, start[1])
+            self._refuse_trimmed(start[0] + 1, SEQ_MAX, wanted, start[1])
         reached = _Reached(start, place)
         try:
-            yield from self._follow(reached, tables, wait_seconds)
+            for batch in self._follow(reached, wanted, wait_seconds):
+                if position is not None:
+                    batch = after_position(batch, position)
+                if len(batch):
+                    yield self._conformed(batch) if merged else batch
         finally:
             reached.save()
 
+    def _conformed(self, batch: ChangeBatch) -> ChangeBatch:
+        """The batch in one shape over all versions of its table that are known by now."""
+        versions = self.schemas.versions(batch.schema)
+        return conform(batch, merged_shape(versions))
+
+    def commit_at(self, position: Lsn) -> int:
+        """The last commit that ends at or before a position of the source; 0 if none does."""
+        low, high = self.trimmed().commit, self.newest()
+        if self.cold.seals and position < self.cold.seals[-1].end:
+            for seal in self.cold.seals:
+                if position < seal.end:
+                    commits = self.cold.commits(seal)
+                    place = int(commits.end.searchsorted(position.value, side="right"))
+                    return int(commits.commit[place - 1]) if place else seal.first - 1
+        low = max(low, self.cold.last)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.header(middle).end <= position else (low, middle - 1)
+        return low
+
     def _follow(
-        self, reached: _Reached, tables: tuple[int, ...] | None, wait_seconds: float | None
+        self, reached: _Reached, wanted: Wanted | None, wait_seconds: float | None
     ) -> Iterator[ChangeBatch]:
         pause, heard = _POLL_SECONDS, time.monotonic()
         while True:
             newest, before = self.newest(), reached.commit
-            for done, batch in self._read(before + 1, newest, tables, reached.seq):
+            for done, batch in self._read(before + 1, newest, wanted, reached.seq):
                 yield batch
                 # Of several tables a commit comes table by table, so only whole commits count as read.
-                one = tables is not None and len(tables) == 1
+                one = wanted is not None and len(wanted.numbers) == 1
                 reached.up_to(done, batch.data.column(change.SEQ)[-1].as_py() if one else reached.seq)
             if newest > before:
                 reached.up_to(newest, reached.seq)
@@ -419,6 +458,28 @@ class ChangeLog:
                 return
             time.sleep(pause)
             pause = min(pause * 2, _POLL_SECONDS_MAX)
+
+
+class Wanted:
+    """The table someone asked for, by name: made again under the same name, it has another number."""
+
+    def __init__(self, log: ChangeLog, table: TableId | str | int) -> None:
+        self._log = log
+        self.numbers = set(log.numbers(table))
+        self.name = (
+            str(log.schemas.latest_of(min(self.numbers)).schema.table)
+            if isinstance(table, int)
+            else str(table)
+        )
+
+    def takes(self, number: int, version: int) -> bool:
+        """Whether rows of this table and version are asked for."""
+        if (
+            number not in self.numbers
+            and str(self._log.schemas.get(number, version).schema.table) == self.name
+        ):
+            self.numbers.add(number)
+        return number in self.numbers
 
 
 class _Reached:
@@ -436,23 +497,3 @@ class _Reached:
     def save(self) -> None:
         if self._consumer is not None:
             self._consumer.save()
-
-
-def _between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch:
-    """The rows of a batch after a `_seq` and up to another; mostly all of them."""
-    seqs = batch.data.column(change.SEQ).to_numpy()
-    begin, end = np.searchsorted(seqs, [after_seq, to_seq], side="right").tolist()
-    return batch if end - begin == len(seqs) else counted(batch.schema, batch.data.slice(begin, end - begin))
-
-
-def _rebased(data: pa.RecordBatch, base: int) -> pa.RecordBatch:
-    """Rows with `_seq` counted in the log instead of in the window they came in."""
-    place = data.schema.get_field_index(change.SEQ)
-    seqs = data.column(place).to_numpy() + base
-    return data.set_column(place, data.schema.field(place), pa.array(seqs))
-
-
-def _with_position(data: pa.RecordBatch, version: Version, position: str) -> pa.RecordBatch:
-    """Rows that were written before their transaction's end was known, with its position."""
-    field = version.arrow.field(change.POSITION)
-    return data.append_column(field, pa.repeat(pa.scalar(position, field.type), data.num_rows))

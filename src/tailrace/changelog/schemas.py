@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog import files, records
-from tailrace.errors import LogCorrupt
+from tailrace.errors import ConfigError, LogCorrupt
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
 
@@ -68,6 +68,26 @@ class Schemas:
     def of(self, table: TableId) -> list[int]:
         """The numbers a table has had: one, unless it was dropped and made again, or none."""
         return sorted({version.table for version in self._versions.values() if version.schema.table == table})
+
+    def latest_of(self, table: int) -> Version:
+        """The newest known version of one table."""
+        if table not in self._latest:
+            self.load()
+        if table not in self._latest:
+            raise ConfigError(
+                "the log has no table of this number",
+                table=table,
+                hint="`tailrace log FILE show` lists the tables it has.",
+            )
+        return self._latest[table]
+
+    def versions(self, schema: TableSchema) -> list[TableSchema]:
+        """All known shapes of the table that has this one, oldest first."""
+        table = self._tables[schema.relation]
+        found = sorted(
+            (item for item in self._versions.values() if item.table == table), key=lambda item: item.version
+        )
+        return [item.schema for item in found]
 
     def named(self, text: str) -> list[int]:
         """The same for `schema.table` as a person writes it, or the name of a system stream."""

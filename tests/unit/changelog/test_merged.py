@@ -1,0 +1,103 @@
+"""One shape over all versions of a table: columns by name, types that hold every value, text where none does."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tailrace.changelog.merged import conform, merged_shape
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.writer import LogWriter
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.schema import Column, TableSchema
+from tests.support.changes import SHOP, insert, move
+from tests.support.windows import SOURCE, batch, window
+
+
+def column(name: str, kind: pa.DataType) -> Column:
+    return Column(name=name, source_type="any", type=kind)
+
+
+def shape(*columns: Column) -> TableSchema:
+    return replace(SHOP, columns=columns, key=(columns[0].name,))
+
+
+ID = column("id", pa.int64())
+
+
+def only(value: object, kind: pa.DataType) -> ChangeBatch:
+    """A batch of one row of a table (id, value)."""
+    schema = shape(ID, column("value", kind))
+    base = batch(SHOP, insert(1)).data
+    fields = schema.change_schema()
+    known = {change.OP, change.SEQ, change.POSITION, change.TX, change.TX_INDEX, change.COMMITTED_AT}
+    columns = [
+        base.column(field.name) if field.name in known else pa.nulls(1, field.type) for field in fields
+    ]
+    columns[fields.get_field_index("value")] = pa.array([value], kind)
+    return ChangeBatch(schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=fields))
+
+
+def test_columns_of_the_newest_come_first_then_those_only_older_versions_have() -> None:
+    old = shape(ID, column("gone", pa.string()), column("kept", pa.int32()))
+    new = shape(ID, column("added", pa.bool_()), column("kept", pa.int32()))
+    assert merged_shape([old, new]).names == ["id", "added", "kept", "gone"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "merged"),
+    [
+        (pa.int16(), pa.int64(), pa.int64()),
+        (pa.int64(), pa.int32(), pa.int64()),
+        (pa.float32(), pa.float64(), pa.float64()),
+        (pa.decimal128(10, 2), pa.decimal128(9, 4), pa.decimal128(12, 4)),
+        (pa.decimal128(38, 0), pa.decimal128(38, 20), pa.string()),
+        (pa.int64(), pa.float64(), pa.string()),
+        (pa.date32(), pa.timestamp("us"), pa.string()),
+        (pa.list_(pa.int32()), pa.list_(pa.int64()), pa.list_(pa.int64())),
+        (pa.binary(), pa.string(), pa.string()),
+    ],
+)
+def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
+    old: pa.DataType, new: pa.DataType, merged: pa.DataType
+) -> None:
+    versions = [shape(ID, column("value", old)), shape(ID, column("value", new))]
+    assert merged_shape(versions).columns[1].type == merged
+    assert merged_shape(versions[::-1]).columns[1].type == merged
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "wanted", "read"),
+    [
+        (7, pa.int32(), pa.int64(), 7),
+        (Decimal("1.50"), pa.decimal128(10, 2), pa.decimal128(12, 4), Decimal("1.5000")),
+        (7, pa.int64(), pa.string(), "7"),
+        (datetime.date(2024, 2, 29), pa.date32(), pa.string(), "2024-02-29"),
+        (b"\x00\xff", pa.binary(), pa.string(), "\\x00ff"),
+        ([1, None], pa.list_(pa.int32()), pa.string(), "[1, null]"),
+        ([1, None], pa.list_(pa.int32()), pa.list_(pa.int64()), [1, None]),
+        (None, pa.int64(), pa.string(), None),
+    ],
+)
+def test_values_are_kept_exactly(value: object, kind: pa.DataType, wanted: pa.DataType, read: object) -> None:
+    found = conform(only(value, kind), shape(ID, column("value", wanted)))
+    assert found.data.column("value").to_pylist() == [read]
+
+
+def test_the_view_is_read_from_the_log_with_old_keys_and_missing_columns(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "log", SOURCE)
+    wider = replace(SHOP, columns=(*SHOP.columns, column("added", pa.bool_())))
+    writer.append(window(0, 10, batch(SHOP, insert(1), *move(1, 2)), batch(wider, insert(3), first=3)))
+    writer.close()
+    log = ChangeLog.open(tmp_path / "log")
+    assert [found.schema for found in log.follow(table=str(SHOP.table))] == [SHOP, wider]
+    views = list(log.follow(table=str(SHOP.table), merged=True))
+    assert {found.schema for found in views} == {wider}
+    assert [row["added"] for found in views for row in found.data.to_pylist()] == [None] * 4
+    assert [row["_moved_from"] for row in views[0].data.to_pylist()][-1] is not None
