@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks import (
     log_commit,
+    log_scan,
     pg_bigtx,
     pg_debezium,
     pg_growth,
@@ -33,6 +34,7 @@ from benchmarks import (
     pg_oltp,
     pg_stream,
     report,
+    seal,
 )
 from benchmarks.measure import Bench, BenchError, Outcome
 
@@ -45,6 +47,8 @@ BENCHES: tuple[Bench, ...] = (
     pg_latency.BENCH,
     pg_bigtx.BENCH,
     pg_growth.BENCH,
+    seal.BENCH,
+    log_scan.BENCH,
 )
 ALL = "all"
 ROUNDS = 5

@@ -1,14 +1,16 @@
 """Windows of changes made up in memory, with the columns and the buffers that a capture hands to the log.
 
 They stand for what a decoder yields: every batch has arrays of its own, fresh from memory, in the table's
-shape; optional columns that are null throughout are left out; the rows of the tables take turns, as they do
-in a log of small transactions.
+shape; optional columns that are null throughout are left out. In a small window the rows of the tables take
+turns, as they do in a log of small transactions. A long one has values as a table of a shop has them: some
+repeat, most do not, and deletes have nothing but the key.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tailrace.capture.base import SourceId
 from tailrace.model import change
@@ -77,3 +79,65 @@ def _batch(schema: TableSchema, seqs: np.ndarray, end: Lsn, first_id: int) -> Ch
     ]
     fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
     return ChangeBatch(schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
+
+
+ROWS_PER_TRANSACTION = 10
+_OPERATIONS = pa.array(["insert", "update", "delete"])
+_STATUSES = pa.array(["new", "paid", "packed", "shipped", "delivered", "returned", "cancelled"])
+_WORDS_MAX = 5_000
+
+
+def long_window(
+    schema: TableSchema, start: Lsn, first_id: int, rows: int, random: np.random.Generator
+) -> Window:
+    """A window of one table: 70 % inserts, 20 % updates of older rows, 10 % deletes."""
+    seqs = np.arange(rows)
+    transactions = seqs // ROWS_PER_TRANSACTION
+    ends = start.value + (transactions + 1) * WAL_BYTES_PER_ROW * ROWS_PER_TRANSACTION
+    operations = random.choice(3, rows, p=[0.7, 0.2, 0.1])
+    fresh = first_id + seqs
+    ids = np.where(operations == 0, fresh, random.integers(1, first_id + 1, rows))
+    times = BEGAN_AT + (first_id + transactions * ROWS_PER_TRANSACTION) * 100
+    gone = operations == 2
+    columns = [
+        _OPERATIONS.take(pa.array(operations)),
+        pa.array(seqs),
+        _positions(ends),
+        pa.array(first_id + transactions),
+        pa.array((seqs % ROWS_PER_TRANSACTION).astype(np.int32)),
+        pa.array(times).view(pa.timestamp("us", "UTC")),
+        pa.array(ids),
+        pa.array(random.integers(1, 1_000_000, rows).astype(np.int32), mask=gone),
+        _STATUSES.take(pa.array(random.integers(0, len(_STATUSES), rows), mask=gone)),
+        _amounts(random.integers(100, 10_000_000, rows), gone),
+        _notes(random, rows, gone),
+        pa.array(times - random.integers(0, 10**12, rows), mask=gone).view(pa.timestamp("us", "UTC")),
+        pa.array(random.random(rows) < 0.5, mask=gone),
+        pa.array(random.random(rows) * 1000, mask=gone),
+    ]
+    fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
+    data = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+    return Window(
+        start=start, end=Lsn(int(ends[-1])), transactions=int(transactions[-1]) + 1, rows=rows,
+        last_committed_at=int(times[-1]), batches=(ChangeBatch(schema=schema, data=data),),
+    )  # fmt: skip
+
+
+def _positions(ends: np.ndarray) -> pa.Array:
+    """The end of each row's transaction, as the server prints it."""
+    each, place = np.unique(ends, return_inverse=True)
+    return pa.array([str(Lsn(end)) for end in each.tolist()]).take(pa.array(place))
+
+
+def _amounts(cents: np.ndarray, gone: np.ndarray) -> pa.Array:
+    whole = pa.array(cents, mask=gone).cast(pa.decimal128(19, 0))
+    return pc.divide(whole.cast(pa.decimal128(21, 2)), pa.scalar(100, pa.decimal128(3, 0))).cast(
+        pa.decimal128(12, 2), safe=False
+    )
+
+
+def _notes(random: np.random.Generator, rows: int, gone: np.ndarray) -> pa.Array:
+    """Four words out of some thousands: hardly one note comes twice."""
+    words = pa.array([f"{number * 2654435761 % 2**32:x}" for number in range(_WORDS_MAX)])
+    some = [words.take(pa.array(random.integers(0, _WORDS_MAX, rows), mask=gone)) for _ in range(4)]
+    return pc.binary_join_element_wise(*some, " ")
