@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
         (7, pa.int32(), pa.int64(), 7),
         (Decimal("1.50"), pa.decimal128(10, 2), pa.decimal128(12, 4), Decimal("1.5000")),
         (7, pa.int64(), pa.string(), "7"),
-        (datetime.date(2024, 2, 29), pa.date32(), pa.string(), "2024-02-29"),
+        (dt.date(2024, 2, 29), pa.date32(), pa.string(), "2024-02-29"),
         (b"\x00\xff", pa.binary(), pa.string(), "\\x00ff"),
         ([1, None], pa.list_(pa.int32()), pa.string(), "[1, null]"),
         ([1, None], pa.list_(pa.int32()), pa.list_(pa.int64()), [1, None]),
