@@ -31,6 +31,8 @@ from tailrace.model.schema import TableSchema
 
 BATCH_BYTES_MAX = 256 << 20
 """Of wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""
+BATCH_CELLS_MAX = 4 << 20
+"""A value takes 16 bytes while it is looked for, and on the wire a null takes one."""
 EPOCH_2000 = 946_684_800_000_000
 
 _INSERT, _UPDATE, _DELETE = Operation.INSERT.code, Operation.UPDATE.code, Operation.DELETE.code
@@ -397,13 +399,14 @@ class Decoder:
             yield from self._split(b, self._schemas[slot], rows, order[begin:end])
 
     def _split(self, b: Bytes, schema: TableSchema, rows: Rows, picked: Ints) -> Iterator[ChangeBatch]:
-        """One batch, or several where a single one would be too large for Arrow's offsets."""
-        if b.size <= BATCH_BYTES_MAX:
+        """One batch, or several where a single one would be too large for Arrow's offsets or for memory."""
+        rows_max = BATCH_CELLS_MAX // max(len(schema.columns), 1)
+        if b.size <= BATCH_BYTES_MAX and picked.size <= rows_max:
             yield batch_of(b, schema, rows, picked)
             return
         places = np.maximum(rows.new[picked], rows.old[picked])
-        cuts = np.flatnonzero(np.diff(places // BATCH_BYTES_MAX)) + 1
-        for piece in np.split(picked, cuts):
+        pieces = places // BATCH_BYTES_MAX + np.arange(picked.size) // rows_max
+        for piece in np.split(picked, np.flatnonzero(np.diff(pieces)) + 1):
             yield batch_of(b, schema, rows, piece)
 
 

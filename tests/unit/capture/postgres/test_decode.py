@@ -364,8 +364,9 @@ def test_an_old_value_that_does_not_fit_is_not_a_silent_null() -> None:
 # --- large windows -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("limit", "most"), [("BATCH_BYTES_MAX", 400), ("BATCH_CELLS_MAX", 30)])
 def test_a_large_window_is_split_into_batches_that_together_are_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     messages = [
         *transaction(ITEMS.relation(), OTHER.relation(),
@@ -373,7 +374,7 @@ def test_a_large_window_is_split_into_batches_that_together_are_the_same(
         *transaction(truncate(ITEMS), ITEMS.update(2, "y", UNSENT, key=(1, None, None)), end=0x200),
     ]  # fmt: skip
     whole = decode(messages)
-    monkeypatch.setattr(decode_module, "BATCH_BYTES_MAX", 400)
+    monkeypatch.setattr(decode_module, limit, most)
     split = decode(messages)
     assert len(whole.batches) == 2
     assert len(split.batches) > 6
