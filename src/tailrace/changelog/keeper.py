@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tailrace.changelog.reader import ChangeLog, commit_path
-from tailrace.changelog.retention import Policy, Trim, trim
+from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
 from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
 from tailrace.errors import LogBusy, TailraceError
 
@@ -124,8 +124,14 @@ class Keeper:
 def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool, swept: bool = True) -> Kept:
     """One round: seal if asked to, then join, clean up and trim."""
     with Sealer(change_log.path, wait_seconds=0.0, log=change_log if swept else None) as sealer:
-        sealed = sealer.seal() if seal else Sealed()
+        full = _is_nearly_full(change_log.path, keeping.policy)
+        sealed = sealer.seal() if seal or full else Sealed()
         if seal:
             sealed += sealer.join()
-        sealed += sealer.clean(keeping.grace_seconds)
+        # Room is worth more than the comfort of a reader who must look a file up again.
+        sealed += sealer.clean(0.0 if full else keeping.grace_seconds)
         return Kept(sealed=sealed, trimmed=trim(sealer, keeping.policy))
+
+
+def _is_nearly_full(path: Path, policy: Policy) -> bool:
+    return policy.max_bytes is not None and disk_bytes(path) > policy.max_bytes * ROOM

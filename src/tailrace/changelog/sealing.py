@@ -234,13 +234,13 @@ class Sealer:
             yield from self._unnamed()
 
     def _hot_files(self, old: float) -> Iterator[Path]:
-        """The own files of sealed commits, but for the newest: the log says there how far it is."""
-        newest = self.log.newest()
+        """The own files of commits that are sealed or gone, but for the newest: the log says there how far it is."""
+        newest, gone = self.log.newest(), self.log.trimmed().commit
         ages = {seal.stem: _age_of(seal_path(self.path, seal.stem)) for seal in self.log.cold.seals}
         for name in sorted(os.listdir(self.path / "hot")):
             number = int(name[:20]) if name[:20].isdigit() else newest
             seal = self.log.cold.covering(number) if number < newest else None
-            if seal is not None and ages[seal.stem] <= old:
+            if number < newest and (number <= gone or (seal is not None and ages[seal.stem] <= old)):
                 yield commit_path(self.path, number)
                 big = self.path / "big" / f"{number:020d}"
                 if big.is_dir():
