@@ -34,9 +34,11 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tailrace.errors import ConfigError
+from tailrace.pipeline.quantities import DURATION_HINT, SIZE_HINT, Refused, parse_duration, parse_size
 
 if TYPE_CHECKING:
-    # Importing it costs an import of pyarrow, which `tailrace check` has no use for.
+    # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
+    from tailrace.changelog.keeper import Keeping
     from tailrace.model.schema import TableId
 
 FILE_BYTES_MAX = 1 << 20
@@ -46,6 +48,10 @@ DEPTH_MAX = 20
 PUBLICATION_BYTES_MAX = 63 - len("_inserts")
 """PostgreSQL cuts longer names without a word. The second publication, for tables that can publish inserts
 only, is named after the first."""
+LOG_BYTES_MIN = 1 << 20
+"""A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
+SEALS_PER_MAX_BYTES = 8
+"""Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
 
 Loc = tuple[str | int, ...]
 """Where a value stands: `("source", "tables", 0)` is the first glob."""
@@ -187,6 +193,57 @@ def _check_folder(given: object) -> object:
         raise _refusal("is a path that leads in a circle", "Look at the symbolic links in it.") from None
 
 
+@dataclass(frozen=True)
+class Number:
+    """A number as the file has it; whoever takes numbers knows what they count."""
+
+    text: str
+
+
+def _written(given: object, hint: str) -> str:
+    if isinstance(given, Number):
+        return given.text
+    if isinstance(given, str):
+        return given
+    said = "has no value" if given is None else "must be a number, with or without a unit"
+    raise _refusal(said, hint)
+
+
+def _check_size(given: object) -> int:
+    try:
+        size = parse_size(_written(given, SIZE_HINT))
+    except Refused as refused:
+        raise _refusal(f"{refused}", refused.hint) from None
+    if size < LOG_BYTES_MIN:
+        raise _refusal("is less than 1 MiB", f"Was a unit forgotten? {SIZE_HINT}")
+    return size
+
+
+def _check_duration(given: object) -> float:
+    try:
+        return parse_duration(_written(given, DURATION_HINT))
+    except Refused as refused:
+        raise _refusal(f"{refused}", refused.hint) from None
+
+
+def _check_count(given: object) -> int:
+    text = _written(given, "For example: `commits: 4096`.")
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise _refusal("must be a whole number from 1 on", "For example: `commits: 4096`.")
+    return int(text)
+
+
+def _is_none(given: object) -> bool:
+    return isinstance(given, str) and given.strip().lower() == "none"
+
+
+Size = Annotated[int, BeforeValidator(_check_size)]
+Limit = Annotated[int | None, BeforeValidator(lambda given: None if _is_none(given) else _check_size(given))]
+Duration = Annotated[float, BeforeValidator(_check_duration)]
+Age = Annotated[
+    float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))
+]
+Count = Annotated[int, BeforeValidator(_check_count)]
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
@@ -250,11 +307,47 @@ class SourceSettings(BaseModel):
         return self.secret_url.get_secret_value()
 
 
+class RetentionSettings(BaseModel):
+    """What the log keeps of rows that nobody needs any more: the younger ones, and not more than so many."""
+
+    model_config = _FROZEN
+    age: Age = 7 * 86_400.0
+    bytes: Limit = None
+
+
+class SealSettings(BaseModel):
+    """When commits become Parquet files: past any one of these."""
+
+    model_config = _FROZEN
+    bytes: Size = 128 << 20
+    commits: Count = 4_096
+    age: Duration = 600.0
+
+
 class LogSettings(BaseModel):
-    """The change log's folder."""
+    """The change log: its folder, and how it is kept in order."""
 
     model_config = _FROZEN
     path: Folder
+    max_bytes: Limit = None
+    retention: RetentionSettings = RetentionSettings()
+    seal: SealSettings = SealSettings()
+    grace: Duration = 300.0
+
+    @property
+    def keeping(self) -> Keeping:
+        """The same for the one who keeps the log in order."""
+        from tailrace.changelog.keeper import Keeping
+        from tailrace.changelog.retention import Policy
+
+        seal_bytes = self.seal.bytes
+        if self.max_bytes is not None:
+            seal_bytes = min(seal_bytes, self.max_bytes // SEALS_PER_MAX_BYTES)
+        policy = Policy(age_seconds=self.retention.age, bytes=self.retention.bytes, max_bytes=self.max_bytes)
+        return Keeping(
+            seal_bytes=seal_bytes, seal_commits=self.seal.commits, seal_seconds=self.seal.age,
+            grace_seconds=self.grace, policy=policy,
+        )  # fmt: skip
 
 
 class TablesSettings(BaseModel):
@@ -409,6 +502,8 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("source", "slot"): SlotSettings,
     ("source", "publication"): PublicationSettings,
     ("log",): LogSettings,
+    ("log", "retention"): RetentionSettings,
+    ("log", "seal"): SealSettings,
     ("tables",): TablesSettings,
 }
 
@@ -422,6 +517,8 @@ _EXAMPLES = {
     "source.slot": "`slot: {name: tailrace_shop, create: true}`",
     "source.publication": "`publication: {name: tailrace_shop, create: true}`",
     "log": "`log: ./shop/changes`",
+    "log.retention": "`retention: {age: 7d, bytes: 20GB}`",
+    "log.seal": "`seal: {bytes: 128MiB, commits: 4096, age: 10min}`",
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
     "tables.path": "`path: ./shop/lake`",
@@ -474,7 +571,7 @@ _NOT_READ = object()
 """Stands for a value whose own problem is already told."""
 
 _NO_TEXT = object()
-"""Stands for a number or a date: no setting takes one."""
+"""Stands for a date or what else YAML knows: no setting takes one."""
 
 
 @dataclass
@@ -541,6 +638,8 @@ class _Document:
             return None
         if kind == "bool":
             return yaml.SafeLoader.bool_values.get(node.value.lower(), _NO_TEXT)
+        if kind in ("int", "float"):
+            return Number(node.value)
         return self.expand(node, loc) if isinstance(node, yaml.ScalarNode) and kind == "str" else _NO_TEXT
 
     def read_mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:

@@ -1,0 +1,166 @@
+"""The `log:` section: sizes, times, and every mistake in them with its line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.keeper import Keeping
+from tailrace.changelog.retention import Policy
+from tailrace.pipeline.quantities import Refused, parse_duration, parse_size
+from tailrace.pipeline.settings import LogSettings, Problem, check_settings, load_settings
+
+FILE = """\
+name: shop
+source:
+  url: postgresql://localhost/shop
+  tables: ["public.*"]
+log:
+  path: ./changes
+{log}
+tables: {{path: ./lake}}
+"""
+
+
+def write(folder: Path, *lines: str) -> Path:
+    file = folder / "tailrace.yaml"
+    file.write_text(FILE.format(log="\n".join(f"  {line}" for line in lines)))
+    return file
+
+
+def log_of(folder: Path, *lines: str, **environment: str) -> LogSettings:
+    return load_settings(write(folder, *lines), environment=environment).log
+
+
+def problem_of(folder: Path, *lines: str) -> Problem:
+    (problem,) = check_settings(write(folder, *lines), environment={})
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0), ("17", 17), ("17B", 17), ("3kB", 3_000), ("3KB", 3_000), ("2MB", 2_000_000),
+        ("50GB", 50 * 10**9), ("1TB", 10**12), ("1KiB", 1024), ("128MiB", 128 << 20), ("1.5GiB", 3 << 29),
+        ("2tib", 2 << 40), ("128 MiB", 128 << 20), (" 5 B ", 5),
+    ],
+)  # fmt: skip
+def test_a_size_is_a_number_of_bytes_or_has_a_unit(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("90", 90), ("90s", 90), ("0.5s", 0.5), ("10min", 600), ("2h", 7200), ("7d", 604_800), ("1 D", 86_400)],
+)  # fmt: skip
+def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "50G", "-1", "1e9", "1,000", "5 0", "0x10", "1_000", "ten", "9999999TB"]
+)
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        parse_size(text)
+    assert "50GB" in refused.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "d", "5m", "5 months", "1:30", "-1d", "1w", "inf", "nan", "99999d"])
+def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        parse_duration(text)
+    assert "min, h and d" in refused.value.hint
+
+
+def test_a_log_of_which_only_the_folder_is_given_keeps_a_week_and_has_no_limit(tmp_path: Path) -> None:
+    log = log_of(tmp_path)
+    assert log.keeping == Keeping()
+    assert log.keeping.policy == Policy(age_seconds=7 * 86_400, bytes=None, max_bytes=None)
+
+
+def test_everything_about_the_log_can_be_set(tmp_path: Path) -> None:
+    log = log_of(
+        tmp_path, "max_bytes: 50GB", "retention: {age: 36h, bytes: 20GB}",
+        "seal: {bytes: 64MiB, commits: 100, age: 90}", "grace: 1min",
+    )  # fmt: skip
+    assert log.path == tmp_path / "changes"
+    assert log.keeping == Keeping(
+        seal_bytes=64 << 20, seal_commits=100, seal_seconds=90.0, grace_seconds=60.0,
+        policy=Policy(age_seconds=36 * 3600, bytes=20 * 10**9, max_bytes=50 * 10**9),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("none", ["none", "None", '"none"'])
+def test_none_keeps_for_ever_and_sets_no_limit(tmp_path: Path, none: str) -> None:
+    policy = log_of(
+        tmp_path, f"max_bytes: {none}", f"retention: {{age: {none}, bytes: {none}}}"
+    ).keeping.policy
+    assert policy == Policy(age_seconds=None, bytes=None, max_bytes=None)
+
+
+def test_a_limit_may_come_from_the_environment(tmp_path: Path) -> None:
+    log = log_of(tmp_path, "max_bytes: ${ROOM}", "grace: ${GRACE:-30}", ROOM="2GiB")
+    assert (log.max_bytes, log.grace) == (2 << 30, 30.0)
+
+
+def test_a_log_with_a_limit_seals_before_the_unsealed_fills_it(tmp_path: Path) -> None:
+    assert log_of(tmp_path, "max_bytes: 64MiB").keeping.seal_bytes == 8 << 20
+    assert log_of(tmp_path, "max_bytes: 64GiB").keeping.seal_bytes == 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "where", "message", "hint"),
+    [
+        (["max_bytes: 50G"], 7, "log.max_bytes", "is not a size", "50GB"),
+        (["max_bytes: 50"], 7, "log.max_bytes", "is less than 1 MiB", "Was a unit forgotten?"),
+        (["max_bytes: -5GB"], 7, "log.max_bytes", "is not a size", "50GB"),
+        (["max_bytes: yes"], 7, "log.max_bytes", "must be a number", "50GB"),
+        (["max_bytes: [5GB]"], 7, "log.max_bytes", "must be a number", "50GB"),
+        (["max_bytes:"], 7, "log.max_bytes", "has no value", "50GB"),
+        (["max_bytes: 2026-01-01"], 7, "log.max_bytes", "must be a number", "50GB"),
+        (["grace: 1min", "retention: 7d"], 8, "log.retention", "must be a mapping", "age: 7d, bytes: 20GB"),
+        (["retention:"], 7, "log.retention", "has no value", "age: 7d"),
+        (["retention:", "  age: 7days"], 8, "log.retention.age", "is not a length of time", "min, h and d"),
+        (["retention:", "  age:"], 8, "log.retention.age", "has no value", "7d"),
+        (["retention:", "  age: 7d", "  bytes: 1:30"], 9, "log.retention.bytes", "is not a size", "GiB"),
+        (["seal:", "  bytes: none"], 8, "log.seal.bytes", "is not a size", "MiB"),
+        (["seal: {commits: 0}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
+        (["seal: {commits: 1.5}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
+        (["seal: {commits: many}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
+        (["seal: {age: none}"], 7, "log.seal.age", "is not a length of time", "7d"),
+        (
+            ["seal: {size: 5MB}"],
+            7,
+            "log.seal.size",
+            "is not a key we know",
+            "Known here: bytes, commits, age",
+        ),
+        (["grace: 5m"], 7, "log.grace", "is not a length of time", "min"),
+        (["max_byte: 5GB"], 7, "log.max_byte", "is not a key we know", "Did you mean `max_bytes`?"),
+        (["commits: 5"], 7, "log.commits", "is not a key we know", "It belongs under `log.seal`."),
+    ],
+)
+def test_a_mistake_about_the_log_is_told_with_its_line_and_remedy(
+    tmp_path: Path, lines: list[str], line: int, where: str, message: str, hint: str
+) -> None:
+    problem = problem_of(tmp_path, *lines)
+    assert (problem.line, problem.where) == (line, where)
+    assert message in problem.message
+    assert hint in problem.hint
+
+
+def test_checking_a_log_section_loads_nothing_heavy(tmp_path: Path) -> None:
+    file = write(tmp_path, "max_bytes: 50GB", "retention: {age: none}", "seal: {age: 5min}")
+    code = (
+        "import sys\nfrom tailrace.pipeline.settings import check_settings\n"
+        "assert check_settings(sys.argv[1]) == []\n"
+        "sys.exit(str({'pyarrow', 'numpy'} & set(sys.modules)) if 'pyarrow' in sys.modules else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file)], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
