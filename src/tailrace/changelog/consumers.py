@@ -1,7 +1,7 @@
 """Who still needs which rows: readers that gave a name, and the lake tables, as they last said.
 
 A consumer has read everything of its tables up to its commit and up to its `_seq`. What it has not read is kept for
-it until it has not been heard of for `EXPIRE_SECONDS`, or until it is forgotten. What stands here only ever makes
+it until it has not been heard of for as long as it said, or until it is forgotten. What stands here only ever makes
 the log keep more: a file that is lost or cannot be read keeps nothing, and whoever then comes too late is told.
 """
 
@@ -13,9 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tailrace.changelog import files
+from tailrace.changelog.wanted import Wanted
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 
@@ -64,29 +65,33 @@ def consumer_path(log: Path, name: str) -> Path:
     return log / "consumers" / f"{name}.json"
 
 
-class Wanted(Protocol):
-    """The table a reader asked for."""
-
-    name: str
-    numbers: set[int]
-
-
 class Consumer:
     """One named reader's place in the log."""
 
-    def __init__(self, path: Path, name: str, wanted: Wanted | None, start: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        wanted: Wanted | None,
+        start: tuple[int, int],
+        expires_seconds: float | None,
+    ) -> None:
         self._path = path
         self._saved_at = 0.0
         self._wanted = wanted
+        self._expires = expires_seconds
         self.name = name
         self.commit, self.seq = start
 
     @classmethod
-    def open(cls, log: Path, name: str, *, wanted: Wanted | None, start: tuple[int, int]) -> Consumer:
+    def open(
+        cls, log: Path, name: str, *, wanted: Wanted | None, start: tuple[int, int],
+        expires_seconds: float | None = EXPIRE_SECONDS,
+    ) -> Consumer:  # fmt: skip
         """The named reader where it stopped; a new one at `start`, a commit and a `_seq`."""
         path = consumer_path(log, name)
         stored = _read(path)
-        made = cls(path, name, wanted, start)
+        made = cls(path, name, wanted, start, expires_seconds)
         if stored is not None:
             if stored["table"] != (wanted.name if wanted else None):
                 raise ConfigError(
@@ -111,7 +116,7 @@ class Consumer:
         stored = {
             "name": self.name, "table": self._wanted.name if self._wanted else None,
             "tables": sorted(self._wanted.numbers) if self._wanted else None,
-            "commit": self.commit, "seq": self.seq, "seen_at": time.time(), "expires_seconds": EXPIRE_SECONDS,
+            "commit": self.commit, "seq": self.seq, "seen_at": time.time(), "expires_seconds": self._expires,
         }  # fmt: skip
         with files.explained(self._path):
             self._path.parent.mkdir(exist_ok=True)

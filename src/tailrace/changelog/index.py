@@ -14,6 +14,7 @@ from tailrace.changelog.cold import Seal
 from tailrace.changelog.format import Header
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable
+from tailrace.errors import LogError
 from tailrace.model.position import ZERO, Lsn
 
 
@@ -63,12 +64,20 @@ class LogIndex:
     def grow(self, to: int | None = None) -> None:
         """Take in the commits up to a number, or all there are; those that are sealed, in any case."""
         newest = self._log.newest() if to is None else to
-        self._log.cold.refresh()
-        gone = self._log.trimmed()
-        if self._log.cold.seals != self._seals or gone != self._gone:
-            self._rebuild(self._log.cold.seals, gone)
-        for header in self._log.headers(self.commit, newest):
-            self._add(header)
+        while True:
+            self._log.cold.refresh()
+            gone = self._log.trimmed()
+            if self._log.cold.seals != self._seals or gone != self._gone:
+                self._rebuild(self._log.cold.seals, gone)
+            try:
+                for header in self._log.headers(self.commit, newest):
+                    self._add(header)
+                return
+            except LogError:
+                # Sealed, and its own file gone, since we looked; or else the error is what it says.
+                self._log.cold.refresh()
+                if max(self._log.cold.last, self._log.trimmed().commit) <= self.commit:
+                    raise
 
     def _rebuild(self, seals: tuple[Seal, ...], gone: Trimmed) -> None:
         """Begin again from the seals: some of the commits are in them now, or gone."""

@@ -63,7 +63,7 @@ class Unsealed:
         first = max(self._log.cold.last, self._log.trimmed().commit) + 1
         for commit in range(max(first, max(self._sizes, default=0) + 1), newest + 1):
             with suppress(FileNotFoundError):
-                self._sizes[commit] = commit_path(self._log.path, commit).stat().st_size
+                self._sizes[commit] = _size_of(self._log.path, commit)
         self._sizes = {commit: size for commit, size in self._sizes.items() if commit >= first}
         if not self._sizes:
             self._since = None
@@ -75,6 +75,12 @@ class Unsealed:
             or sum(self._sizes.values()) >= keeping.seal_bytes
             or time.monotonic() - self._since >= keeping.seal_seconds
         )
+
+
+def _size_of(path: Path, commit: int) -> int:
+    big = path / "big" / f"{commit:020d}"
+    pieces = sum(piece.stat().st_size for piece in big.iterdir()) if big.is_dir() else 0
+    return commit_path(path, commit).stat().st_size + pieces
 
 
 class Keeper:

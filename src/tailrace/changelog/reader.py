@@ -24,14 +24,15 @@ from tailrace.capture.base import SourceId
 from tailrace.changelog import cold, files, format
 from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
-from tailrace.changelog.consumers import Consumer
+from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer
 from tailrace.changelog.format import Body, Header, corrupt
 from tailrace.changelog.merged import conform, merged_shape
 from tailrace.changelog.rows import after_position, between, complete, rebased, with_position
 from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed
-from tailrace.errors import ConfigError, LogCorrupt, LogError, LogTrimmed, LogUnusable
+from tailrace.changelog.wanted import Wanted
+from tailrace.errors import LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
@@ -221,17 +222,7 @@ class ChangeLog:
 
     def numbers(self, table: TableId | str | int) -> list[int]:
         """The log's numbers for a table: several, if it was dropped and made again."""
-        if isinstance(table, int):
-            return [table]
-        self.schemas.load()
-        found = self.schemas.of(table) if isinstance(table, TableId) else self.schemas.named(table)
-        if not found:
-            raise ConfigError(
-                "the log has no rows of such a table",
-                table=table,
-                hint="`tailrace log FILE show` lists the tables it has; a name is `schema.table`, case included.",
-            )
-        return found
+        return sorted(Wanted(self.schemas, table).numbers)
 
     # Reading rows.
 
@@ -389,7 +380,8 @@ class ChangeLog:
 
     def follow(
         self, after: int | Lsn | None = None, *, table: TableId | str | int | None = None,
-        wait_seconds: float | None = 0.0, consumer: str | None = None, merged: bool = False,
+        wait_seconds: float | None = 0.0, consumer: str | None = None,
+        expires_seconds: float | None = EXPIRE_SECONDS, merged: bool = False,
     ) -> Iterator[ChangeBatch]:  # fmt: skip
         """The batches after a commit, in order, then whatever comes, until nothing came for `wait_seconds`.
 
@@ -399,14 +391,17 @@ class ChangeLog:
         one shape over all versions (`changelog/merged.py` has the rules).
 
         With `consumer`, the log remembers under that name how far the reader is and keeps what it has not read. A
-        batch counts as read when the next one is asked for, and without `after` reading goes on there.
+        batch counts as read when the next one is asked for, and without `after` reading goes on there. A reader that
+        is not heard of for `expires_seconds` holds nothing any more.
         """
-        wanted = None if table is None else Wanted(self, table)
+        wanted = None if table is None else Wanted(self.schemas, table)
         position = after if isinstance(after, Lsn) else None
         begin = self.commit_at(after) if isinstance(after, Lsn) else after
         start, place = (self.trimmed().commit if begin is None else begin, 0), None
         if consumer is not None:
-            place = Consumer.open(self.path, consumer, wanted=wanted, start=start)
+            place = Consumer.open(
+                self.path, consumer, wanted=wanted, start=start, expires_seconds=expires_seconds
+            )
             start = (place.commit, place.seq) if after is None else start
         if after is not None or place is not None:
             self._refuse_trimmed(start[0] + 1, SEQ_MAX, wanted, start[1])
@@ -458,28 +453,6 @@ class ChangeLog:
                 return
             time.sleep(pause)
             pause = min(pause * 2, _POLL_SECONDS_MAX)
-
-
-class Wanted:
-    """The table someone asked for, by name: made again under the same name, it has another number."""
-
-    def __init__(self, log: ChangeLog, table: TableId | str | int) -> None:
-        self._log = log
-        self.numbers = set(log.numbers(table))
-        self.name = (
-            str(log.schemas.latest_of(min(self.numbers)).schema.table)
-            if isinstance(table, int)
-            else str(table)
-        )
-
-    def takes(self, number: int, version: int) -> bool:
-        """Whether rows of this table and version are asked for."""
-        if (
-            number not in self.numbers
-            and str(self._log.schemas.get(number, version).schema.table) == self.name
-        ):
-            self.numbers.add(number)
-        return number in self.numbers
 
 
 class _Reached:

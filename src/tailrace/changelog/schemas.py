@@ -65,10 +65,6 @@ class Schemas:
         found = [self._latest[table] for table in sorted(self._latest)]
         return [version for version in found if not is_system(version.schema)]
 
-    def of(self, table: TableId) -> list[int]:
-        """The numbers a table has had: one, unless it was dropped and made again, or none."""
-        return sorted({version.table for version in self._versions.values() if version.schema.table == table})
-
     def latest_of(self, table: int) -> Version:
         """The newest known version of one table."""
         if table not in self._latest:
@@ -89,11 +85,14 @@ class Schemas:
         )
         return [item.schema for item in found]
 
-    def named(self, text: str) -> list[int]:
-        """The same for `schema.table` as a person writes it, or the name of a system stream."""
-        return sorted(
-            {version.table for version in self._versions.values() if str(version.schema.table) == text}
-        )
+    def named(self, table: TableId | str) -> list[int]:
+        """The numbers a table of this name has had; a text is `schema.table`, or the name of a system stream."""
+        found = {
+            version.table
+            for version in self._versions.values()
+            if table in (version.schema.table, str(version.schema.table))
+        }
+        return sorted(found)
 
     def after(self, ordinal: int) -> list[Version]:
         """The versions counted after this one."""

@@ -1,0 +1,37 @@
+"""The table a reader asked for, found again when it gets another number or another name."""
+
+from __future__ import annotations
+
+from tailrace.changelog.schemas import Schemas
+from tailrace.errors import ConfigError
+from tailrace.model.schema import TableId
+
+
+class Wanted:
+    """A table by name (`schema.table`, or that of a system stream), by its two parts, or by the log's number.
+
+    Made again under the same name it has another number, which is taken too. One that was renamed is found by each
+    name it had, and keeps its number.
+    """
+
+    def __init__(self, schemas: Schemas, table: TableId | str | int) -> None:
+        self._schemas = schemas
+        schemas.load()
+        if isinstance(table, int):
+            found, name = [table], str(schemas.latest_of(table).schema.table)
+        else:
+            found, name = schemas.named(table), str(table)
+        if not found:
+            raise ConfigError(
+                "the log has no rows of such a table",
+                table=table,
+                hint="`tailrace log FILE show` lists the tables it has; a name is `schema.table`, case included.",
+            )
+        self.name = name
+        self.numbers = set(found)
+
+    def takes(self, number: int, version: int) -> bool:
+        """Whether rows of this table and version are asked for."""
+        if number not in self.numbers and str(self._schemas.get(number, version).schema.table) == self.name:
+            self.numbers.add(number)
+        return number in self.numbers
