@@ -14,10 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tailrace.changelog.lease import WAIT_SECONDS_MAX
 from tailrace.changelog.reader import ChangeLog, commit_path
 from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
 from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
-from tailrace.errors import LogBusy, TailraceError
+from tailrace.errors import LogBusy, LogCorrupt, TailraceError
 
 log = logging.getLogger(__name__)
 
@@ -103,33 +104,48 @@ class Keeper:
     def _run(self) -> None:
         with suppress(OSError, AttributeError):  # only Linux has a priority per thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        change_log: ChangeLog | None = None
-        wait, trim_due = TICK_SECONDS, 0.0
+        tended: _Tended | None = None
+        wait = TICK_SECONDS
         while not self._stopping.wait(wait):
             wait = TICK_SECONDS
             try:
-                if change_log is None:
-                    change_log = ChangeLog.open(self._path)
-                    unsealed = Unsealed(change_log)
-                    keep(change_log, self._keeping, seal=False, swept=False)
-                due = unsealed.due(self._keeping)
-                if due or time.monotonic() >= trim_due:
-                    keep(change_log, self._keeping, seal=due)
-                    trim_due = time.monotonic() + TRIM_SECONDS
+                tended = tended or _Tended(self._path, self._keeping)
+                tended.look()
             except LogBusy:
                 continue  # someone seals by hand
             except TailraceError as error:
+                level = logging.ERROR if isinstance(error, LogCorrupt) else logging.WARNING
                 said = {"code": error.code, "reason": error.message}
-                log.warning("the log could not be put in order, tried again", extra=said)
+                log.log(level, "the log could not be put in order, tried again", extra=said)
                 wait = RETRY_SECONDS
             except Exception as error:  # the thread's boundary: capture must go on
                 log.exception("keeper failed", extra={"reason": type(error).__name__})
                 wait = RETRY_SECONDS
 
 
-def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool, swept: bool = True) -> Kept:
+class _Tended:
+    """The log, swept once, and what is waiting in it."""
+
+    def __init__(self, path: Path, keeping: Keeping) -> None:
+        self._log = ChangeLog.open(path)
+        self._keeping = keeping
+        self._unsealed = Unsealed(self._log)
+        self._trim_due = 0.0
+        # A lock that another host's process left behind is only given up to one who waits.
+        with Sealer(path, wait_seconds=WAIT_SECONDS_MAX):
+            pass
+
+    def look(self) -> None:
+        """Do what is due."""
+        due = self._unsealed.due(self._keeping)
+        if due or time.monotonic() >= self._trim_due:
+            keep(self._log, self._keeping, seal=due)
+            self._trim_due = time.monotonic() + TRIM_SECONDS
+
+
+def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool) -> Kept:
     """One round: seal if asked to, then join, clean up and trim."""
-    with Sealer(change_log.path, wait_seconds=0.0, log=change_log if swept else None) as sealer:
+    with Sealer(change_log.path, wait_seconds=0.0, log=change_log) as sealer:
         full = _is_nearly_full(change_log.path, keeping.policy)
         sealed = sealer.seal() if seal or full else Sealed()
         if seal:
