@@ -11,6 +11,8 @@ For this to be fair:
 - both write to the same file system, in folders beside each other that grow alike, and take turns commit by
   commit, so that what the disk does in a moment is done to both;
 - every window is new: built just before its turn, outside the clock, with buffers nobody has read yet;
+- the slower the disk, the less of our work shows: a figure taken beside other work that writes says nothing. So the
+  CPU time of a commit stands in the set-up, for both sides: that part is the same on any disk;
 - a table's shape is recorded with its first row, once in the life of the table. These commits come before the
   clock. The log is then closed and opened again, as it is after every restart of a capture.
 """
@@ -55,15 +57,18 @@ class LogCommit:
         commits = scaled(COMMITS, scale, least=20)
         pairs: dict[int, list[Pair]] = {tables: [] for tables in COST_TIMES_MAX}
         sizes: dict[int, int] = {}
+        cpu: dict[int, list[Pair]] = {tables: [] for tables in COST_TIMES_MAX}
         # Nothing is removed before the end: ext4 is slow to make files where others have just been removed.
         with ours.new_folder() as folder:
             for number in range(1, rounds + 1):
                 for tables in COST_TIMES_MAX:
-                    pair, sizes[tables] = _measure(folder / f"{number}-{tables}", tables, commits)
+                    pair, used, sizes[tables] = _measure(folder / f"{number}-{tables}", tables, commits)
                     pairs[tables].append(pair)
+                    cpu[tables].append(used)
                     progress(
                         f"round {number}, {_cell(tables)} ({sizes[tables]:,} bytes): ours {pair.ours:.3f} ms, "
-                        f"plain file {pair.peer:.3f} ms, {pair.ours / pair.peer:.2f} × the cost"
+                        f"plain file {pair.peer:.3f} ms, {pair.ours / pair.peer:.2f} × the cost "
+                        f"(CPU {used.ours:.3f} and {used.peer:.3f} ms)"
                     )
         return CellsResult(
             name=self.name,
@@ -76,6 +81,13 @@ class LogCommit:
             setup={
                 "ours": SUBJECT,
                 "workload": f"{ROWS_PER_TABLE} rows of 8 columns a table, {commits} commits a round",
+                "cpu_ms_per_commit": {
+                    _cell(tables): {
+                        "ours": round(statistics.median(used.ours for used in rounds_used), 3),
+                        "plain file": round(statistics.median(used.peer for used in rounds_used), 3),
+                    }
+                    for tables, rounds_used in cpu.items()
+                },
                 "bytes_per_commit": {_cell(tables): size for tables, size in sizes.items()},
             },
             scale=scale,
@@ -86,32 +98,49 @@ def _cell(tables: int) -> str:
     return f"{tables} table{'s' * (tables > 1)}"
 
 
-def _measure(folder: Path, tables: int, commits: int) -> tuple[Pair, int]:
-    """One round of one cell: the p50 of both sides in milliseconds, and the bytes of a commit."""
+def _measure(folder: Path, tables: int, commits: int) -> tuple[Pair, Pair, int]:
+    """One round of one cell: the p50 of both sides in ms, of their CPU time too, and the bytes of a commit."""
     schemas = table_schemas(tables)
     log, plain = folder / "log", folder / "plain"
     plain.mkdir(parents=True)
     writer = LogWriter(log, SOURCE)
-    ours_ms: list[float] = []
-    peer_ms: list[float] = []
+    ours_took, peer_took = _Taken(), _Taken()
     size = 0
     for number in range(COMMITS_BEFORE + commits):
         if number == COMMITS_BEFORE // 2:
             writer.close()
             writer = LogWriter(log, SOURCE)
         coming = window(schemas, writer.position, writer.next_seq, ROWS_PER_TABLE)
-        begin = time.perf_counter()
-        writer.append(coming)
-        took = time.perf_counter() - begin
+        with ours_took:
+            writer.append(coming)
         content = commit_path(log, writer.commit).read_bytes()
         size = len(content)
-        begin = time.perf_counter()
-        _write_plain(plain, f"{number:020d}", content)
-        if number >= COMMITS_BEFORE:
-            peer_ms.append(1000 * (time.perf_counter() - begin))
-            ours_ms.append(1000 * took)
+        with peer_took:
+            _write_plain(plain, f"{number:020d}", content)
     writer.close()
-    return Pair(ours=statistics.median(ours_ms), peer=statistics.median(peer_ms)), size
+    (wall, cpu), (peer_wall, peer_cpu) = ours_took.medians(), peer_took.medians()
+    return Pair(ours=wall, peer=peer_wall), Pair(ours=cpu, peer=peer_cpu), size
+
+
+class _Taken:
+    """The wall and the CPU time of every commit of one side, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._wall: list[float] = []
+        self._cpu: list[float] = []
+        self._begin = self._cpu_begin = 0.0
+
+    def __enter__(self) -> None:
+        self._cpu_begin = time.thread_time()
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._wall.append(1000 * (time.perf_counter() - self._begin))
+        self._cpu.append(1000 * (time.thread_time() - self._cpu_begin))
+
+    def medians(self) -> tuple[float, float]:
+        """Of all but the commits that came before the clock."""
+        return statistics.median(self._wall[COMMITS_BEFORE:]), statistics.median(self._cpu[COMMITS_BEFORE:])
 
 
 def _write_plain(folder: Path, name: str, content: bytes) -> None:
