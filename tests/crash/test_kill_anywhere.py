@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import psycopg
 import pytest
 
 from tailrace import failpoints
@@ -25,6 +26,8 @@ KILL_SECONDS_MAX = 150.0
 
 # A table is described and loaded only once, so these come before the others.
 FIRST = ("log.schema_recorded", "load.snapshot_open", "load.before_commit", "load.after_commit")
+# Passed only by a transaction too large to hold, so one is written before each.
+PIECES = ("capture.piece_read", "log.piece_written")
 ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
 
 
@@ -53,6 +56,16 @@ def run_into(pipeline: Pipeline, name: str, turn: int, hits: Path) -> None:
         running.end()
 
 
+def write_large_transaction(url: str) -> None:
+    """Some 40 MiB on the wire, in rows that the workload does not know of."""
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "INSERT INTO customers (id, reference, name, notes, joined_at) "
+            "SELECT least(0, (SELECT min(id) FROM customers)) - i, gen_random_uuid(), 'Large ' || i, "
+            "repeat(md5(i::text), 2000), now() FROM generate_series(1, 600) AS i"
+        )
+
+
 @pytest.mark.timeout(1500 + ROUNDS * 120)
 def test_killed_at_every_named_place_the_tables_equal_the_source_in_the_end(shop, tmp_path: Path) -> None:  # type: ignore[no-untyped-def] # the fixture's pair
     pipeline, workload = shop
@@ -62,12 +75,16 @@ def test_killed_at_every_named_place_the_tables_equal_the_source_in_the_end(shop
     chance.shuffle(later)
     with workload:
         for name in (*FIRST, *later):
+            if name in PIECES:
+                write_large_transaction(pipeline.url)
             # Loading happens once a table and in several workers, so only the others can wait for a later turn.
-            run_into(
-                pipeline, name, 1 if name.startswith(("load.", "log.schema")) else chance.randint(1, 4), hits
-            )
+            turns = 1 if name.startswith(("load.", "log.schema")) else 2 if name in PIECES else 4
+            run_into(pipeline, name, chance.randint(1, turns), hits)
         for _ in range(ROUNDS):
-            run_into(pipeline, chance.choice(later), chance.randint(1, 20), hits)
+            name = chance.choice(later)
+            if name in PIECES:
+                write_large_transaction(pipeline.url)
+            run_into(pipeline, name, chance.randint(1, 2 if name in PIECES else 20), hits)
     counted = Counter(hits.read_text().split())
     assert set(counted) == set(failpoints.NAMES), counted
     pipeline.catch_up()
