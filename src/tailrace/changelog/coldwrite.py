@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,15 +23,6 @@ from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 
-GROUP_ROWS = 131_072
-GROUP_BYTES = 16 << 20
-"""A row group is written at the first end of a commit past either,"""
-GROUP_BYTES_MAX = 32 << 20
-"""and in the middle of one past this."""
-PENDING_BYTES_MAX = 96 << 20
-"""Of all tables together; past it the largest is written out early."""
-FILE_BYTES = 96 << 20
-"""A file is closed at the first row group past this."""
 SAMPLE_ROWS = 4_096
 _ALWAYS_DICTIONARY = (change.OP, change.POSITION)
 _COMMIT_FIELD = pa.field(change.COMMIT, pa.int64(), nullable=False)
@@ -38,12 +30,31 @@ _COMMIT_FIELD = pa.field(change.COMMIT, pa.int64(), nullable=False)
 Shape = Callable[[int, int], Version]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large files and what is held in memory become."""
+
+    group_rows: int = 131_072
+    group_bytes: int = 16 << 20
+    """A row group is written at the first end of a commit past either,"""
+    group_bytes_max: int = 32 << 20
+    """and in the middle of one past this."""
+    pending_bytes_max: int = 96 << 20
+    """Of all tables together; past it the largest is written out early."""
+    file_bytes: int = 96 << 20
+    """A file is closed at the first row group past this."""
+
+
+SIZES = Sizes()
+
+
 class TableFiles:
     """The files of one seal, while they are written."""
 
-    def __init__(self, log: Path, shape: Shape) -> None:
+    def __init__(self, log: Path, shape: Shape, sizes: Sizes = SIZES) -> None:
         self._log = log
         self._shape = shape
+        self._sizes = sizes
         self._open: dict[int, _Writer] = {}
         self._done: list[ColdFile] = []
         self._grown: set[int] = set()
@@ -75,22 +86,25 @@ class TableFiles:
             writer = self._open[table] = _Writer(self._log, self._shape(table, schema))
         writer.add(data, counts)
         self._grown.add(table)
-        if writer.pending_bytes >= GROUP_BYTES_MAX:
+        if writer.pending_bytes >= self._sizes.group_bytes_max:
             self._write_group(writer)
 
     def end_commit(self) -> None:
         """A commit ends here: row groups may."""
         for table in self._grown:
             writer = self._open[table]
-            if writer.pending_rows >= GROUP_ROWS or writer.pending_bytes >= GROUP_BYTES:
+            if (
+                writer.pending_rows >= self._sizes.group_rows
+                or writer.pending_bytes >= self._sizes.group_bytes
+            ):
                 self._write_group(writer)
         self._grown.clear()
-        if sum(writer.pending_bytes for writer in self._open.values()) > PENDING_BYTES_MAX:
+        if sum(writer.pending_bytes for writer in self._open.values()) > self._sizes.pending_bytes_max:
             self._write_group(max(self._open.values(), key=lambda writer: writer.pending_bytes))
 
     def _write_group(self, writer: _Writer) -> None:
         self._done += writer.write_group()
-        if writer.file_bytes >= FILE_BYTES:
+        if writer.file_bytes >= self._sizes.file_bytes:
             self._done += writer.close()
 
     def flush(self, table: int) -> None:

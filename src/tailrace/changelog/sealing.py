@@ -26,24 +26,34 @@ import pyarrow.parquet as pq
 from tailrace import failpoints
 from tailrace.changelog import cold, files
 from tailrace.changelog.cold import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
-from tailrace.changelog.coldwrite import TableFiles
+from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
 from tailrace.changelog.format import Header
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
 
 SEALER = "sealer"
-SEAL_COMMITS_MAX = 50_000
-"""In one seal, so that its memory is bounded."""
-SEAL_BYTES = 256 << 20
-"""Of commits in one seal, unless a single one has more."""
-JOIN_COUNT = 8
-"""Seals of one level that become one of the next."""
-JOIN_BYTES_MAX = 1 << 30
-JOIN_SECONDS_MAX = 86_400.0
-"""A seal that holds as much, or spans as long, is not joined any more: retention lets go of whole seals."""
-SMALL_BYTES = 64 << 20
-"""A smaller file is written again together with its neighbours when seals are joined."""
 GRACE_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much becomes one seal, and one file of it."""
+
+    commits: int = 50_000
+    """In one seal, so that its memory is bounded."""
+    bytes: int = 256 << 20
+    """Of commits in one seal, unless a single one has more."""
+    join_count: int = 8
+    """Seals of one level that become one of the next."""
+    join_bytes: int = 1 << 30
+    join_seconds: float = 86_400.0
+    """Seals that would hold more, or span longer, are not joined any more: retention lets go of whole seals."""
+    small_bytes: int = 64 << 20
+    """A smaller file is written again together with its neighbours when seals are joined."""
+    sizes: Sizes = SIZES
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +77,12 @@ class Sealer:
     It first sweeps what one who died left, unless it is given the log as opened by one who has done that.
     """
 
-    def __init__(self, path: Path, *, wait_seconds: float = 30.0, log: ChangeLog | None = None) -> None:
+    def __init__(
+        self, path: Path, *, wait_seconds: float = 30.0, log: ChangeLog | None = None, limits: Limits = LIMITS
+    ) -> None:
         self.log = log or ChangeLog.open(path)
         self.path = path
+        self._limits = limits
         files.make_folder(path / "cold" / "files")
         self._lease = Lease(path, SEALER, wait_seconds)
         try:
@@ -112,13 +125,13 @@ class Sealer:
 
     def _seal_some(self, first: int, last: int) -> Seal:
         """One seal, from the first commit on, as much as one holds."""
-        tables = TableFiles(self.path, self.log.schemas.get)
+        tables = TableFiles(self.path, self.log.schemas.get, self._limits.sizes)
         try:
             headers: list[Header] = []
             size = 0
-            for header in self.log.headers(first - 1, min(last, first + SEAL_COMMITS_MAX - 1)):
+            for header in self.log.headers(first - 1, min(last, first + self._limits.commits - 1)):
                 size += sum(body.size for body in header.bodies)
-                if headers and size > SEAL_BYTES:
+                if headers and size > self._limits.bytes:
                     break
                 headers.append(header)
                 for body in header.bodies:
@@ -166,23 +179,24 @@ class Sealer:
     def _joinable(self) -> list[Seal]:
         """The oldest neighbours of one level that are enough to become one, and not too much."""
         self.log.cold.refresh()
+        limits = self._limits
         run: list[Seal] = []
         for seal in self.log.cold.seals:
             if run and seal.level != run[-1].level:
                 run = []
-            run = [*run, seal][-JOIN_COUNT:]
+            run = [*run, seal][-limits.join_count :]
             size = sum(item.bytes for item in run)
             seconds = (run[-1].written_to - run[0].written_from) / 1e6
-            if len(run) == JOIN_COUNT and size <= JOIN_BYTES_MAX and seconds <= JOIN_SECONDS_MAX:
+            if len(run) == limits.join_count and size <= limits.join_bytes and seconds <= limits.join_seconds:
                 return run
         return []
 
     def _join(self, run: list[Seal]) -> Seal:
-        tables = TableFiles(self.path, self.log.schemas.get)
+        tables = TableFiles(self.path, self.log.schemas.get, self._limits.sizes)
         try:
             kept: list[ColdFile] = []
             for file in self._kept_files(run):
-                if file.size >= SMALL_BYTES:
+                if file.size >= self._limits.small_bytes:
                     tables.flush(file.table)
                     kept.append(file)
                 else:
