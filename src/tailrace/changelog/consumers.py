@@ -171,6 +171,25 @@ def holds(log: Path) -> list[Hold]:
     return found
 
 
+def hints(log: Path) -> list[TableHint]:
+    """What the applying process last said; nothing if it cannot be read."""
+    said = _read(log / "consumers" / TABLES) or {"tables": []}
+    return [
+        TableHint(
+            table=TableId(table["schema"], table["table"]), numbers=tuple(table["numbers"]),
+            commit=table["commit"], seq=table["seq"],
+        )
+        for table in said["tables"]
+    ]  # fmt: skip
+
+
+def unreadable(log: Path) -> list[Path]:
+    """The files of readers and tables that are not what was written: the log keeps nothing for them."""
+    folder = log / "consumers"
+    found = [path for path in sorted(folder.glob("*.json")) if _read(path) is None]
+    return [path for path in found if path.exists()]  # one that was forgotten meanwhile is not unreadable
+
+
 def forget(log: Path, name: str) -> None:
     """Let go of what a named reader holds."""
     path = consumer_path(log, name)

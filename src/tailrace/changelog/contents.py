@@ -1,0 +1,118 @@
+"""Whether files hold the rows that are said of them: checked byte for byte, then row number by row number.
+
+Nothing here decides what belongs to the log. Memory is bounded by one row group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.parquet as pq
+
+from tailrace.changelog.cold import ColdFile, Seal, check_file, commits_path, damaged
+from tailrace.changelog.schemas import Version
+from tailrace.model import change
+from tailrace.model.system import SCHEMA_NUMBER
+
+LIST_ROWS = 65_536
+_WRAP = (1 << 64) - 1
+
+Seqs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Which `_seq` were seen, in so little room that any number fits: how many, their sum, the sum of their squares.
+
+    Wrong numbers that give all three right do not come about by accident.
+    """
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+
+    def __add__(self, other: Numbers) -> Numbers:
+        return Numbers(
+            self.count + other.count,
+            (self.total + other.total) & _WRAP,
+            (self.squares + other.squares) & _WRAP,
+        )
+
+    @classmethod
+    def of(cls, seqs: Seqs) -> Numbers:
+        wide = seqs.astype(np.uint64)
+        return cls(len(seqs), int(wide.sum()), int((wide * wide).sum()))
+
+    @classmethod
+    def dense(cls, first: int, end: int) -> Numbers:
+        """Every number from `first` up to, and without, `end`."""
+
+        def squares(n: int) -> int:
+            return n * (n - 1) * (2 * n - 1) // 6
+
+        total = (end * (end - 1) - first * (first - 1)) // 2
+        return cls(end - first, total & _WRAP, (squares(end) - squares(first)) & _WRAP)
+
+
+def is_run(seqs: Seqs, rows: int, first: int, last: int, table: int) -> bool:
+    """Whether these are so many numbers in order, from the first to the last."""
+    if len(seqs) != rows or not rows or (int(seqs[0]), int(seqs[-1])) != (first, last):
+        return False
+    # Records of the `schema` stream bear the numbers of the rows they speak of; several may speak of one.
+    return bool((np.diff(seqs) >= (0 if table == SCHEMA_NUMBER else 1)).all())
+
+
+def check_list(log: Path, seal: Seal) -> None:
+    """A seal's list of commits: whole, in order, and adding up to what the seal says."""
+    path = commits_path(log, seal.stem)
+    check_file(path, seal.commits_size, seal.commits_crc)
+    commit, end, next_seq, rows = seal.first - 1, seal.start.value, seal.first_seq, 0
+    in_order = True
+    with pq.ParquetFile(path) as parquet:
+        for batch in parquet.iter_batches(batch_size=LIST_ROWS, use_threads=False):
+            commits, ends, next_seqs, counts = (
+                batch.column(name).to_numpy() for name in ("commit", "end", "next_seq", "rows")
+            )
+            in_order &= bool(
+                (np.diff(commits, prepend=commit) > 0).all()
+                and (np.diff(ends, prepend=end) >= 0).all()
+                and (np.diff(next_seqs, prepend=next_seq) == counts).all()
+            )
+            commit, end, next_seq = int(commits[-1]), int(ends[-1]), int(next_seqs[-1])
+            rows += int(counts.sum())
+    if not in_order or (commit, end, next_seq) != (seal.last, seal.end.value, seal.next_seq):
+        raise damaged(path, "its commits are not those of the seal")
+    if rows != seal.rows or seal.next_seq - seal.first_seq != rows:
+        raise damaged(path, "its rows do not add up to those of the seal")
+
+
+def check_cold_file(log: Path, file: ColdFile, shape: Callable[[int, int], Version]) -> Numbers:
+    """A sealed file against what its seal says of it; the numbers of its rows."""
+    path = log / file.file
+    check_file(path, file.size, file.crc)
+    version = shape(file.table, file.schema)
+    numbers, seq, commit = Numbers(), file.first_seq - 1, file.first
+    with pq.ParquetFile(path, memory_map=True) as parquet:
+        needed = {name for name in version.arrow.names if name not in change.OPTIONAL} | {change.COMMIT}
+        if needed - set(parquet.schema_arrow.names) or parquet.num_row_groups != len(file.groups):
+            raise damaged(path, "it does not have the columns or the row groups it should")
+        for place, group in enumerate(file.groups):
+            rows = parquet.read_row_group(place, columns=[change.SEQ, change.COMMIT], use_threads=False)
+            seqs, commits = (rows.column(name).to_numpy() for name in (change.SEQ, change.COMMIT))
+            fits = is_run(seqs, group.rows, int(seqs[0]) if len(seqs) else 0, group.last_seq, file.table)
+            if (
+                not fits
+                or seqs[0] < (seq if file.table == SCHEMA_NUMBER else seq + 1)
+                or (commits[0], commits[-1]) != (group.first, group.last)
+                or commits[0] < commit
+                or (np.diff(commits) < 0).any()
+            ):
+                raise damaged(path, "its rows are not the ones the seal names")
+            numbers, seq, commit = numbers + Numbers.of(seqs), int(seqs[-1]), int(commits[-1])
+    if (numbers.count, seq, commit) != (file.rows, file.last_seq, file.last):
+        raise damaged(path, "its rows are not the ones the seal names")
+    return numbers
