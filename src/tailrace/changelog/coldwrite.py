@@ -40,7 +40,7 @@ class Sizes:
     group_bytes_max: int = 32 << 20
     """and in the middle of one past this."""
     pending_bytes_max: int = 96 << 20
-    """Of all tables together; past it the largest is written out early."""
+    """Of all tables together; past it the largest is written out early, within a commit past a third more."""
     file_bytes: int = 96 << 20
     """A file is closed at the first row group past this."""
 
@@ -58,6 +58,7 @@ class TableFiles:
         self._open: dict[int, _Writer] = {}
         self._done: list[ColdFile] = []
         self._grown: set[int] = set()
+        self._pending_bytes = 0
 
     def add(self, table: int, schema: int, commit: int, batch: ChangeBatch) -> None:
         """Rows of a commit."""
@@ -85,9 +86,12 @@ class TableFiles:
         if writer is None:
             writer = self._open[table] = _Writer(self._log, self._shape(table, schema))
         writer.add(data, counts)
+        self._pending_bytes += data.nbytes
         self._grown.add(table)
         if writer.pending_bytes >= self._sizes.group_bytes_max:
             self._write_group(writer)
+        while self._pending_bytes > self._sizes.pending_bytes_max * 4 // 3:
+            self._write_largest()
 
     def end_commit(self) -> None:
         """A commit ends here: row groups may."""
@@ -99,10 +103,14 @@ class TableFiles:
             ):
                 self._write_group(writer)
         self._grown.clear()
-        if sum(writer.pending_bytes for writer in self._open.values()) > self._sizes.pending_bytes_max:
-            self._write_group(max(self._open.values(), key=lambda writer: writer.pending_bytes))
+        while self._pending_bytes > self._sizes.pending_bytes_max:
+            self._write_largest()
+
+    def _write_largest(self) -> None:
+        self._write_group(max(self._open.values(), key=lambda writer: writer.pending_bytes))
 
     def _write_group(self, writer: _Writer) -> None:
+        self._pending_bytes -= writer.pending_bytes
         self._done += writer.write_group()
         if writer.file_bytes >= self._sizes.file_bytes:
             self._done += writer.close()
@@ -111,6 +119,7 @@ class TableFiles:
         """End the table's file: what comes next goes into another."""
         writer = self._open.pop(table, None)
         if writer is not None:
+            self._pending_bytes -= writer.pending_bytes
             self._done += writer.close()
         self._grown.discard(table)
 
