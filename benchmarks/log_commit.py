@@ -12,7 +12,7 @@ For this to be fair:
   commit, so that what the disk does in a moment is done to both;
 - every window is new: built just before its turn, outside the clock, with buffers nobody has read yet;
 - the slower the disk, the less of our work shows: a figure taken beside other work that writes says nothing. So the
-  CPU time of a commit stands in the set-up, for both sides: that part is the same on any disk;
+  CPU time of a commit stands in the set-up, for both sides: that part hardly depends on the disk;
 - a table's shape is recorded with its first row, once in the life of the table. These commits come before the
   clock. The log is then closed and opened again, as it is after every restart of a capture.
 """
