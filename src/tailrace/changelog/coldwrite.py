@@ -239,6 +239,9 @@ class _Writer:
         return [done]
 
     def abandon(self) -> None:
+        if self._parquet is not None:
+            # Arrow would otherwise try to end the file when it forgets the writer.
+            self._parquet.is_open = False
         if self._sink is not None:
             self._sink.close()
         if self._aside is not None:
