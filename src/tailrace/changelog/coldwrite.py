@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from tailrace import failpoints
 from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, Group, check_file, checksum_of
 from tailrace.changelog.schemas import Version
@@ -227,6 +228,7 @@ class _Writer:
             last = self._groups[-1]
             path = self._folder / f"{first_seq:020d}-{last.last_seq:020d}-{uuid.uuid4().hex[:12]}.parquet"
             os.replace(self._aside, path)
+        failpoints.hit("seal.file_written")
         moves, truncates, unfit = self._counts
         done = ColdFile(
             table=self._version.table, schema=self._version.version, rows=sum(group.rows for group in self._groups),

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog import consumers, files
-from tailrace.changelog.cold import ColdFile, Seal, commits_path, seal_path
+from tailrace.changelog import consumers
+from tailrace.changelog.cold import ColdFile, Seal
 from tailrace.changelog.consumers import Hold
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
@@ -201,7 +201,7 @@ def _let_go(sealer: Sealer, gone: Trimmed, going: list[_Kept], detached: list[Ho
         )
     write_trimmed(sealer.path, after)
     failpoints.hit("trim.recorded")
-    removed = remove_gone(sealer, after)
+    removed = sealer.let_go(after)
     return Trim(
         commits=after.commit - gone.commit, files=len(going), rows=sum(item.file.rows for item in going),
         bytes=removed, detached=tuple(hold.name for hold in detached),
@@ -230,24 +230,3 @@ def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: 
             transactions=after.transactions + seal.transactions, rows=after.rows + seal.rows,
         )  # fmt: skip
     return after
-
-
-def remove_gone(sealer: Sealer, gone: Trimmed) -> int:
-    """Remove what the record says is gone; also what a crash after writing it left. Returns the bytes."""
-    sealer.log.cold.refresh()
-    seals = sealer.log.cold.seals
-    sealer.show(
-        {file.table for seal in seals for file in seal.files if gone.covers(file.table, file.last_seq)}
-    )
-    size = 0
-    for seal in seals:
-        with files.explained(sealer.path):
-            if seal.last <= gone.commit:
-                seal_path(sealer.path, seal.stem).unlink(missing_ok=True)
-                commits_path(sealer.path, seal.stem).unlink(missing_ok=True)
-            for file in seal.files:
-                path = sealer.path / file.file
-                if gone.covers(file.table, file.last_seq) and path.exists():
-                    path.unlink()
-                    size += file.size
-    return size

@@ -17,6 +17,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
 from tailrace.changelog.format import Header
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.trimmed import Trimmed
 
 SEALER = "sealer"
 GRACE_SECONDS = 300.0
@@ -255,10 +257,11 @@ class Sealer:
             number = int(name[:20]) if name[:20].isdigit() else newest
             seal = self.log.cold.covering(number) if number < newest else None
             if number < newest and (number <= gone or (seal is not None and ages[seal.stem] <= old)):
-                yield commit_path(self.path, number)
+                # In this order: it is by the commit's own file that what lies in `big` is found.
                 big = self.path / "big" / f"{number:020d}"
                 if big.is_dir():
                     yield big
+                yield commit_path(self.path, number)
 
     def _unnamed(self) -> Iterator[Path]:
         """Files of rows or commits that no seal names: replaced, or left by one who died."""
@@ -282,20 +285,56 @@ class Sealer:
             for path in self._unnamed():
                 path.unlink(missing_ok=True)
             self.show({file.table for seal in self.log.cold.seals for file in seal.files})
+            self._sweep_views()
+            self.let_go(self.log.trimmed())
+
+    def _sweep_views(self) -> None:
+        """Remove folders of links that never got a table's name, or have lost it."""
+        folder = self.path / "cold"
+        named = {os.readlink(view) for view in folder.iterdir() if view.is_symlink()}
+        for view in (folder / "views").glob("*"):
+            if view.relative_to(folder).as_posix() not in named:
+                shutil.rmtree(view)
+
+    def let_go(self, gone: Trimmed) -> int:
+        """Remove what is recorded as gone, or what one who died after recording it left; returns the bytes."""
+        self.log.cold.refresh()
+        seals = [*self.log.cold.seals, *self._replaced_seals()]
+        covered = [file for seal in seals for file in seal.files if gone.covers(file.table, file.last_seq)]
+        self.show({file.table for file in covered})
+        size = 0
+        with files.explained(self.path):
+            for seal in seals:
+                if seal.last <= gone.commit:
+                    seal_path(self.path, seal.stem).unlink(missing_ok=True)
+                    commits_path(self.path, seal.stem).unlink(missing_ok=True)
+            for file in covered:
+                path = self.path / file.file
+                if path.exists():
+                    path.unlink()
+                    failpoints.hit("trim.removed")
+                    size += file.size
+        return size
+
+    def _replaced_seals(self) -> Iterator[Seal]:
+        """Seals that a wider one stands for, as long as they are there."""
+        chain = {seal.stem for seal in self.log.cold.seals}
+        for _, _, stem in cold.stems(self.path):
+            if stem not in chain:
+                with suppress(FileNotFoundError):
+                    yield cold.read_seal(self.path, stem)
 
     # The glob.
 
     def show(self, tables: Iterable[int]) -> None:
         """Bring the links of these tables' folders in line with the seals."""
         gone = self.log.trimmed()
-        for table in tables:
-            wanted = {
-                Path(file.file).name: file.file
-                for seal in self.log.cold.seals
-                for file in seal.files
-                if file.table == table and not gone.covers(table, file.last_seq)
-            }
-            show_links(self.path, table, wanted)
+        wanted: dict[int, dict[str, str]] = {table: {} for table in tables}
+        for file in (file for seal in self.log.cold.seals for file in seal.files):
+            if file.table in wanted and not gone.covers(file.table, file.last_seq):
+                wanted[file.table][Path(file.file).name] = file.file
+        for table, named in wanted.items():
+            show_links(self.path, table, named)
 
 
 def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
@@ -313,6 +352,7 @@ def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
     old = os.readlink(view) if view.is_symlink() else None
     aside = files.aside_of(view)
     os.symlink(os.path.relpath(folder, view.parent), aside)
+    failpoints.hit("seal.view_made")
     os.replace(aside, view)
     if old is not None:
         shutil.rmtree(view.parent / old, ignore_errors=True)
@@ -373,4 +413,5 @@ def _remove(path: Path) -> int:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    failpoints.hit("clean.removed")
     return 1
