@@ -10,12 +10,15 @@ TailraceError
 │   ├── SourceNotReady          the server is not set up for logical replication
 │   ├── SlotBusy                another process reads our slot
 │   ├── PositionLost            the server discarded log we had not read
+│   ├── HistoryDiverged         the server's history is not the one the log was read from
 │   └── ProtocolViolation       bytes we do not understand
 ├── LogError                the change log
-│   ├── LogUnusable             missing, not writable, disk full
+│   ├── LogUnusable             missing, not writable, its disk fails
+│   │   └── LogFull                 its disk is full; retried
 │   ├── LogBusy                 another process writes it
 │   ├── LogFenced               another writer took our commit number
 │   ├── LogForeign              it belongs to another source
+│   ├── LogTrimmed              what was asked for is no longer kept
 │   └── LogCorrupt              a checksum or an invariant does not hold
 └── TableError              one lake table; the others go on
     ├── SchemaChanged           the source table changed its shape
@@ -23,6 +26,7 @@ TailraceError
     ├── ValueUnfit              a value the column's type cannot hold
     ├── BaseRowMissing          a partial change without the row it changes
     ├── TableUnusable           the table's folder or format cannot be used
+    ├── TableAhead              it has applied what the log does not have
     ├── TableUnpublished        the source does not publish its changes
     └── TableFailed             a failure nobody foresaw
 ```
@@ -155,6 +159,12 @@ class PositionLost(SourceError):
     code = "position-lost"
 
 
+class HistoryDiverged(SourceError):
+    """The server's history branched off before our position: the log holds what never happened there."""
+
+    code = "history-diverged"
+
+
 class ProtocolViolation(SourceError):
     """The server sent bytes that mean nothing to us."""
 
@@ -170,9 +180,16 @@ class LogError(TailraceError):
 
 
 class LogUnusable(LogError):
-    """The log's folder is missing, not writable or full."""
+    """The log's folder is missing or not writable, or its disk fails."""
 
     code = "log-unusable"
+
+
+class LogFull(LogUnusable):
+    """There is no room for the log: the disk is full, or a quota is used up."""
+
+    code = "log-full"
+    remedy = Remedy.RETRY
 
 
 class LogBusy(LogError):
@@ -193,6 +210,12 @@ class LogForeign(LogError):
     """The log belongs to another source."""
 
     code = "log-foreign"
+
+
+class LogTrimmed(LogError):
+    """Rows that were asked for are no longer kept in the log."""
+
+    code = "log-trimmed"
 
 
 class LogCorrupt(LogError):
@@ -237,6 +260,12 @@ class TableUnusable(TableError):
     """The table's folder or format cannot be used."""
 
     code = "table-unusable"
+
+
+class TableAhead(TableError):
+    """The table has applied more than the log holds: one of the two was restored from a copy."""
+
+    code = "table-ahead"
 
 
 class TableUnpublished(TableError):

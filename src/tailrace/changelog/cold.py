@@ -180,10 +180,21 @@ def _only(stored: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
 
 def read_commits(log: Path, seal: Seal) -> CommitList:
     """The commits of a seal, checked; FileNotFoundError if it has been replaced meanwhile."""
-    path = commits_path(log, seal.stem)
-    check_file(path, seal.commits_size, seal.commits_crc)
-    table = pq.read_table(path, columns=["commit", "end", "next_seq"], use_threads=False)
+    table = commits_table(log, seal)
     return CommitList(*(table.column(name).to_numpy() for name in ("commit", "end", "next_seq")))
+
+
+def commits_table(log: Path, seal: Seal) -> pa.Table:
+    """The same with every column."""
+    path = commits_path(log, seal.stem)
+    try:
+        check_file(path, seal.commits_size, seal.commits_crc)
+        return pq.read_table(path, use_threads=False)
+    except FileNotFoundError as error:
+        # A seal that is replaced goes first, then its list.
+        if seal_path(log, seal.stem).exists():
+            raise damaged(path, "it is missing") from error
+        raise
 
 
 def check_file(path: Path, size: int, crc: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,10 +119,11 @@ class TableFiles:
 
     def flush(self, table: int) -> None:
         """End the table's file: what comes next goes into another."""
-        writer = self._open.pop(table, None)
+        writer = self._open.get(table)
         if writer is not None:
             self._pending_bytes -= writer.pending_bytes
             self._done += writer.close()
+            del self._open[table]
         self._grown.discard(table)
 
     def close(self) -> list[ColdFile]:
@@ -138,7 +140,7 @@ class TableFiles:
         for writer in self._open.values():
             writer.abandon()
         for file in self._done:
-            (self._log / file.file).unlink(missing_ok=True)
+            files.remove(self._log / file.file)
 
 
 class _Writer:
@@ -245,9 +247,10 @@ class _Writer:
             # Arrow would otherwise try to end the file when it forgets the writer.
             self._parquet.is_open = False
         if self._sink is not None:
-            self._sink.close()
+            with suppress(OSError):
+                self._sink.close()
         if self._aside is not None:
-            self._aside.unlink(missing_ok=True)
+            files.remove(self._aside)
 
 
 def _without_empty(data: pa.RecordBatch) -> pa.RecordBatch:

@@ -2,6 +2,9 @@
 
 `link(2)` fails if the name is taken, so publishing a file is a compare-and-swap; `rename` would overwrite.
 An error of the file system becomes an error that says what to do.
+
+An fsync that failed is never tried again on the same bytes: the kernel may have counted them as written and let
+go of them, and would say yes. What is to be made durable after that is written anew (`write_aside`, `renew`).
 """
 
 from __future__ import annotations
@@ -10,10 +13,10 @@ import errno
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tailrace.errors import LogUnusable
+from tailrace.errors import LogFull, LogUnusable
 
 _PARTS_AT_ONCE = 1024
 """The kernel takes no more in one call."""
@@ -25,9 +28,16 @@ _HINTS = {
     errno.EACCES: "Give this user the right to write there, or set `log:` to another folder.",
     errno.EPERM: "Give this user the right to write there, or set `log:` to another folder.",
     errno.EIO: "The disk failed: look at the kernel's log. What was not written is captured again.",
+    errno.EFBIG: "Raise the limit of a file's size (`ulimit -f`), or set `log:` to another file system.",
+    errno.EMFILE: "Raise the limit of open files (`ulimit -n`) and start again.",
     errno.ENOENT: "Start `tailrace run` or `tailrace capture` first; they make the log.",
     errno.ENOTDIR: "A file stands where the log's folder should be: set `log:` to another folder.",
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Doubtful(OSError):
+    """A file has its name, but whether it keeps it through a crash of the machine is not known."""
 
 
 @contextmanager
@@ -37,12 +47,24 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except FileExistsError:
         raise
-    except OSError as error:
+    except Doubtful as error:
         raise LogUnusable(
-            f"the log cannot be used: {error.strerror}",
+            f"the log cannot be used: what was written may not be durable: {_said(error)}",
+            path=error.filename or path,
+            hint="Look at the disk and at the kernel's log, then start again: nothing is lost.",
+        ) from error
+    except OSError as error:
+        kind = LogFull if error.errno in _FULL else LogUnusable
+        raise kind(
+            f"the log cannot be used: {_said(error)}",
             path=error.filename or path,
             hint=_HINTS.get(error.errno or 0, "Look at the disk and the folder's permissions."),
         ) from error
+
+
+def _said(error: OSError) -> str:
+    """In the system's own words; libraries put theirs around them."""
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 @contextmanager
@@ -58,12 +80,21 @@ def explained_but_missing(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """The folder and those above it, unless they are there."""
+    """The folder and those above it, durable, unless they are there."""
     with explained(path):
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as error:
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+        missing = [path]
+        while not is_there(missing[-1].parent):
+            missing.append(missing[-1].parent)
+        for folder in reversed(missing):
+            try:
+                folder.mkdir()
+            except FileExistsError as error:
+                if not folder.is_dir():
+                    raise NotADirectoryError(
+                        errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
+                    ) from error
+            else:
+                sync_folder(folder.parent)
 
 
 def is_there(path: Path) -> bool:
@@ -105,10 +136,16 @@ def write_aside(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         _write_all(handle, parts)
         os.fsync(handle)
     except BaseException:
-        path.unlink(missing_ok=True)  # half a file takes room on a disk that may have none
+        remove(path)  # half a file takes room on a disk that may have none
         raise
     finally:
         os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Take back a file that nobody was told of; one that stays is swept later."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
@@ -126,12 +163,28 @@ def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Give the file its name, unless that name is taken (FileExistsError), and make it durable."""
+    """Give the file its name, unless that name is taken (FileExistsError), and make that durable (or Doubtful)."""
+    try:
+        _link(aside, path)
+    finally:
+        remove(aside)
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        raise Doubtful(error.errno, error.strerror, str(path)) from error
+
+
+def _link(aside: Path, path: Path) -> None:
     try:
         os.link(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    except FileExistsError:
+        # Over a network it may have been done although the answer was lost, and then the second try finds it done.
+        if not os.path.samefile(aside, path):
+            raise
+    except OSError as error:
+        if os.path.lexists(path):
+            raise Doubtful(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def create(path: Path, content: bytes) -> None:
@@ -147,9 +200,15 @@ def replace_durably(path: Path, content: bytes) -> None:
     write_aside(aside, [content])
     try:
         os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    except BaseException:
+        remove(aside)
+        raise
     sync_folder(path.parent)
+
+
+def renew(path: Path) -> None:
+    """Make a file durable under its name, whatever became of earlier tries. Its bytes stay the same."""
+    replace_durably(path, path.read_bytes())
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -158,5 +217,6 @@ def replace(path: Path, content: bytes) -> None:
     try:
         aside.write_bytes(content)
         os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
+    except BaseException:
+        remove(aside)
+        raise

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import cold, files, format
+from tailrace.changelog import cold, files, format, records
 from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer
@@ -89,6 +89,8 @@ class ChangeLog:
         try:
             stored = json.loads(text)
             known = stored["format"] == format.FORMAT
+            if known and "crc" in stored:  # the first logs had none
+                records.decode(text, format.FORMAT)
             source, log_id = SourceId(**stored["source"]), stored["log"]
         except (ValueError, KeyError, TypeError) as error:
             raise LogCorrupt(

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog import files, records
-from tailrace.errors import ConfigError, LogCorrupt
+from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
 
@@ -51,6 +51,26 @@ class Schemas:
         for path in sorted(self._folder.glob("*/*.json")):
             if not path.name.startswith("."):
                 self._keep(self._read(path))
+
+    def settle(self, announced: int) -> None:
+        """Make durable what was recorded and not announced yet: its writer may have died, or failed, before it was.
+
+        Of those that were announced none may be missing: its number would be given again, to another shape.
+        """
+        missing = set(range(1, announced + 1)) - {version.ordinal for version in self._versions.values()}
+        if missing:
+            raise LogCorrupt(
+                "a table's shape is missing",
+                path=self._folder,
+                ordinal=min(missing),
+                hint=f"Restore the folder's files from a copy of the log. Without one: {NEW_LOG_HINT}",
+            )
+        for version in self._versions.values():
+            if version.ordinal > announced or not announced:
+                path = self._path(version.table, version.version)
+                with files.explained(path):
+                    files.renew(path)
+                    files.sync_folder(self._folder)
 
     def get(self, table: int, version: int) -> Version:
         """The named version; it stands in its file since before its first row."""

@@ -31,7 +31,8 @@ from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
 from tailrace.changelog.format import Header
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
-from tailrace.changelog.trimmed import Trimmed
+from tailrace.changelog.trimmed import NAME as TRIMMED
+from tailrace.changelog.trimmed import NOTHING, Trimmed
 
 SEALER = "sealer"
 GRACE_SECONDS = 300.0
@@ -88,6 +89,7 @@ class Sealer:
         files.make_folder(path / "cold" / "files")
         self._lease = Lease(path, SEALER, wait_seconds)
         try:
+            self._refuse_gaps()
             if log is None:
                 self._sweep()
         except BaseException:
@@ -103,6 +105,17 @@ class Sealer:
     def close(self) -> None:
         """Let another one seal."""
         self._lease.release()
+
+    def _refuse_gaps(self) -> None:
+        """Where something is missing, nothing is sealed, let go of or swept away: it may be put back."""
+        self.log.cold.refresh()
+        newest, first, seals = self.log.newest(), self.log.trimmed().commit + 1, self.log.cold.seals
+        with files.explained(self.path / "hot"):
+            there = set(os.listdir(self.path / "hot"))
+        unsealed = range(max(first, self.log.cold.last + 1), newest + 1)
+        for commit in (*range(first, seals[0].first if seals else first), *unsealed):
+            if commit_path(self.path, commit).name not in there:
+                self.log.header(commit)  # says that it is missing
 
     # Sealing.
 
@@ -143,26 +156,30 @@ class Sealer:
         except BaseException:
             tables.abandon()
             raise
-        commits = _coalesced(_commit_rows(headers))
-        return self._publish(_seal_of(headers), found, commits)
+        return self._publish(replace(_seal_of(headers), files=tuple(found)), tables, _commit_rows(headers))
 
-    def _publish(self, seal: Seal, found: list[ColdFile], commits: pa.Table) -> Seal:
+    def _publish(self, seal: Seal, tables: TableFiles, commits: pa.Table) -> Seal:
         """Make a seal: files first, then the seal that names them, then the links of the glob."""
-        path = commits_path(self.path, seal.stem)
-        with files.explained(path):
-            aside = files.aside_of(path)
-            pq.write_table(commits, aside, compression="zstd")
-            crc, size = checksum_of(aside)
-            files.sync_file(aside)
-            os.replace(aside, path)
-            files.sync_folder(path.parent)
-        seal = replace(
-            seal, files=tuple(found), commits_size=size, commits_crc=crc, sealed_at=time.time_ns() // 1000
-        )
-        failpoints.hit("seal.before_publish")
-        target = seal_path(self.path, seal.stem)
-        with files.explained(target):
-            files.create(target, cold.encode_seal(seal))
+        path, target = commits_path(self.path, seal.stem), seal_path(self.path, seal.stem)
+        aside = files.aside_of(path)
+        try:
+            with files.explained(path):
+                pq.write_table(_coalesced(commits), aside, compression="zstd")
+                crc, size = checksum_of(aside)
+                files.sync_file(aside)
+                os.replace(aside, path)
+                files.sync_folder(path.parent)
+            seal = replace(seal, commits_size=size, commits_crc=crc, sealed_at=time.time_ns() // 1000)
+            failpoints.hit("seal.before_publish")
+            with files.explained(target):
+                files.create(target, cold.encode_seal(seal))
+        except BaseException:
+            files.remove(aside)
+            # A seal that has its name is read, durable or not. The next one who sweeps makes it durable.
+            if not os.path.lexists(target):
+                files.remove(path)
+                tables.abandon()
+            raise
         failpoints.hit("seal.after_publish")
         self.log.cold.refresh()
         self.show({file.table for file in seal.files})
@@ -204,21 +221,19 @@ class Sealer:
                 else:
                     tables.copy(file)
             kept += tables.close()
+            kept.sort(key=lambda file: (file.table, file.first_seq))
+            commits = pa.concat_tables(cold.commits_table(self.path, seal) for seal in run)
         except BaseException:
             tables.abandon()
             raise
-        kept.sort(key=lambda file: (file.table, file.first_seq))
-        commits = pa.concat_tables(
-            pq.read_table(commits_path(self.path, seal.stem), use_threads=False) for seal in run
-        )
         first, last = run[0], run[-1]
         joined = replace(
             last, first=first.first, start=first.start, first_seq=first.first_seq, written_from=first.written_from,
             transactions=sum(seal.transactions for seal in run), rows=sum(seal.rows for seal in run),
             committed_at=max((seal.committed_at for seal in run if seal.committed_at is not None), default=None),
-            level=last.level + 1,
+            level=last.level + 1, files=tuple(kept),
         )  # fmt: skip
-        return self._publish(joined, kept, _coalesced(commits))
+        return self._publish(joined, tables, commits)
 
     def _kept_files(self, run: list[Seal]) -> list[ColdFile]:
         """The files of seals that are not trimmed, table by table, in order."""
@@ -264,11 +279,17 @@ class Sealer:
                 yield commit_path(self.path, number)
 
     def _unnamed(self) -> Iterator[Path]:
-        """Files of rows or commits that no seal names: replaced, or left by one who died."""
+        """Files of rows or commits that no seal names, or that are let go of: replaced, or left by one who died."""
         stems = {stem for _, _, stem in cold.stems(self.path)}
         others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.cold.seals}]
         found = [*(seal.files for seal in self.log.cold.seals), *others]
-        named = {self.path / file.file for some in found for file in some}
+        gone = self.log.trimmed()
+        named = {
+            self.path / file.file
+            for some in found
+            for file in some
+            if not gone.covers(file.table, file.last_seq)
+        }
         folder = self.path / "cold"
         yield from (path for path in (folder / "files").glob("*/*") if path not in named)
         for path in folder.glob("*.commits.parquet"):
@@ -282,11 +303,20 @@ class Sealer:
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
             self.log.cold.refresh()
-            for path in self._unnamed():
+            self._settle()
+            for path in list(self._unnamed()):
                 path.unlink(missing_ok=True)
             self.show({file.table for seal in self.log.cold.seals for file in seal.files})
             self._sweep_views()
             self.let_go(self.log.trimmed())
+
+    def _settle(self) -> None:
+        """Make durable what is to be relied on when files go: its writer may have died, or failed, before it was."""
+        seals = [seal_path(self.path, seal.stem) for seal in self.log.cold.seals]
+        if seals:
+            files.renew(max(seals, key=_age_of))
+        if self.log.trimmed() != NOTHING:
+            files.renew(self.path / TRIMMED)
 
     def _sweep_views(self) -> None:
         """Remove folders of links that never got a table's name, or have lost it."""
@@ -328,6 +358,10 @@ class Sealer:
 
     def show(self, tables: Iterable[int]) -> None:
         """Bring the links of these tables' folders in line with the seals."""
+        with files.explained(self.path / "cold"):
+            self._show(tables)
+
+    def _show(self, tables: Iterable[int]) -> None:
         gone = self.log.trimmed()
         wanted: dict[int, dict[str, str]] = {table: {} for table in tables}
         for file in (file for seal in self.log.cold.seals for file in seal.files):
@@ -346,14 +380,19 @@ def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
             os.symlink(os.path.relpath(log / wanted[name], view.resolve()), view / name)
         return
     folder = log / "cold" / "views" / f"{table}-{uuid.uuid4().hex[:12]}"
-    folder.mkdir(parents=True)
-    for name, file in wanted.items():
-        os.symlink(os.path.relpath(log / file, folder), folder / name)
     old = os.readlink(view) if view.is_symlink() else None
     aside = files.aside_of(view)
-    os.symlink(os.path.relpath(folder, view.parent), aside)
-    failpoints.hit("seal.view_made")
-    os.replace(aside, view)
+    try:
+        folder.mkdir(parents=True)
+        for name, file in wanted.items():
+            os.symlink(os.path.relpath(log / file, folder), folder / name)
+        os.symlink(os.path.relpath(folder, view.parent), aside)
+        failpoints.hit("seal.view_made")
+        os.replace(aside, view)
+    except BaseException:
+        files.remove(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     if old is not None:
         shutil.rmtree(view.parent / old, ignore_errors=True)
 

@@ -56,7 +56,7 @@ class Spill:
     def forget(self) -> None:
         """Take back what was written: the transaction will come again from its beginning."""
         for path in self._files:
-            path.unlink(missing_ok=True)
+            files.remove(path)
 
 
 def sweep(log: Path, newest: Header | None) -> None:
@@ -66,6 +66,8 @@ def sweep(log: Path, newest: Header | None) -> None:
         return
     named = {log / piece.file for piece in newest.big} if newest else set()
     for below in folder.iterdir():
+        if not below.name.isdigit():
+            continue
         if newest is None or int(below.name) > newest.commit:
             shutil.rmtree(below)
         elif int(below.name) == newest.commit:

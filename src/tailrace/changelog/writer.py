@@ -3,11 +3,13 @@
 A commit is a compare-and-swap on its number. It starts at the position where the one before ended, so
 positions move only through commits, `_seq` is dense, and two writers cannot both succeed. When `append`
 returns, the window is durable: only then may the source be told.
+
+When `append` raises, nothing was written, or it is not known whether what was written is durable. Then this writer
+takes nothing more, and whoever opens the log next finds the commit and makes it durable before going on from it.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 import zlib
@@ -19,15 +21,16 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.base import SourceId
-from tailrace.changelog import files, format, spill
+from tailrace.changelog import files, format, records, spill
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
 from tailrace.changelog.schemas import Schemas, Version
 from tailrace.changelog.spill import Spill
-from tailrace.errors import LogCorrupt, LogFenced, LogForeign
+from tailrace.errors import LogCorrupt, LogFenced, LogForeign, LogUnusable
 from tailrace.model import change, system
-from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.batch import Window
 from tailrace.model.position import ZERO
+from tailrace.model.schema import TableSchema
 
 _FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
 Parts = list[bytes | memoryview]
@@ -51,9 +54,7 @@ class LogWriter:
             self._sweep()
             self._schemas = Schemas(path / "schemas")
             self._schemas.load()
-            last = ChangeLog.open(path).last_header()
-            with files.explained(path):
-                spill.sweep(path, last)
+            last = self._found_durable()
         except BaseException:
             self._lease.release()
             raise
@@ -64,7 +65,37 @@ class LogWriter:
         """Of the source's history, as the newest commit has it; the next one says what this says then."""
         self._announced = last.shapes if last else 0
         self._written_at = last.written_at if last else 0
+        self._last = last
         self._spill: Spill | None = None
+        self._swept = self._doubtful = False
+
+    def _found_durable(self) -> format.Header | None:
+        """The newest commit, whole and durable: its writer may have died, or failed, before it knew that it was."""
+        log = ChangeLog.open(self.path)
+        last = log.last_header()
+        if last is None:
+            with files.explained(self.path):
+                files.renew(self.path / "meta.json")
+                files.sync_folder(self.path.parent)
+        else:
+            self._refuse_torn(log, last)
+            with files.explained(self.path):
+                files.renew(commit_path(self.path, last.commit))
+        self._schemas.settle(last.shapes if last else 0)
+        return last
+
+    def _refuse_torn(self, log: ChangeLog, last: format.Header) -> None:
+        """While the source may still have what the newest commit held, it is not too late to find it damaged."""
+        try:
+            for body in last.bodies:
+                log.batch(last, body)
+        except LogCorrupt as error:
+            error.hint += (
+                " If the machine has just crashed, its disk lost what it had promised to keep. Then move the newest "
+                f"commit ({commit_path(self.path, last.commit).name}) away and start again: what it held is captured "
+                "again, or you are told that the source no longer has it."
+            )
+            raise
 
     def _sweep(self) -> None:
         """Remove what a writer left that died before giving a file its name. Nobody ever read it."""
@@ -77,7 +108,22 @@ class LogWriter:
         """Make the window durable as the next commit, or as a piece of it if its transaction has not ended.
 
         A piece moves nothing: until the commit that finishes the transaction, the log is as if it were not there.
+        After an error the pieces are gone, for they may have taken the room that lacked: the transaction comes again.
         """
+        if self._doubtful:
+            raise LogUnusable(
+                "it is not known whether the newest commit is durable",
+                log=self.path,
+                hint="Look at the disk and at the kernel's log, then start again: nothing is lost.",
+            )
+        try:
+            return self._append(window)
+        except BaseException as error:
+            self._doubtful = self._doubtful or isinstance(error.__cause__, files.Doubtful)
+            self._forget_pieces()
+            raise
+
+    def _append(self, window: Window) -> format.Header | None:
         # The very first commit has nothing before it: it states where the log begins.
         lost = window.continues and self._spill is None
         if lost or (window.start != self.position and self.commit):
@@ -87,14 +133,18 @@ class LogWriter:
                 window=window.start,
                 hint="This is a defect in Tailrace; nothing was written. Please report it.",
             )
-        if self._spill is not None and not window.continues:
-            self._spill.forget()
-            self._spill = None
+        if not window.continues:
+            self._forget_pieces()
+        if not self._swept:
+            # Not when the log is opened: until the source has agreed that the log ends here, a commit may be missing.
+            with files.explained(self.path):
+                spill.sweep(self.path, self._last)
+            self._swept = True
         spilled = self._spill or Spill(self.path, self.commit + 1, self._announced)
         bodies, parts, shapes = self._encode(window, self.next_seq + spilled.rows, spilled.shapes)
         if window.open:
-            spilled.write(bodies, parts, window.rows, shapes)
             self._spill = spilled
+            spilled.write(bodies, parts, window.rows, shapes)
             return None
         pieces = spilled.pieces(window.continued_end) if window.continued_end is not None else ()
         # A clock that was set back must not make a later commit look older than an earlier one.
@@ -108,19 +158,23 @@ class LogWriter:
         )  # fmt: skip
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
-        self._announced, self._spill = shapes, None
+        self._announced = shapes
         return header
 
     def _publish(self, header: format.Header, parts: Parts) -> None:
         path = commit_path(self.path, header.commit)
         aside = files.aside_of(path)
         failpoints.hit("log.before_write")
+        with files.explained(path):
+            files.write_aside(aside, parts)
+        failpoints.hit("log.after_write")
+        # Once the commit may exist, the pieces it names are not ours to remove.
+        spilled, self._spill = self._spill, None
         try:
             with files.explained(path):
-                files.write_aside(aside, parts)
-                failpoints.hit("log.after_write")
                 files.publish(aside, path)
         except FileExistsError as error:
+            self._spill = spilled
             raise self._fenced() from error
         failpoints.hit("log.after_link")
 
@@ -154,28 +208,32 @@ class LogWriter:
             at += size + padding
 
         for batch in window.batches:
-            version = self._record(batch)
+            version = self._record(batch.schema)
             add(version, batch.data, (batch.moves, batch.truncates, batch.unfit), first_seq)
             if version.ordinal > announced:
                 fresh.append((version, batch.data))
         if not fresh:
             return tuple(bodies), parts, announced
         shapes = max(version.ordinal for version, _ in fresh)
-        records = system.announce(_announcements(fresh, self._schemas.after(announced), shapes))
-        add(self._schemas.record(system.SCHEMA_STREAM), records, (0, 0, 0), first_seq)
+        announced_rows = system.announce(_announcements(fresh, self._schemas.after(announced), shapes))
+        add(self._record(system.SCHEMA_STREAM), announced_rows, (0, 0, 0), first_seq)
         return tuple(bodies), parts, shapes
 
-    def _record(self, batch: ChangeBatch) -> Version:
+    def _record(self, schema: TableSchema) -> Version:
         try:
-            return self._schemas.record(batch.schema)
+            return self._schemas.record(schema)
         except FileExistsError as error:  # it was not there when this log was opened
             raise self._fenced() from error
 
     def close(self) -> None:
         """Let the next writer in."""
+        self._forget_pieces()
+        self._lease.release()
+
+    def _forget_pieces(self) -> None:
         if self._spill is not None:
             self._spill.forget()
-        self._lease.release()
+            self._spill = None
 
 
 def _announcements(
@@ -219,8 +277,7 @@ def _identify(path: Path, source: SourceId) -> str:
     if not begun:
         stored = {"format": format.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
         with files.explained(meta):
-            files.create(meta, json.dumps(stored, indent=1).encode())
-        files.sync_folder(path.parent)
+            files.create(meta, records.encode(stored))
     log = ChangeLog.open(path)
     mine = log.source
     if (mine.kind, mine.system, mine.database) != (source.kind, source.system, source.database):

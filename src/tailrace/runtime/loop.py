@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tailrace import failpoints
 from tailrace.capture.base import Stream
-from tailrace.errors import Remedy, TailraceError
+from tailrace.errors import LogError, Remedy, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
 
@@ -98,7 +98,7 @@ class CdcRuntime:
         return self._target is not None and self._sink.position >= self._target
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Loop until `stopping` says so; transient failures of the source are waited out."""
+        """Loop until `stopping` says so; a source that is lost and a log without room are waited out for a while."""
         pause = RETRY_SECONDS_FIRST
         while not stopping():
             try:
@@ -116,9 +116,12 @@ class CdcRuntime:
         try:
             stream.confirm(self._sink.position)
             while not stopping():
+                before = self._sink.position
                 window = step(stream, self._sink, READ_SECONDS, self._idle_due)
-                # The source answers, even if it has nothing to say: an outage that is over does not count.
-                self.progress.last_error = self._failing_since = None
+                # An outage that is over does not count: of the source, when it answers, even if it has nothing to
+                # say; of the log, when it has taken something.
+                if not isinstance(self.progress.last_error, LogError) or self._sink.position > before:
+                    self.progress.last_error = self._failing_since = None
                 if window is not None:
                     self._count(window)
         finally:
@@ -148,9 +151,11 @@ class CdcRuntime:
             raise error
         self.progress.last_error = error
         self.progress.reconnects += 1
-        log.warning(
-            "source lost, trying again", extra={"code": error.code, "reason": error.message, "wait": pause}
-        )
+        said = {"code": error.code, "reason": error.message, "wait": pause}
+        if isinstance(error, LogError):
+            log.error("the log takes nothing, trying again", extra=said | {"hint": error.hint})
+        else:
+            log.warning("source lost, trying again", extra=said)
         until = time.monotonic() + pause
         while time.monotonic() < until and not stopping():
             time.sleep(0.05)

@@ -13,7 +13,7 @@ from tailrace.capture.base import Stream
 from tailrace.capture.memory import MemoryCapture, batch_of
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import LogUnusable, PositionLost, SourceUnreachable, TailraceError
+from tailrace.errors import LogFull, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
@@ -129,6 +129,10 @@ def unreachable() -> SourceUnreachable:
     return SourceUnreachable("the line is dead", hint="It is tried again.")
 
 
+def full() -> LogFull:
+    return LogFull("disk full", hint="Free space.")
+
+
 # --- one step ----------------------------------------------------------------------------------------------
 
 
@@ -224,12 +228,51 @@ def test_a_crash_between_append_and_confirm_repeats_nothing(source: Source, sink
 def test_a_failing_log_stops_the_loop_and_the_source_keeps_everything(source: Source, sink: Sink) -> None:
     source.commit(inserts(1))
     end = source.commit(inserts(2))
-    sink.failures = [LogUnusable("disk full", hint="Free space.")]
+    sink.failures = [LogUnusable("read-only", hint="Mount it writable.")]
     with pytest.raises(LogUnusable):
         CdcRuntime(source.live, sink).run(lambda: False)
     assert source.confirmed == ZERO
     CdcRuntime(source.live, sink).run(until(lambda: sink.position == end))
     assert sink.keys == [1, 2]
+
+
+def test_a_log_without_room_is_waited_for_and_nothing_is_lost(source: Source, sink: Sink) -> None:
+    source.commit(inserts(1))
+    end = source.commit(inserts(2))
+    sink.failures = [full(), full()]
+    runtime = CdcRuntime(source.live, sink)
+    runtime.run(until(lambda: sink.position == end))
+    assert sink.keys == [1, 2]
+    assert max(sink.confirmed_before) < end
+    assert runtime.progress.reconnects == 2
+    assert runtime.progress.last_error is None
+
+
+def test_a_log_that_stays_without_room_is_given_up_though_the_source_answers(
+    source: Source, sink: Sink, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two tries the source has nothing to say for a moment; that must not count as an end of the outage."""
+    source.commit(inserts(1))
+    sink.failures = [full() for _ in range(1000)]
+    silent = 0
+
+    class SilentAtFirst(Watched):
+        def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+            nonlocal silent
+            silent += 1
+            return None if silent % 2 else super().read(after, wait_seconds)
+
+    def live(after: Lsn) -> Stream:
+        stream = source.live(after)
+        assert isinstance(stream, Watched)
+        return SilentAtFirst(stream._inner, source)
+
+    with pytest.raises(LogFull):
+        CdcRuntime(live, sink, retry_seconds_max=0.3).run(for_seconds(LONG_SECONDS))
+    assert source.confirmed == ZERO
+    said = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert said, "a person must look"
+    assert vars(said[0])["hint"] == "Free space."
 
 
 def test_an_error_nobody_foresaw_is_not_swallowed(source: Source, sink: Sink) -> None:

@@ -163,11 +163,11 @@ def test_a_sink_that_fails_for_a_moment_gets_the_whole_transaction_again(
 
 
 @pytest.mark.parametrize("failing", [2, 3, 4, 5], ids=["first", "second", "third", "finish"])
-def test_a_full_disk_stops_the_loop_and_the_source_keeps_the_whole_transaction(
+def test_a_log_that_fails_stops_the_loop_and_the_source_keeps_the_whole_transaction(
     source: MemoryCapture, sink: Sink, failing: int
 ) -> None:
     end = write(source)
-    sink.failures = {failing: LogUnusable("disk full", hint="Free space.")}
+    sink.failures = {failing: LogUnusable("read-only", hint="Mount it writable.")}
     with pytest.raises(LogUnusable):
         CdcRuntime(source.live, sink).run(lambda: False)
     assert sink.keys == [1]
