@@ -29,13 +29,17 @@ class Engine(Protocol):
     """What the commands call. Each call blocks until its work is done, tells the observer on the way, and
     raises a TailraceError when it cannot go on."""
 
-    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary: ...
-
-    def capture(
-        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool
+    def run(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
     ) -> Summary: ...
 
-    def apply(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary: ...
+    def capture(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool, child: bool
+    ) -> Summary: ...  # fmt: skip
+
+    def apply(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
+    ) -> Summary: ...
 
     def drop(self, settings: PipelineSettings) -> list[str]: ...
 
@@ -45,22 +49,28 @@ class Engine(Protocol):
 class PipelineEngine:
     """The real one; every method imports what it needs and no more."""
 
-    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
-        from tailrace.pipeline import runner
-
-        return runner.run(settings, until_caught_up=until_caught_up, observer=observer)
-
-    def capture(
-        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool
+    def run(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
     ) -> Summary:
         from tailrace.pipeline import runner
 
-        return runner.capture(settings, until_caught_up=until_caught_up, observer=observer, child=child)
+        return runner.run(settings, until_caught_up=until_caught_up, observer=observer, take_over=take_over)
 
-    def apply(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
+    def capture(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool, child: bool
+    ) -> Summary:  # fmt: skip
         from tailrace.pipeline import runner
 
-        return runner.apply(settings, until_caught_up=until_caught_up, observer=observer)
+        return runner.capture(
+            settings, until_caught_up=until_caught_up, observer=observer, take_over=take_over, child=child
+        )
+
+    def apply(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
+    ) -> Summary:
+        from tailrace.pipeline import runner
+
+        return runner.apply(settings, until_caught_up=until_caught_up, observer=observer, take_over=take_over)
 
     def drop(self, settings: PipelineSettings) -> list[str]:
         from tailrace.pipeline import runner
@@ -114,6 +124,7 @@ _CAUGHT_UP = {
     "capture": "end once the log holds all that was committed before the start",
     "apply": "end once all that the log held at the start is applied",
 }
+_TAKE_OVER = "take log and slot from a process that hangs; should it wake, it ends"
 
 
 def build_parser() -> Parser:
@@ -131,6 +142,7 @@ def build_parser() -> Parser:
         _add_log_level(command, argparse.SUPPRESS)
         if name in _CAUGHT_UP:
             command.add_argument("--until-caught-up", action="store_true", help=_CAUGHT_UP[name])
+            command.add_argument("--take-over", action="store_true", help=_TAKE_OVER)
             command.add_argument("--quiet", action="store_true", help="show no progress and no summary")
         if name == "capture":
             command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -269,15 +281,19 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     from tailrace.pipeline.report import tables_exit_code
 
     settings = load(arguments.file)
-    until = arguments.until_caught_up
+    until, take_over = arguments.until_caught_up, arguments.take_over
     with render.observer_for(quiet=arguments.quiet) as observer:
         if arguments.command == "run":
-            summary = engine.run(settings, until_caught_up=until, observer=observer)
+            summary = engine.run(settings, until_caught_up=until, observer=observer, take_over=take_over)
         elif arguments.command == "apply":
-            summary = engine.apply(settings, until_caught_up=until, observer=observer)
+            summary = engine.apply(settings, until_caught_up=until, observer=observer, take_over=take_over)
         else:
             summary = engine.capture(
-                settings, until_caught_up=until, observer=observer, child=arguments.child
+                settings,
+                until_caught_up=until,
+                observer=observer,
+                take_over=take_over,
+                child=arguments.child,
             )
     code = summary.exit_code
     if code is ExitCode.OK and until and arguments.command != "capture":

@@ -357,7 +357,8 @@ class EmbeddedPostgres:
                 return False
             lines = status.read_text().splitlines() if status.exists() else []
             # A crash leaves the old file behind, so the process id is compared too.
-            if len(lines) >= 8 and lines[0] == str(process.pid) and lines[7].strip() == "ready":
+            status_is_ours = len(lines) >= 8 and lines[0] == str(process.pid)
+            if status_is_ours and lines[7].strip() in ("ready", "standby"):
                 return True
             time.sleep(0.02)
         raise ServerFailed(

@@ -1,45 +1,142 @@
 """The capture side of a pipeline: no Spark, no Java, a process of its own.
 
 The order of a first start is the log's meta.json, publication, slot, first commit; after any crash in between
-the next start finds its place. A later start refuses to go on unless the slot can still give everything after
-the log's position.
+the next start finds its place. A later start, and every opening of the stream, refuses to go on unless the
+log's position is a point of the server's own past and the slot can still give everything after it. Once the log
+was taken over by another process, nothing more is read, written or confirmed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
+from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
+from tailrace.changelog.format import Header
 from tailrace.changelog.writer import LogWriter
+from tailrace.errors import LogBusy, LogFenced, LogUnusable, TailraceError
 from tailrace.model.batch import Window
-from tailrace.model.position import ZERO
+from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_source
 from tailrace.runtime.loop import CdcRuntime
+
+FENCE_TRIES_MAX = 5
+
+
+class OwnLog(LogWriter):
+    """The log, written only while its lease is ours."""
+
+    def check(self) -> None:
+        """Raise LogFenced once somebody has taken the log over."""
+        self._lease.check()
+
+    def append(self, window: Window) -> Header | None:
+        self.check()
+        try:
+            return super().append(window)
+        except LogFenced:
+            self.check()  # says who has the log now, if it was taken over
+            raise
+        except LogUnusable as error:
+            self.check()
+            # Only a writer that opens the log sweeps away what was written aside. Where its lock does not reach
+            # us, this is how we learn of it.
+            if isinstance(error.__cause__, FileNotFoundError) and (self.path / "hot").is_dir():
+                raise LogFenced(
+                    "another writer has swept away the commit we were writing",
+                    log=self.path,
+                    hint="Stop one of the two writers of this log, then start again.",
+                ) from error
+            raise
+
+    @classmethod
+    def open(cls, path: Path, source: SourceId, *, take_over: bool) -> OwnLog:
+        """Open the log; one taken by force first gets an empty commit.
+
+        Its number ends whoever lost the log, before we look at what the slot has confirmed: what the other could
+        still commit and confirm after our look would seem lost to us.
+        """
+        forced = False
+        for _ in range(FENCE_TRIES_MAX):
+            log = cls(path, source, take_over=take_over)
+            forced = forced or log._lease.forced
+            try:
+                if forced and log.commit:
+                    log.append(Window(start=log.position, end=log.position))
+                return log
+            except LogFenced:
+                lost = log._lease.lost()
+                log.close()
+                if lost:  # somebody took it over after us, and is not to be robbed in turn
+                    raise
+            except BaseException:
+                log.close()
+                raise
+        raise LogBusy(
+            "another process keeps writing the log",
+            log=path,
+            hint="Stop that process; it does not see that the log was taken over.",
+        )
 
 
 class Capturing:
     """A capture that is ready to run: the log is ours, publication and slot are there."""
 
-    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool) -> None:
-        identity = identify(settings.source.url)
-        self.log = LogWriter(settings.log.path, identity)
+    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> None:
+        self._identity = identify(settings.source.url)
+        self.log = OwnLog.open(settings.log.path, self._identity, take_over=take_over)
         try:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
-            begin = self.source.prepare(self.log.position if self.log.commit else None)
+            position = self.log.position if self.log.commit else None
+            with self._ours():
+                begin = self.source.prepare(position, self._origin(), take_over=take_over)
             if begin is not None:
                 self.log.append(Window(start=ZERO, end=begin))
             target = self.source.horizon() if until_caught_up else None
         except BaseException:
             self.log.close()
             raise
-        self.runtime = CdcRuntime(self.source.live, self.log, target=target)
+        self.runtime = CdcRuntime(self._open, self.log, target=target)
         self.started = time.monotonic()
+
+    def _origin(self) -> SourceId:
+        """The history that the log's position was read from."""
+        return replace(self._identity, timeline=self.log.timeline)
+
+    @contextmanager
+    def _ours(self) -> Iterator[None]:
+        """Ask for the lease before the source is asked, and again if the source refuses.
+
+        To one that has lost the log a slot that its successor moves looks like a position that is lost. What it
+        would then advise, to move the log away, must never be heard.
+        """
+        self.log.check()
+        try:
+            yield
+        except TailraceError:
+            self.log.check()
+            raise
+
+    def _open(self, after: Lsn) -> Stream:
+        with self._ours():
+            stream = self.source.live(after, self._origin())
+        # A failover that kept our history: from here on positions are of the new timeline.
+        self.log.timeline = stream.timeline
+        return stream
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Capture until told to stop, then let go of slot and log."""
+
+        def stopping_or_taken_over() -> bool:
+            self.log.check()
+            return stopping()
+
         try:
-            self.runtime.run(stopping)
+            self.runtime.run(stopping_or_taken_over)
         finally:
             self.log.close()

@@ -31,19 +31,22 @@ RESTARTS_MAX = 5
 class CaptureChild:
     """`tailrace capture` as our child."""
 
-    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool) -> None:
+    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> None:
         self._path = settings.log.path
         self._command = [sys.executable, "-m", "tailrace", "capture", str(settings.file), "--child"]
         self._command += ["--until-caught-up"] * until_caught_up
         self.restarts = 0
-        self._process = self._start()
+        # Only the first one: started again, it must not take back what somebody has taken from us since.
+        self._process = self._start("--take-over") if take_over else self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, *flags: str) -> subprocess.Popen[bytes]:
         # Ctrl-C reaches the whole group; the child is stopped by us, once tables are at rest.
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
         try:
-            return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            return subprocess.Popen(
+                [*self._command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            )
         finally:
             if main:
                 signal.signal(signal.SIGINT, before)

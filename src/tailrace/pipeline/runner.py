@@ -49,8 +49,9 @@ def stop_signal(asked: threading.Event | None = None) -> Iterator[threading.Even
 
 
 def capture(
-    settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool = False
-) -> Summary:
+    settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool = False,
+    take_over: bool = False,
+) -> Summary:  # fmt: skip
     """Capture into the log until stopped or, if asked, until everything committed before the start is in.
 
     As a child of `run` it goes on after catching up: the log must not stop while tables are being loaded.
@@ -58,7 +59,7 @@ def capture(
     if child:
         die_with_parent()
     with stop_signal() as asked:
-        capturing = Capturing(settings, until_caught_up=until_caught_up)
+        capturing = Capturing(settings, until_caught_up=until_caught_up, take_over=take_over)
         observer.event(
             "capture started", position=capturing.log.position, slot=capturing.source.settings.slot
         )
@@ -118,11 +119,12 @@ def run(
     until_caught_up: bool,
     observer: Observer,
     stop: threading.Event | None = None,
+    take_over: bool = False,
 ) -> Summary:
     """The whole pipeline, until it is caught up or `stop` is set."""
     with stop_signal(stop) as asked:
         identify(settings.source.url)  # the common mistakes, told before anything is started
-        child = CaptureChild(settings, until_caught_up=until_caught_up)
+        child = CaptureChild(settings, until_caught_up=until_caught_up, take_over=take_over)
         try:
             log = child.wait_for_log(asked)
             if log is None:
@@ -137,12 +139,15 @@ def run(
                 observer=observer,
                 asked=asked,
                 capture_alive=child.check,
+                take_over=take_over,
             )
         finally:
             child.stop()
 
 
-def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
+def apply(
+    settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool = False
+) -> Summary:
     """Load tables and apply what the log holds."""
     with stop_signal() as asked:
         log = ChangeLog.open(settings.log.path)
@@ -161,18 +166,19 @@ def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observ
             observer=observer,
             asked=asked,
             capture_alive=None,
+            take_over=take_over,
         )
 
 
 def _apply(
     settings: PipelineSettings, log: ChangeLog, command: str, *, until_caught_up: bool, observer: Observer,
-    asked: threading.Event, capture_alive: Callable[[], None] | None,
+    asked: threading.Event, capture_alive: Callable[[], None] | None, take_over: bool,
 ) -> Summary:  # fmt: skip
     from tailrace.pipeline.applying import Applying  # pyspark comes with it, and capture must not
 
     started = time.monotonic()
     source = open_source(settings, log.log_id)
-    held = Lease(log.path, APPLIER)
+    held = Lease(log.path, APPLIER, take_over=take_over)
     try:
         horizon = source.horizon() if until_caught_up and capture_alive else None
         applying = Applying(settings, log, source)
@@ -185,6 +191,7 @@ def _apply(
             watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
             caught_up = False
             while not asked.is_set():
+                held.check()
                 applying.check()
                 if capture_alive:
                     capture_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -319,6 +320,25 @@ def test_one_that_waits_while_it_is_taken_over_waits_for_the_new_holder(tmp_path
     waiting.join()
     got[0].check()
     got[0].release()
+
+
+def test_a_lock_file_replaced_between_opening_and_locking_it_is_nobodys_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, flock, turns = Lease(tmp_path), fcntl.flock, iter([True])
+    second: list[Lease] = []
+
+    def flock_after_a_take_over(handle: int, how: int) -> None:
+        if next(turns, False):
+            second.append(Lease(tmp_path, wait_seconds=0.0, take_over=True))
+            first.release()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_a_take_over)
+    with pytest.raises(LogBusy):
+        Lease(tmp_path, wait_seconds=0.0)
+    second[0].check()
+    second[0].release()
 
 
 def test_of_many_that_take_it_over_at_once_exactly_one_holds_it(tmp_path: Path) -> None:

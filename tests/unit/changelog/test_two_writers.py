@@ -1,16 +1,13 @@
 """Two writers of one log: one wins, the other is refused; no gap, no fork, nothing written over.
 
 The lease keeps the second writer out; the fence must hold where the lease does not (another host, a lock that
-lies). So most tests here take the lease away.
+lies). So most tests here take the lease away. The lease itself: test_lease.py; whole processes: test_take_over.py.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import files, lease
+from tailrace.changelog import files
 from tailrace.changelog import writer as writer_module
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
@@ -30,7 +27,7 @@ from tests.support.windows import SOURCE, ids, named, rows_window
 class NoLease:
     """A lease that keeps nobody out, as a file system whose locks lie would give."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None: ...
 
     def release(self) -> None: ...
 
@@ -157,6 +154,7 @@ def test_writers_that_race_leave_no_gap_and_no_fork(
             try:
                 position = writer.position.value
                 header = writer.append(rows_window(position, position + 10, key))
+                assert header is not None
                 won.append((header.commit, key))
             except LogFenced:
                 last = ChangeLog.open(filled).last_header()
@@ -201,46 +199,3 @@ def test_a_writer_that_waits_gets_in_when_the_first_one_closes(folder: Path) -> 
     timer.join()
     second.close()
     assert 0.1 < waited < 10
-
-
-def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
-    one, other = Lease(tmp_path, "owner", 0.0), Lease(tmp_path, "apply", 0.0)
-    assert lease.held(tmp_path, "owner") == lease.held(tmp_path, "apply") == os.getpid()
-    one.release()
-    assert lease.held(tmp_path, "owner") is None
-    assert lease.held(tmp_path, "apply") == os.getpid()
-    other.release()
-
-
-def test_nobody_holds_a_lease_that_was_never_taken(tmp_path: Path) -> None:
-    assert lease.held(tmp_path) is None
-    assert lease.holder(tmp_path) == {}
-
-
-def test_a_note_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
-    taken = Lease(tmp_path, wait_seconds=0.0)
-    (tmp_path / "owner.json").write_bytes(b"{")
-    assert lease.held(tmp_path) == 0
-    with pytest.raises(LogBusy):
-        Lease(tmp_path, wait_seconds=0.0)
-    taken.release()
-
-
-def test_the_lease_of_a_process_that_was_killed_is_free(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from pathlib import Path; from tailrace.changelog.lease import Lease; "
-        "held = Lease(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "held\n"
-        assert lease.held(tmp_path) == child.pid
-        with pytest.raises(LogBusy) as caught:
-            Lease(tmp_path, wait_seconds=0.1)
-        assert caught.value.fields["pid"] == child.pid
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-    Lease(tmp_path, wait_seconds=5.0).release()
-    assert lease.held(tmp_path) is None

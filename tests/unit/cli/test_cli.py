@@ -92,16 +92,20 @@ class FakeEngine:
         return Summary(name="shop", command=command, seconds=1.5, transactions=2, rows_captured=1234,
                        tables=self.tables, exit_code=self.exit_code, message="caught up")  # fmt: skip
 
-    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
-        return self._answer("run", observer, until_caught_up)
+    def run(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
+    ) -> Summary:
+        return self._answer("run", observer, until_caught_up, *["take over"] * take_over)
 
     def capture(
-        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool
-    ) -> Summary:
-        return self._answer("capture", observer, until_caught_up, child)
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool, child: bool
+    ) -> Summary:  # fmt: skip
+        return self._answer("capture", observer, until_caught_up, child, *["take over"] * take_over)
 
-    def apply(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer) -> Summary:
-        return self._answer("apply", observer, until_caught_up)
+    def apply(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
+    ) -> Summary:
+        return self._answer("apply", observer, until_caught_up, *["take over"] * take_over)
 
     def drop(self, settings: PipelineSettings) -> list[str]:
         self.asked.append(("drop",))
@@ -286,6 +290,9 @@ def test_check_with_json_gives_an_empty_list_for_a_good_file(
         (["run"], ("run", False)),
         (["run", "--until-caught-up"], ("run", True)),
         (["apply", "--until-caught-up"], ("apply", True)),
+        (["run", "--take-over"], ("run", False, "take over")),
+        (["apply", "--take-over"], ("apply", False, "take over")),
+        (["capture", "--take-over"], ("capture", False, False, "take over")),
         (["capture"], ("capture", False, False)),
         (["capture", "--until-caught-up", "--child"], ("capture", True, True)),
     ],

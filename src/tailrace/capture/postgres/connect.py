@@ -78,7 +78,8 @@ def command(connection: PGconn, text: str) -> list[str | None]:
     if result.status != pq.ExecStatus.TUPLES_OK or result.ntuples == 0:
         return []
     cells = [result.get_value(0, column) for column in range(result.nfields)]
-    return [cell.decode() if cell is not None else None for cell in cells]
+    # A timeline's history holds names in whatever encoding the server had.
+    return [cell.decode(errors="replace") if cell is not None else None for cell in cells]
 
 
 def explain(error: psycopg.Error, url: str = "") -> SourceError:

@@ -14,6 +14,7 @@ import psycopg
 from psycopg import sql
 
 from tailrace.capture.base import Lag, SourceId
+from tailrace.capture.postgres import history
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.connect import command, connect_replication, explain
 from tailrace.capture.postgres.settings import PostgresSettings
@@ -57,12 +58,18 @@ def identify(url: str) -> SourceId:
     """Which database this is."""
     session = connect_replication(url)
     try:
-        system, timeline, _, database = command(session, "IDENTIFY_SYSTEM")
+        return history.identify(session)[0]
     finally:
         session.finish()
-    return SourceId(
-        kind="postgresql", system=system or "", database=database or "", timeline=int(timeline or 0)
-    )
+
+
+def check_history(url: str, origin: SourceId, position: Lsn) -> None:
+    """Refuse a server whose past is not the one that `position` was read from."""
+    session = connect_replication(url)
+    try:
+        history.check(session, origin, position)
+    finally:
+        session.finish()
 
 
 def wanted_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
@@ -146,8 +153,8 @@ def _reconcile(connection: psycopg.Connection, name: str, tables: list[SourceTab
 
 
 def ensure_slot(
-    connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None
-) -> Lsn | None:
+    connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None, *, take_over: bool = False
+) -> Lsn | None:  # fmt: skip
     """Make sure the slot can give us everything after `position`; None means the log has no commit yet.
 
     Returns the consistent point of a slot made anew. A slot of ours that belongs to a log without a commit is
@@ -156,7 +163,7 @@ def ensure_slot(
     slot = _slot(connection, settings.slot)
     if position is None:
         if slot is not None and settings.slot_create:
-            drop_slot(connection, settings.slot)
+            drop_slot(connection, settings.slot, take_over=take_over)
             slot = None
         if slot is not None:
             return Lsn.parse(slot["confirmed"])
@@ -195,20 +202,36 @@ def _create_slot(settings: PostgresSettings) -> Lsn:
 
 
 def _slot(connection: psycopg.Connection, name: str) -> dict[str, str] | None:
-    found = connection.execute(
+    query = (
         "select confirmed_flush_lsn::text, wal_status, active, "
-        "pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::int8 from pg_replication_slots where slot_name = %s",
-        (name,),
-    ).fetchone()
+        "pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::int8 from pg_replication_slots where slot_name = %s"
+    )
+    try:
+        found = connection.execute(query, (name,)).fetchone()
+    except psycopg.Error as error:
+        raise explain(error) from error
     return dict(zip(("confirmed", "wal_status", "active", "retained"), found, strict=True)) if found else None
 
 
+def end_reader(connection: psycopg.Connection, name: str) -> None:
+    """End the server's process that reads the slot: one whose client hangs would hold it for long."""
+    found = _value(
+        connection,
+        "select pg_terminate_backend(active_pid) from pg_replication_slots where slot_name = %s and active",
+        name,
+    )
+    if found is not None:
+        log.warning("ended the session that read the slot", extra={"slot": name})
+
+
 def wait_for_slot(
-    connection: psycopg.Connection, name: str, wait_seconds: float = SLOT_WAIT_SECONDS_MAX
-) -> None:
+    connection: psycopg.Connection, name: str, wait_seconds: float = SLOT_WAIT_SECONDS_MAX, *, take_over: bool = False
+) -> None:  # fmt: skip
     """Wait until nobody reads the slot: a predecessor that was killed is noticed late by the server."""
     deadline = time.monotonic() + wait_seconds
     while True:
+        if take_over:
+            end_reader(connection, name)
         pid = _value(
             connection, "select active_pid from pg_replication_slots where slot_name = %s and active", name
         )
@@ -219,16 +242,16 @@ def wait_for_slot(
                 "another process reads the replication slot",
                 slot=name,
                 server_pid=pid,
-                hint="Stop the other capture; only one can read a slot.",
+                hint="Stop the other capture; only one can read a slot. If it hangs, start this with `--take-over`.",
             )
         time.sleep(_PAUSE_SECONDS)
 
 
-def drop_slot(connection: psycopg.Connection, name: str) -> bool:
+def drop_slot(connection: psycopg.Connection, name: str, *, take_over: bool = False) -> bool:
     """Remove the slot once nobody reads it; whether there was one."""
     if _slot(connection, name) is None:
         return False
-    wait_for_slot(connection, name)
+    wait_for_slot(connection, name, take_over=take_over)
     try:
         connection.execute("select pg_drop_replication_slot(%s)", (name,))
     except psycopg.Error as error:

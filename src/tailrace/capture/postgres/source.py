@@ -5,9 +5,9 @@ from __future__ import annotations
 import psycopg
 
 from tailrace.capture.base import Capabilities, Lag, SourceId
-from tailrace.capture.postgres import preflight
+from tailrace.capture.postgres import history, preflight
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
-from tailrace.capture.postgres.connect import connect, place
+from tailrace.capture.postgres.connect import connect, connect_replication, place
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.capture.postgres.stream import PostgresStream
@@ -31,8 +31,15 @@ class PostgresCapture:
     def __init__(self, settings: PostgresSettings) -> None:
         self.settings = settings
 
-    def prepare(self, position: Lsn | None) -> Lsn | None:
-        """Make publication and slot; the point a new log begins at, if it is new."""
+    def prepare(
+        self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False
+    ) -> Lsn | None:
+        """Make publication and slot; the point a new log begins at, if it is new.
+
+        `origin` is the history that `position` was read from; with `take_over` whoever reads the slot is ended.
+        """
+        if position is not None and origin is not None:
+            preflight.check_history(self.settings.url, origin, position)
         with connect(self.settings.url) as connection:
             if not preflight.ensure_publications(connection, self.settings):
                 raise ConfigError(
@@ -41,8 +48,8 @@ class PostgresCapture:
                     hint="Look at `source.tables` and `source.exclude`; globs are `schema.table`, case included.",
                 )
             if position is not None:
-                preflight.wait_for_slot(connection, self.settings.slot)
-            return preflight.ensure_slot(connection, self.settings, position)
+                preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
+            return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)
 
     def tables(self) -> list[SourceTable]:
         """The tables that are wanted, as the catalogue has them now."""
@@ -59,19 +66,26 @@ class PostgresCapture:
         with connect(self.settings.url) as connection:
             return preflight.horizon(connection)
 
-    def live(self, after: Lsn) -> PostgresStream:
+    def live(self, after: Lsn, origin: SourceId | None = None) -> PostgresStream:
+        """The stream after a position of `origin`; the server behind the URL may be another one than before."""
         catalogue = _LazyCatalogue(self.settings.url)
+        session = connect_replication(self.settings.url)
         try:
+            # Of this very session: the next one may be answered by another server.
+            server = history.check(session, origin, after) if origin else history.identify(session)[0]
             # Asked for less than was confirmed, the server would begin at what was, without a word.
             preflight.ensure_slot(catalogue.connection(), self.settings, after)
             return PostgresStream(
                 self.settings,
+                session,
+                server.timeline,
                 after,
                 catalogue.describe_message,
                 catalogue.next_transaction(),
                 catalogue.close,
             )
         except BaseException:
+            session.finish()
             catalogue.close()
             raise
 

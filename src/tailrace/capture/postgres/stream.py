@@ -23,7 +23,7 @@ from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres import wire
-from tailrace.capture.postgres.connect import command, connect_replication, explain_text
+from tailrace.capture.postgres.connect import command, explain_text
 from tailrace.capture.postgres.decode import EPOCH_2000, Decoder
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.values import Bytes, Ints
@@ -119,18 +119,16 @@ class PostgresStream:
     """Windows after a position, from the slot, for one caller."""
 
     def __init__(
-        self, settings: PostgresSettings, after: Lsn, describe: Callable[[bytes], TableSchema], xid_near: int,
-        release: Callable[[], None],
+        self, settings: PostgresSettings, session: PGconn, timeline: int, after: Lsn,
+        describe: Callable[[bytes], TableSchema], xid_near: int, release: Callable[[], None],
     ) -> None:  # fmt: skip
         self._decoder, self._release = Decoder(describe, xid_near), release
         self._last: Window | None = None
-        self._connection = connect_replication(settings.url)
-        try:
-            self._timeout = _server_timeout(self._connection)
-            self._start(settings, after)
-        except BaseException:
-            self._connection.finish()
-            raise
+        self._connection = session
+        self.timeline = timeline
+        """Of the server's history, as this session's server has it."""
+        self._timeout = _server_timeout(self._connection)
+        self._start(settings, after)
         self._wire = wire.Wire(self._connection)
         self._confirmed, self._reported, self._reported_at = after, after, 0.0
         self._filling, self._spare = _Buffer(), [_Buffer(), _Buffer()]

@@ -1,0 +1,82 @@
+"""Whether a server's past is the one that a log was read from.
+
+A server that takes over from another begins a new timeline, which branches off the old one at a known position.
+A log that ends at or before that point goes on; one that ends behind it holds transactions that never happened
+on this server, and going on would mix two histories. So it is refused, at every start and whenever a stream is
+opened, and before the slot is looked at: the slot of a copy says nothing about the log.
+"""
+
+from __future__ import annotations
+
+from psycopg.pq.abc import PGconn
+
+from tailrace.capture.base import SourceId
+from tailrace.capture.postgres.connect import command
+from tailrace.errors import NEW_LOG_HINT, HistoryDiverged, SourceUnreachable
+from tailrace.model.position import Lsn
+
+
+def identify(session: PGconn) -> tuple[SourceId, Lsn]:
+    """Which database a replication session speaks to, and how far its log reaches."""
+    if command(session, "SELECT pg_catalog.pg_is_in_recovery()") == ["t"]:
+        raise SourceUnreachable(
+            "the server is a standby that has not been promoted",
+            hint="Promote it, or let `source.url` name the primary; several hosts and "
+            "`?target_session_attrs=read-write` find it by themselves.",
+        )
+    system, timeline, end, database = command(session, "IDENTIFY_SYSTEM")
+    found = SourceId(
+        kind="postgresql", system=system or "", database=database or "", timeline=int(timeline or 0)
+    )
+    return found, Lsn.parse(end or "")
+
+
+def check(session: PGconn, origin: SourceId, position: Lsn) -> SourceId:
+    """Refuse a server on which `position` of `origin` is not a point of its past; who the server is."""
+    server, end = identify(session)
+    if server.system != origin.system:
+        raise _diverged("this is another server", origin, server, position)
+    if not origin.timeline or origin.timeline == server.timeline:
+        if end < position:
+            raise _diverged(
+                "the server's log ends before ours: an older copy?", origin, server, position, end
+            )
+        return server
+    branches = branch_points(_history(session, server.timeline)) if server.timeline > 1 else {}
+    branched = branches.get(origin.timeline)
+    if branched is None:
+        raise _diverged("the log's timeline is not in the server's past", origin, server, position)
+    if branched < position:
+        raise _diverged(
+            "the server's history branched off before our position", origin, server, position, branched
+        )
+    return server
+
+
+def branch_points(history: str) -> dict[int, Lsn]:
+    """Where the server left each timeline of its past, from a timeline's history file."""
+    found: dict[int, Lsn] = {}
+    for line in history.splitlines():
+        fields = line.split(None, 2)
+        if len(fields) >= 2 and not fields[0].startswith("#"):
+            found[int(fields[0])] = Lsn.parse(fields[1])
+    return found
+
+
+def _history(session: PGconn, timeline: int) -> str:
+    row = command(session, f"TIMELINE_HISTORY {timeline}")
+    return (row[1] or "") if len(row) > 1 else ""
+
+
+def _diverged(
+    why: str, origin: SourceId, server: SourceId, position: Lsn, until: Lsn | None = None
+) -> HistoryDiverged:
+    return HistoryDiverged(
+        why,
+        position=position,
+        log_timeline=origin.timeline or "unknown",
+        server_timeline=server.timeline,
+        **{"shared_until": until} if until is not None else {},
+        hint="The log holds changes that never happened on this server. Point `source.url` at the server that has "
+        f"them; if it is gone: {NEW_LOG_HINT}",
+    )
