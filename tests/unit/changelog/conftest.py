@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.writer import LogWriter
+from tests.support.logs import Diary, quick_folder
 from tests.support.windows import SOURCE, rows_window, window
 
 
@@ -32,3 +33,18 @@ def filled(folder: Path) -> Path:
     opened.append(rows_window(200, 300, 4, 5))
     opened.close()
     return folder
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Path]:
+    """A folder for a log, in memory if there is such a place: for tests with very many commits."""
+    with quick_folder(tmp_path) as found:
+        yield found / "log"
+
+
+@pytest.fixture
+def diary(quick: Path) -> Iterator[Diary]:
+    """A writer that notes what it wrote."""
+    opened = Diary(quick)
+    yield opened
+    opened.close()

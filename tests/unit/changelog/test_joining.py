@@ -1,0 +1,226 @@
+"""Joining: many small seals become a larger one, complete in itself; the small ones go after a grace period."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tailrace.changelog.cold import ColdIndex, Seal, commits_path
+from tailrace.changelog.coldwrite import Sizes
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.errors import LogCorrupt
+from tailrace.model import change
+from tests.support.changes import SHOP, insert, move, truncate
+from tests.support.logs import (
+    OTHER,
+    Diary,
+    assert_nothing_left_over,
+    glob_rows,
+    inserts,
+    read_all,
+    seal,
+    stored_files,
+)
+from tests.support.windows import named
+
+WIDER = named("public", "renamed", SHOP.relation)
+PAIRS = Limits(join_count=2)
+
+
+def seals(path: Path) -> tuple[Seal, ...]:
+    index = ColdIndex(path)
+    index.refresh()
+    return index.seals
+
+
+def runs(path: Path) -> list[tuple[int, int, int]]:
+    return [(found.first, found.last, found.level) for found in seals(path)]
+
+
+def write_sealed(diary: Diary, commits: int, first: int = 0) -> None:
+    """Each commit sealed on its own."""
+    for key in range(first, first + commits):
+        diary.commit(inserts(key), inserts(key, key + 1000, schema=OTHER))
+        seal(diary.path, join=False, grace_seconds=None)
+
+
+def test_eight_neighbours_of_one_level_become_one_of_the_next(diary: Diary) -> None:
+    write_sealed(diary, 17)
+    with Sealer(diary.path) as sealer:
+        assert sealer.join().joined == 16
+    assert runs(diary.path) == [(1, 8, 1), (9, 16, 1), (17, 17, 0)]
+    assert read_all(diary.path) == diary.rows()
+
+
+def test_levels_grow_like_the_digits_of_a_number(diary: Diary) -> None:
+    for commit in range(1, 12):
+        write_sealed(diary, 1, first=commit)
+        seal(diary.path, limits=Limits(join_count=3))
+    assert runs(diary.path) == [(1, 9, 2), (10, 10, 0), (11, 11, 0)]
+    assert read_all(diary.path) == diary.rows()
+    assert_nothing_left_over(diary.path)
+
+
+def test_a_joined_seal_says_of_the_run_what_its_parts_said(diary: Diary) -> None:
+    diary.commit()
+    diary.commit((SHOP, [*move(1, 2), insert(3, unfit=("n",)), truncate()]), transactions=3)
+    seal(diary.path, join=False)
+    diary.commit()
+    diary.commit((SHOP, [insert(4, unfit=("n", "name")), *move(4, 5)]), inserts(6, schema=OTHER))
+    seal(diary.path, join=False)
+    before = seals(diary.path)
+    seal(diary.path, limits=PAIRS)
+    (joined,) = seals(diary.path)
+    assert (joined.first, joined.last, joined.start, joined.end) == (1, 4, before[0].start, before[1].end)
+    assert (joined.first_seq, joined.next_seq) == (before[0].first_seq, before[1].next_seq)
+    assert (joined.rows, joined.transactions) == (8, sum(part.transactions for part in before))
+    assert (joined.written_from, joined.written_to) == (before[0].written_from, before[1].written_to)
+    assert (joined.shapes, joined.timeline) == (before[1].shapes, before[1].timeline)
+    (file,) = (file for file in joined.files if file.table == 1)
+    assert (file.moves, file.truncates, file.unfit) == (2, 1, 3)
+    assert (file.first, file.last, file.rows) == (2, 4, 7)
+    index = ColdIndex(diary.path)
+    index.refresh()
+    assert index.commits(joined).commit.tolist() == [1, 2, 3, 4]
+
+
+def test_commits_without_rows_at_the_border_of_two_seals_become_one_in_the_list(diary: Diary) -> None:
+    for given in ((), (inserts(1),), (), ()):
+        diary.commit(*given)
+    seal(diary.path, join=False)
+    for given in ((), (inserts(2),)):
+        diary.commit(*given)
+    seal(diary.path, limits=PAIRS)
+    index = ColdIndex(diary.path)
+    index.refresh()
+    assert index.commits(index.seals[0]).commit.tolist() == [1, 2, 5, 6]
+    assert [read_all(diary.path, after) for after in range(7)] == [diary.rows(after) for after in range(7)]
+
+
+def test_small_files_are_written_again_as_one_and_large_ones_are_kept(diary: Diary) -> None:
+    write_sealed(diary, 2)
+    diary.commit((SHOP, [insert(50, big=os.urandom(20_000).hex())]))
+    seal(diary.path, join=False)
+    write_sealed(diary, 2, first=100)
+    before = {file.file for found in seals(diary.path) for file in found.files if file.size >= 20_000}
+    seal(diary.path, limits=Limits(join_count=5, small_bytes=20_000))
+    (joined,) = seals(diary.path)
+    mine = [file for file in joined.files if file.table == 1]
+    assert [(file.first, file.last) for file in mine] == [(1, 2), (3, 3), (4, 5)]
+    assert {mine[1].file} == before
+    assert [(file.first, file.last) for file in joined.files if file.table == 2] == [(1, 5)]
+    assert read_all(diary.path) == diary.rows()
+    assert_nothing_left_over(diary.path)
+
+
+def test_versions_of_a_shape_stay_in_files_of_their_own(diary: Diary) -> None:
+    for schema in (SHOP, SHOP, WIDER, WIDER, SHOP):
+        diary.commit(inserts(diary.writer.commit, schema=schema))
+        seal(diary.path, join=False)
+    seal(diary.path, limits=Limits(join_count=5))
+    (joined,) = seals(diary.path)
+    assert [(file.schema, file.rows) for file in joined.files if file.table] == [(1, 2), (2, 2), (3, 1)]
+    assert read_all(diary.path) == diary.rows()
+
+
+def test_row_groups_of_joined_files_end_where_commits_end(diary: Diary) -> None:
+    for commit in range(9):
+        diary.commit(inserts(*range(commit * 10, commit * 10 + 3)))
+        seal(diary.path, join=False)
+    seal(diary.path, limits=Limits(join_count=9, sizes=Sizes(group_rows=7)))
+    (file,) = (diary.path / "cold" / "1").glob("*.parquet")
+    with pq.ParquetFile(file) as parquet:
+        commits = [
+            set(parquet.read_row_group(place).column(change.COMMIT).to_pylist())
+            for place in range(parquet.num_row_groups)
+        ]
+    assert commits == [{1, 2, 3}, {4, 5, 6}, {7, 8, 9}]
+
+
+def test_joining_splits_no_file_larger_than_it_should_be(diary: Diary) -> None:
+    for commit in range(8):
+        diary.commit((SHOP, [insert(commit, big=os.urandom(4000).hex())]))
+        seal(diary.path, join=False)
+    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=1, file_bytes=12_000)))
+    (joined,) = seals(diary.path)
+    sizes = [file.size for file in joined.files if file.table]
+    assert len(sizes) > 2
+    assert max(sizes) < 24_000
+    assert read_all(diary.path) == diary.rows()
+
+
+@pytest.mark.parametrize("limits", [Limits(join_bytes=1), Limits(join_seconds=-1.0)])
+def test_seals_that_would_hold_too_much_or_span_too_long_are_not_joined(diary: Diary, limits: Limits) -> None:
+    write_sealed(diary, 9)
+    with Sealer(diary.path, limits=limits) as sealer:
+        assert sealer.join().joined == 0
+    assert len(runs(diary.path)) == 9
+
+
+def test_what_was_joined_stays_readable_by_those_who_looked_it_up_until_the_grace_period_is_over(
+    diary: Diary,
+) -> None:
+    write_sealed(diary, 8)
+    planned = [file for found in seals(diary.path) for file in found.files]
+    seal(diary.path, grace_seconds=300)
+    assert all((diary.path / file.file).exists() for file in planned)
+    assert len(stored_files(diary.path, "cold/*.json")) == 9
+    assert runs(diary.path) == [(1, 8, 1)]
+    seal(diary.path)
+    assert not any((diary.path / file.file).exists() for file in planned)
+    assert_nothing_left_over(diary.path)
+
+
+def test_the_glob_shows_the_joined_file_in_place_of_its_parts_at_one_stroke(diary: Diary) -> None:
+    write_sealed(diary, 8)
+    expected = glob_rows(diary.path, 2)
+    assert len(expected) == 16
+    view = (diary.path / "cold" / "2").resolve()
+    seal(diary.path, grace_seconds=300)
+    assert (diary.path / "cold" / "2").resolve() != view
+    assert glob_rows(diary.path, 2) == expected
+    assert len(list((diary.path / "cold" / "2").iterdir())) == 1
+
+
+def test_trimmed_files_do_not_come_back_when_their_seal_is_joined(diary: Diary) -> None:
+    write_sealed(diary, 1)
+    diary.commit(inserts(5, schema=OTHER))
+    seal(diary.path, join=False)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    diary.commit(inserts(6))
+    seal(diary.path, limits=PAIRS)
+    write_sealed(diary, 1, first=20)
+    seal(diary.path, limits=PAIRS)
+    assert runs(diary.path) == [(3, 4, 1)]
+    assert read_all(diary.path, 2) == diary.rows(2)
+    assert_nothing_left_over(diary.path)
+
+
+def test_a_damaged_file_or_list_of_commits_is_never_joined_into_a_sound_one(diary: Diary) -> None:
+    write_sealed(diary, 8)
+    third = seals(diary.path)[2]
+    for path in (diary.path / third.files[1].file, commits_path(diary.path, third.stem)):
+        content = path.read_bytes()
+        path.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+        with Sealer(diary.path) as sealer, pytest.raises(LogCorrupt):
+            sealer.join()
+        path.write_bytes(content)
+        assert len(runs(diary.path)) == 8
+    seal(diary.path)
+    assert read_all(diary.path) == diary.rows()
+    assert_nothing_left_over(diary.path)
+
+
+def test_a_wider_seal_can_be_joined_again_until_none_is_left_to_join(diary: Diary) -> None:
+    write_sealed(diary, 8)
+    with Sealer(diary.path, limits=PAIRS) as sealer:
+        assert sealer.join().joined == 8 + 4 + 2
+    assert runs(diary.path) == [(1, 8, 3)]
+    assert [read_all(diary.path, after) for after in range(9)] == [diary.rows(after) for after in range(9)]
+    assert len(ChangeLog.open(diary.path).files(OTHER.table)) == 1
