@@ -32,7 +32,7 @@ from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed
 from tailrace.changelog.wanted import Wanted
-from tailrace.errors import LogCorrupt, LogError, LogTrimmed, LogUnusable
+from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
@@ -173,7 +173,8 @@ class ChangeLog:
         return LogCorrupt(
             "a commit of the log is missing",
             path=commit_path(self.path, commit),
-            hint="Restore the file from a copy of the log, or start a new log.",
+            hint="Compare the folder with a copy of the log and restore what it lacks: this file, the seal in `cold` "
+            f"that stands for it, or `trimmed.json`. Without a copy: {NEW_LOG_HINT}",
         )
 
     def headers(self, after: int, to: int | None = None) -> Iterator[Header]:

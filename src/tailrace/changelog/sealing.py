@@ -33,6 +33,7 @@ from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog, commit_path
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed
+from tailrace.errors import LogFull
 
 SEALER = "sealer"
 GRACE_SECONDS = 300.0
@@ -279,17 +280,11 @@ class Sealer:
                 yield commit_path(self.path, number)
 
     def _unnamed(self) -> Iterator[Path]:
-        """Files of rows or commits that no seal names, or that are let go of: replaced, or left by one who died."""
+        """Files of rows or commits that no seal names: replaced, or left by one who died."""
         stems = {stem for _, _, stem in cold.stems(self.path)}
         others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.cold.seals}]
         found = [*(seal.files for seal in self.log.cold.seals), *others]
-        gone = self.log.trimmed()
-        named = {
-            self.path / file.file
-            for some in found
-            for file in some
-            if not gone.covers(file.table, file.last_seq)
-        }
+        named = {self.path / file.file for some in found for file in some}
         folder = self.path / "cold"
         yield from (path for path in (folder / "files").glob("*/*") if path not in named)
         for path in folder.glob("*.commits.parquet"):
@@ -331,7 +326,9 @@ class Sealer:
         self.log.cold.refresh()
         seals = [*self.log.cold.seals, *self._replaced_seals()]
         covered = [file for seal in seals for file in seal.files if gone.covers(file.table, file.last_seq)]
-        self.show({file.table for file in covered})
+        # On a full disk there is no room for other links either, until something has gone.
+        with suppress(LogFull):
+            self.show({file.table for file in covered})
         size = 0
         with files.explained(self.path):
             for seal in seals:
@@ -344,6 +341,7 @@ class Sealer:
                     path.unlink()
                     failpoints.hit("trim.removed")
                     size += file.size
+        self.show({file.table for file in covered})
         return size
 
     def _replaced_seals(self) -> Iterator[Seal]:
