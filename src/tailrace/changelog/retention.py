@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,12 +93,12 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
 
 def disk_bytes(path: Path) -> int:
     """What the log takes on disk."""
-    return sum(
-        os.lstat(os.path.join(folder, name)).st_size
-        for folder, _, names in os.walk(path)
-        for name in names
-        if os.path.lexists(os.path.join(folder, name))
-    )
+    size = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):  # written aside, sealed or trimmed meanwhile
+                size += os.lstat(os.path.join(folder, name)).st_size
+    return size
 
 
 def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:

@@ -21,6 +21,7 @@ from tailrace.changelog.cold import ColdFile, Seal, damaged, seal_path
 from tailrace.changelog.contents import Numbers, check_cold_file, check_list, is_run
 from tailrace.changelog.format import Header, corrupt
 from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.retention import disk_bytes
 from tailrace.changelog.trimmed import NOTHING, Trimmed
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, TailraceError
 from tailrace.model import change
@@ -84,7 +85,7 @@ class _Verifier:
         self._flaws: dict[tuple[Path, str], Flaw] = {}
         self._flaws_total = 0
         self._commits = self._rows = self._files = self._bytes = 0
-        self._of = sum(_size_below(path / name) for name in ("hot", "big", "cold/files"))
+        self._of = sum(disk_bytes(path / name) for name in ("hot", "big", "cold/files"))
         self._seals: dict[str, Seal] = {}
         self._bad_seals: dict[str, tuple[int, int]] = {}
         self._read_files: dict[tuple[str, int], Numbers] = {}
@@ -426,12 +427,3 @@ class _Verifier:
             ]
             found += [(view / name, "a link of the glob is missing") for name in wanted - shown]
         return sorted(found)
-
-
-def _size_below(folder: Path) -> int:
-    size = 0
-    for below, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                size += os.lstat(os.path.join(below, name)).st_size
-    return size

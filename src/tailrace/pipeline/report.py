@@ -157,6 +157,158 @@ class Summary:
         return _fields(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoggedTable:
+    """What the log keeps of one table, or of one of its own streams."""
+
+    number: int
+    """The log's own for it: its folder below `cold/` and `schemas/`."""
+    schema: str
+    """Empty for the log's own streams."""
+    table: str
+    versions: int
+    """How many shapes it has had."""
+    rows: int = 0
+    bytes: int = 0
+    files: int = 0
+    """Sealed ones."""
+    first_commit: int | None = None
+    last_commit: int | None = None
+    rows_trimmed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.schema}.{self.table}" if self.schema else self.table
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOverview:
+    """What a log holds and takes."""
+
+    path: str
+    id: str
+    source: str
+    first_commit: int | None
+    """The oldest that is kept, wholly or in part; None if none is."""
+    last_commit: int | None
+    sealed_commit: int | None
+    """The last one that is in Parquet files."""
+    transactions: int
+    rows: int
+    rows_trimmed: int
+    start_position: str | None
+    end_position: str | None
+    written_from: str | None
+    written_to: str | None
+    committed_to: str | None
+    """When its last transaction was committed at the source."""
+    bytes: int
+    """All it takes on disk, what is replaced and not yet removed included."""
+    hot_bytes: int
+    big_bytes: int
+    cold_bytes: int
+    lake_tables: int
+    """Tables that say how far they are."""
+    consumers: int
+    """Readers that do."""
+    tables: tuple[LoggedTable, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProblem:
+    """Something in a log that is not as it was written."""
+
+    path: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogVerdict:
+    """What a look at every byte of a log came to."""
+
+    path: str
+    ok: bool
+    commits: int
+    rows: int
+    files: int
+    bytes: int
+    seconds: float
+    problems: tuple[LogProblem, ...] = ()
+    problems_total: int = 0
+    """More than are listed, if they were very many."""
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSealed:
+    """What sealing by hand did."""
+
+    commits: int
+    rows: int
+    bytes: int
+    """Of the Parquet files that were written."""
+    seals: int
+    joined: int
+    """Small seals that were made one with their neighbours."""
+    removed: int
+    """Files that others had replaced, and whose grace period was over."""
+    sealed_commit: int | None
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogReader:
+    """A lake table or a named consumer, as it last said how far it is."""
+
+    kind: str
+    """`table` or `consumer`."""
+    name: str
+    tables: tuple[str, ...] | None
+    """What it reads; None means everything."""
+    state: str
+    """`live`; `expired`: not heard of for too long; `detached`: it has lost rows. Only a live one is waited for."""
+    commit: int
+    seq: int
+    position: str | None
+    behind_commits: int
+    behind_rows: int
+    """At most: of what is sealed, whole row groups count."""
+    held_bytes: int
+    """What the log keeps for it; others may need the same."""
+    seen_at: str
+    expires_at: str | None
+    """None: never."""
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogTrim:
+    """What trimming by hand let go, and who keeps the rest."""
+
+    commits: int
+    files: int
+    rows: int
+    bytes: int
+    first_commit: int | None
+    unsealed_commits: int
+    """Not sealed yet, so not even looked at."""
+    readers: tuple[LogReader, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
 class Observer(Protocol):
     """Someone watching a pipeline. Both calls return soon, never raise, and may come from any thread; missing
     one loses nothing but a view of that moment."""

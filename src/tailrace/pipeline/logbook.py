@@ -1,0 +1,275 @@
+"""What a person does with a log by hand: look at it, verify it, seal it, trim it, and see who needs it.
+
+Nothing here asks the source or starts Spark, and all of it works beside a running capture. Acting by hand does what
+the capture process does by itself, only now; it never takes rows from a table or reader that still needs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tailrace.changelog import consumers, retention
+from tailrace.changelog.format import Header
+from tailrace.changelog.index import LogIndex
+from tailrace.changelog.lease import holder
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import ROOM, Held, Policy
+from tailrace.changelog.sealing import SEALER, Sealer
+from tailrace.changelog.trimmed import Trimmed
+from tailrace.changelog.verify import verify as verify_log
+from tailrace.errors import ConfigError, LogBusy, LogError
+from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.pipeline.report import (
+    LoggedTable,
+    LogOverview,
+    LogProblem,
+    LogReader,
+    LogSealed,
+    LogTrim,
+    LogVerdict,
+)
+
+WAIT_SECONDS = 30.0
+"""For another one who seals."""
+LOOKS_MAX = 20
+"""At a log that is sealed and trimmed faster than it can be looked at."""
+
+Progress = Callable[[int, int], None]
+
+
+# ---- show ------------------------------------------------------------------------------------------------
+
+
+def show(path: Path) -> LogOverview:
+    """What the log holds now."""
+    log = ChangeLog.open(path)
+    for _ in range(LOOKS_MAX):
+        try:
+            return _show(log)
+        except LogError:
+            # Sealed or trimmed while we counted; or else the error is what it says.
+            if not log.cold.refresh():
+                raise
+    return _show(log)
+
+
+@dataclass
+class _Tally:
+    """One table, while it is counted."""
+
+    rows: int = 0
+    bytes: int = 0
+    files: int = 0
+    first: int | None = None
+    last: int | None = None
+
+    def add(self, rows: int, size: int, first: int, last: int) -> None:
+        self.rows += rows
+        self.bytes += size
+        self.first = first if self.first is None else min(self.first, first)
+        self.last = last if self.last is None else max(self.last, last)
+
+
+def _show(log: ChangeLog) -> LogOverview:
+    newest = log.newest()
+    gone, seals = log.trimmed(), log.cold.seals
+    kept = [seal for seal in seals if seal.last > gone.commit]
+    sealed = max(log.cold.last, gone.commit)
+    tallies: dict[int, _Tally] = {}
+    for seal in kept:
+        for file in seal.files:
+            if not gone.covers(file.table, file.last_seq):
+                tally = tallies.setdefault(file.table, _Tally())
+                tally.add(file.rows, file.size, file.first, file.last)
+                tally.files += 1
+    begin = (kept[0].start, kept[0].written_from) if kept else None
+    transactions = sum(seal.transactions for seal in kept)
+    for header in log.headers(sealed, newest):
+        begin = begin or (header.start, header.written_at)
+        transactions += header.transactions
+        for body in header.bodies:
+            tally = tallies.setdefault(body.table, _Tally())
+            tally.add(body.rows, body.size, header.commit, header.commit)
+    last = log.last_header()
+    holds = consumers.holds(log.path)
+    source = log.source
+    return LogOverview(
+        path=str(log.path), id=log.log_id, source=f"{source.kind} {source.system}/{source.database}",
+        first_commit=gone.commit + 1 if newest > gone.commit else None, last_commit=newest or None,
+        sealed_commit=sealed or None, transactions=transactions,
+        rows=sum(tally.rows for number, tally in tallies.items() if number != SCHEMA_NUMBER),
+        rows_trimmed=sum(table.rows for number, table in gone.tables.items() if number != SCHEMA_NUMBER),
+        start_position=str(begin[0] if begin else gone.position) if newest else None,
+        end_position=str(last.end) if last else None,
+        written_from=_time(begin[1]) if begin else None,
+        written_to=_time(last.written_at) if last else None,
+        committed_to=_committed_to(log, last),
+        bytes=retention.disk_bytes(log.path), hot_bytes=retention.disk_bytes(log.path / "hot"),
+        big_bytes=retention.disk_bytes(log.path / "big"), cold_bytes=retention.disk_bytes(log.path / "cold"),
+        lake_tables=sum(hold.kind == "table" for hold in holds),
+        consumers=sum(hold.kind == "consumer" for hold in holds),
+        tables=_tables(log, gone, tallies),
+    )  # fmt: skip
+
+
+def _committed_to(log: ChangeLog, last: Header | None) -> str | None:
+    """When the last transaction was committed at the source, as far as the newest commits or a seal tell."""
+    if last is None:
+        return None
+    for commit in range(last.commit, max(log.cold.last, last.commit - 100), -1):
+        if (found := log.header(commit).committed_at) is not None:
+            return _time(found)
+    known = [seal.committed_at for seal in log.cold.seals if seal.committed_at is not None]
+    return _time(known[-1]) if known else None
+
+
+def _tables(log: ChangeLog, gone: Trimmed, tallies: dict[int, _Tally]) -> tuple[LoggedTable, ...]:
+    log.schemas.load()
+    numbers = sorted(
+        {SCHEMA_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *gone.tables}
+    )
+    found = []
+    for number in numbers:
+        tally = tallies.get(number, _Tally())
+        lost = gone.tables.get(number)
+        if number == SCHEMA_NUMBER and not tally.rows and lost is None:
+            continue  # nothing was announced yet
+        newest = log.schemas.latest_of(number)
+        table = newest.schema.table
+        found.append(LoggedTable(
+            number=number, schema=table.schema, table=table.name, versions=newest.version, rows=tally.rows,
+            bytes=tally.bytes, files=tally.files, first_commit=tally.first, last_commit=tally.last,
+            rows_trimmed=lost.rows if lost else 0,
+        ))  # fmt: skip
+    return tuple(found)
+
+
+def _time(microseconds: float) -> str:
+    return (
+        datetime.fromtimestamp(microseconds / 1e6, UTC)
+        .isoformat(timespec="milliseconds")
+        .replace("+00:00", "Z")
+    )
+
+
+# ---- verify ----------------------------------------------------------------------------------------------
+
+
+def verify(path: Path, progress: Progress) -> LogVerdict:
+    """Look at every byte of the log; `progress` hears how many of how many."""
+    started = time.monotonic()
+    found = verify_log(path, progress)
+    return LogVerdict(
+        path=str(path), ok=not found.flaws_total, commits=found.commits, rows=found.rows, files=found.files,
+        bytes=found.bytes, seconds=time.monotonic() - started, problems_total=found.flaws_total,
+        problems=tuple(
+            LogProblem(path=str(flaw.path), message=flaw.message, hint=flaw.hint) for flaw in found.flaws
+        ),
+    )  # fmt: skip
+
+
+# ---- seal and trim ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _sealer(path: Path) -> Iterator[Sealer]:
+    """The one who seals; capture is one too, every few seconds for a moment, and while it seals for longer."""
+    try:
+        sealer = Sealer(path, wait_seconds=WAIT_SECONDS)
+    except LogBusy as error:
+        raise LogBusy(
+            "another process is sealing or trimming this log",
+            path=path,
+            **holder(path, SEALER),
+            hint="The capture process does so by itself; wait until it is done, and try again.",
+        ) from error
+    with sealer:
+        yield sealer
+
+
+def seal(path: Path, *, grace_seconds: float, progress: Progress) -> LogSealed:
+    """Seal every commit there is now, then put the seals in order; `progress` hears how many of how many."""
+    started = time.monotonic()
+    with _sealer(path) as sealer:
+        done = sealer.seal(progress) + sealer.join() + sealer.clean(grace_seconds)
+        return LogSealed(
+            commits=done.commits, rows=done.rows, bytes=done.bytes, seals=done.seals, joined=done.joined,
+            removed=done.removed, sealed_commit=sealer.log.cold.last or None, seconds=time.monotonic() - started,
+        )  # fmt: skip
+
+
+def trim(path: Path, policy: Policy, *, older_than_seconds: float | None = None) -> LogTrim:
+    """Let go now of what the policy says and nobody needs.
+
+    The log's limit counts too, but not so far that anyone is detached: that is left to the capture process, which
+    knows that there is no other way.
+    """
+    limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
+    gentle = replace(policy, bytes=min(limits, default=None), max_bytes=None)
+    if older_than_seconds is not None:
+        gentle = replace(gentle, age_seconds=older_than_seconds)
+    with _sealer(path) as sealer:
+        done = retention.trim(sealer, gentle)
+        sealer.log.cold.refresh()
+        newest, gone = sealer.log.newest(), sealer.log.trimmed()
+        return LogTrim(
+            commits=done.commits, files=done.files, rows=done.rows, bytes=done.bytes,
+            first_commit=gone.commit + 1 if newest > gone.commit else None,
+            unsealed_commits=newest - max(sealer.log.cold.last, gone.commit), readers=_readers(sealer.log),
+        )  # fmt: skip
+
+
+# ---- who needs it ----------------------------------------------------------------------------------------
+
+
+def readers(path: Path) -> tuple[LogReader, ...]:
+    """The lake tables and named consumers, and how far each is."""
+    return _readers(ChangeLog.open(path))
+
+
+def _readers(log: ChangeLog) -> tuple[LogReader, ...]:
+    index = LogIndex(log)
+    index.grow()
+    log.schemas.load()
+    names = {version.table: str(version.schema.table) for version in log.schemas.latest()}
+    found = [_reader(index, names, item) for item in retention.held(log)]
+    return tuple(sorted(found, key=lambda reader: (reader.kind == "consumer", reader.name)))
+
+
+def _reader(index: LogIndex, names: dict[int, str], item: Held) -> LogReader:
+    hold = item.hold
+    numbers = tuple(names) if hold.tables is None else hold.tables
+    pending = [
+        found
+        for number in numbers
+        for found in index.pending(number, hold.seq, index.commit)
+        if found.last > hold.commit
+    ]
+    known = index.first - 1 <= hold.commit <= index.commit
+    return LogReader(
+        kind=hold.kind, name=hold.name, state=item.state, commit=hold.commit, seq=hold.seq,
+        tables=None if hold.tables is None else tuple(sorted({names.get(number, str(number)) for number in numbers})),
+        position=str(index.end_of(hold.commit)) if known and hold.commit else None,
+        behind_commits=max(0, index.commit - hold.commit), behind_rows=sum(found.rows for found in pending),
+        held_bytes=item.bytes, seen_at=_time(hold.seen_at * 1e6),
+        expires_at=None if hold.expires_seconds is None else _time((hold.seen_at + hold.expires_seconds) * 1e6),
+    )  # fmt: skip
+
+
+def forget(path: Path, name: str) -> None:
+    """Let go of what a named consumer holds."""
+    log = ChangeLog.open(path)
+    held = {(hold.kind, hold.name) for hold in consumers.holds(log.path)}
+    if ("table", name) in held and ("consumer", name) not in held:
+        raise ConfigError(
+            "this is a lake table, and no consumer",
+            name=name,
+            hint="The log keeps what it has not applied yet. Exclude it in the settings file and start again, or see "
+            "`tailrace status FILE` for why it stands still.",
+        )
+    consumers.forget(log.path, name)

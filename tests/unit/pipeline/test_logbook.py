@@ -1,0 +1,277 @@
+"""What a log holds, who needs it, and what is done to it by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from tailrace.changelog.consumers import TableHint, consumer_path, leave_hints
+from tailrace.changelog.keeper import Keeping, keep
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
+from tailrace.errors import ConfigError, ExitCode, LogBusy, LogUnusable
+from tailrace.model.schema import TableId
+from tailrace.pipeline import logbook
+from tailrace.pipeline.report import LoggedTable, LogReader, LogSealed
+from tests.support.changes import SHOP
+from tests.support.logs import OTHER, STEP, Diary, inserts, quick_folder
+
+EVERYTHING = Policy(age_seconds=0.0)
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    """A log with a commit of 2 rows, one of 3 rows in two tables, and one without rows."""
+    with quick_folder(tmp_path) as folder:
+        diary = Diary(folder / "log")
+        diary.commit(inserts(1, 2))
+        diary.commit(inserts(3), inserts(4, 5, schema=OTHER), transactions=2)
+        diary.commit()
+        yield diary
+        diary.close()
+
+
+def hint(*numbers: int, commit: int, seq: int, name: str = "things") -> TableHint:
+    return TableHint(table=TableId("public", name), numbers=numbers, commit=commit, seq=seq)
+
+
+def seal(diary: Diary, grace_seconds: float = 300.0) -> LogSealed:
+    return logbook.seal(diary.path, grace_seconds=grace_seconds, progress=lambda done, of: None)
+
+
+def reader(diary: Diary, name: str) -> LogReader:
+    return next(found for found in logbook.readers(diary.path) if found.name == name)
+
+
+# --- show --------------------------------------------------------------------------------------------------
+
+
+def test_a_log_that_was_just_made_is_shown_as_empty(folder: Path) -> None:
+    Diary(folder).close()
+    shown = logbook.show(folder)
+    assert (shown.first_commit, shown.last_commit, shown.rows, shown.tables) == (None, None, 0, ())
+    assert shown.source == "memory one/shop"
+
+
+def test_a_folder_without_a_log_is_an_error(folder: Path) -> None:
+    for look in (logbook.show, logbook.readers):
+        with pytest.raises(LogUnusable, match="no log here"):
+            look(folder)
+
+
+def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary) -> None:
+    before = logbook.show(diary.path)
+    assert (before.first_commit, before.last_commit, before.sealed_commit) == (1, 3, None)
+    assert (before.rows, before.transactions, before.rows_trimmed) == (5, 3, 0)
+    assert (before.start_position, before.end_position) == ("0/0", f"0/{3 * STEP:X}")
+    schema, things, other = before.tables
+    assert (schema.name, schema.rows, schema.schema) == ("schema", 2, "")
+    assert (things.name, things.number, things.versions, things.rows) == ("public.things", 1, 1, 3)
+    assert (other.name, other.first_commit, other.last_commit, other.rows) == ("public.other", 2, 2, 2)
+    seal(diary)
+    after = logbook.show(diary.path)
+    assert after.sealed_commit == 3
+    for name in ("rows", "transactions", "start_position", "end_position", "written_from", "written_to"):
+        assert getattr(after, name) == getattr(before, name), name
+    assert [(table.files, table.rows) for table in after.tables] == [(1, 2), (1, 3), (1, 2)]
+    assert after.cold_bytes > 0
+    assert after.bytes >= after.hot_bytes + after.cold_bytes
+
+
+def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary) -> None:
+    seal(diary)
+    leave_hints(diary.path, [hint(2, commit=1, seq=2, name="other")])
+    diary.commit(inserts(6))
+    logbook.trim(diary.path, EVERYTHING)
+    shown = logbook.show(diary.path)
+    assert (shown.first_commit, shown.last_commit) == (1, 4), (
+        "the other table still needs its rows of commit 2"
+    )
+    assert (shown.rows, shown.rows_trimmed) == (3, 3)
+    assert {table.name: table.rows_trimmed for table in shown.tables} == {
+        "schema": 2, "public.things": 3, "public.other": 0,
+    }  # fmt: skip
+    leave_hints(diary.path, [])
+    logbook.trim(diary.path, EVERYTHING)
+    assert logbook.show(diary.path).first_commit == 4
+
+
+def test_a_log_of_which_nothing_is_left_still_says_where_it_ends(diary: Diary) -> None:
+    seal(diary)
+    logbook.trim(diary.path, EVERYTHING)
+    shown = logbook.show(diary.path)
+    assert (shown.first_commit, shown.last_commit, shown.sealed_commit) == (None, 3, 3)
+    assert shown.start_position == shown.end_position == f"0/{3 * STEP:X}"
+    assert logbook.verify(diary.path, lambda done, of: None).ok
+
+
+def test_a_log_can_be_looked_at_while_it_is_written_sealed_and_trimmed(diary: Diary) -> None:
+    done = Event()
+
+    def write() -> None:
+        while not done.is_set():
+            diary.commit(inserts(1), inserts(2, schema=OTHER))
+            time.sleep(0.001)
+
+    def order() -> None:
+        log = ChangeLog.open(diary.path)
+        keeping = Keeping(grace_seconds=0.0, policy=Policy(age_seconds=0.2))
+        while not done.is_set():
+            keep(log, keeping, seal=True)
+
+    with ThreadPoolExecutor() as pool:
+        working = [pool.submit(write), pool.submit(order)]
+        try:
+            until = time.monotonic() + 2.0
+            while time.monotonic() < until:
+                shown = logbook.show(diary.path)
+                assert shown.rows + shown.rows_trimmed >= 5
+                logbook.readers(diary.path)
+        finally:
+            done.set()
+    for work in working:
+        work.result()
+
+
+# --- verify ------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_lists_each_problem_with_its_file_and_what_to_do(diary: Diary) -> None:
+    seal(diary)
+    file = ChangeLog.open(diary.path).files("public.things")[0]
+    file.write_bytes(b"PAR1")
+    (diary.path / "trimmed.json").write_text("{}")
+    found = logbook.verify(diary.path, lambda done, of: None)
+    assert not found.ok
+    assert found.problems_total == len(found.problems) == 2
+    assert {problem.path for problem in found.problems} == {str(file), str(diary.path / "trimmed.json")}
+    assert all("Restore" in problem.hint for problem in found.problems)
+
+
+# --- seal --------------------------------------------------------------------------------------------------
+
+
+def test_sealing_by_hand_says_what_it_did_and_the_second_time_there_is_nothing_to_do(diary: Diary) -> None:
+    told: list[tuple[int, int]] = []
+    done = logbook.seal(diary.path, grace_seconds=0.0, progress=lambda done, of: told.append((done, of)))
+    assert (done.commits, done.rows, done.seals, done.sealed_commit) == (3, 5, 1, 3)
+    assert done.removed == 2, "the files of the sealed commits, but for the newest"
+    assert told[-1] == (3, 3)
+    again = seal(diary)
+    assert (again.commits, again.rows, again.sealed_commit) == (0, 0, 3)
+
+
+def test_many_small_seals_are_joined(diary: Diary) -> None:
+    joined = 0
+    for key in range(10):
+        diary.commit(inserts(key))
+        joined += seal(diary).joined
+    assert joined == 8
+
+
+def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logbook, "WAIT_SECONDS", 0.2)
+    with Sealer(diary.path):
+        for act in (lambda: seal(diary), lambda: logbook.trim(diary.path, EVERYTHING)):
+            with pytest.raises(LogBusy, match="another process is sealing") as caught:
+                act()
+            assert caught.value.exit_code is ExitCode.BUSY
+            assert "try again" in caught.value.hint
+            assert "--take-over" not in caught.value.hint
+            assert caught.value.fields["pid"]
+        logbook.show(diary.path)
+        logbook.verify(diary.path, lambda done, of: None)
+
+
+# --- trim --------------------------------------------------------------------------------------------------
+
+
+def test_trimming_keeps_what_is_young_unless_told_otherwise(diary: Diary) -> None:
+    seal(diary)
+    assert logbook.trim(diary.path, Policy()).files == 0
+    assert logbook.trim(diary.path, Policy(), older_than_seconds=3600).files == 0
+    done = logbook.trim(diary.path, Policy(age_seconds=None), older_than_seconds=0)
+    assert (done.commits, done.files) == (3, 3)
+    assert done.bytes > 0
+    assert done.first_commit is None
+
+
+def test_trimming_says_what_is_not_sealed(diary: Diary) -> None:
+    assert logbook.trim(diary.path, EVERYTHING).unsealed_commits == 3
+    seal(diary)
+    diary.commit(inserts(7))
+    done = logbook.trim(diary.path, EVERYTHING)
+    assert (done.unsealed_commits, done.first_commit) == (1, 4)
+
+
+def test_trimming_by_hand_takes_nothing_from_those_who_need_it_whatever_the_limit(diary: Diary) -> None:
+    seal(diary)
+    leave_hints(diary.path, [hint(1, commit=0, seq=0)])
+    done = logbook.trim(diary.path, Policy(age_seconds=0.0, bytes=1, max_bytes=1))
+    (table,) = done.readers
+    assert (table.name, table.state, table.behind_rows) == ("public.things", "live", 3)
+    assert table.held_bytes > 0
+    assert [batch.schema.table.name for batch in ChangeLog.open(diary.path).follow()] == ["things"]
+
+
+# --- who needs it ------------------------------------------------------------------------------------------
+
+
+def test_a_table_and_a_consumer_say_how_far_they_are(diary: Diary) -> None:
+    leave_hints(diary.path, [hint(1, commit=1, seq=2)])
+    log = ChangeLog.open(diary.path)
+    list(log.follow(table="public.other", consumer="nightly"))
+    next(log.follow(consumer="slow"))
+    seal(diary)
+    diary.commit(inserts(8, 9))
+    table, nightly, slow = logbook.readers(diary.path)
+    assert (table.kind, table.name, table.tables) == ("table", "public.things", ("public.things",))
+    assert (table.commit, table.seq, table.position) == (1, 2, f"0/{STEP:X}")
+    assert (table.behind_commits, table.expires_at) == (3, None)
+    assert (nightly.kind, nightly.tables, nightly.behind_rows) == ("consumer", ("public.other",), 0)
+    assert nightly.expires_at is not None
+    assert nightly.expires_at > nightly.seen_at
+    assert (slow.tables, slow.commit, slow.behind_rows) == (None, 0, 7)
+    assert slow.held_bytes > table.held_bytes > nightly.held_bytes == 0
+
+
+def test_one_that_expired_or_lost_rows_says_so_and_holds_nothing(diary: Diary) -> None:
+    log = ChangeLog.open(diary.path)
+    next(log.follow(table="public.things", consumer="gone", expires_seconds=0.0))
+    leave_hints(diary.path, [hint(2, commit=0, seq=0, name="other")])
+    seal(diary)
+    time.sleep(0.01)
+    assert (reader(diary, "gone").state, reader(diary, "gone").held_bytes) == ("expired", 0)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=None, max_bytes=100))
+    table = reader(diary, "public.other")
+    assert (table.state, table.held_bytes) == ("detached", 0)
+
+
+def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) -> None:
+    list(ChangeLog.open(diary.path).follow(consumer="nightly"))
+    leave_hints(diary.path, [hint(1, commit=1, seq=2)])
+    with pytest.raises(ConfigError, match="no such consumer") as caught:
+        logbook.forget(diary.path, "nigthly")
+    assert "There are: nightly." in caught.value.hint
+    with pytest.raises(ConfigError, match="lake table") as caught:
+        logbook.forget(diary.path, "public.things")
+    assert "Exclude it" in caught.value.hint
+    with pytest.raises(ConfigError, match="name is 1 to 63"):
+        logbook.forget(diary.path, "../meta")
+    logbook.forget(diary.path, "nightly")
+    assert not consumer_path(diary.path, "nightly").exists()
+    assert [found.name for found in logbook.readers(diary.path)] == ["public.things"]
+
+
+def test_a_table_says_its_name_in_two_parts_or_is_one_of_the_logs_own() -> None:
+    table = LoggedTable(number=3, schema="a.b", table="c", versions=1)
+    assert table.name == "a.b.c"
+    assert LoggedTable(number=0, schema="", table="schema", versions=1).name == "schema"
+    assert SHOP.table.name == "things"
