@@ -1,23 +1,31 @@
 """Our side of every bench: a change capture that drains a slot into a durable change log.
 
 It runs in a process of its own, as `tailrace run` does it, so that its CPU time and memory are its alone
-and nothing that the harness imported or compiled helps it. `ours_child.py` is that process.
+and nothing that the harness imported or compiled helps it. `ours_child.py` is that process where a rate or CPU
+time is measured: it captures to a position and ends. Where the whole process counts, whatever it does beside
+capturing, it is `tailrace capture` itself.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psycopg
+
 from benchmarks.measure import BenchError, Measured
 
 DRAIN_SECONDS_MAX = 600.0
+START_SECONDS_MAX = 60.0
+STOP_SECONDS_MAX = 30.0
 # What the figures of our side are figures of; it stands beside them in every report.
 SUBJECT = "Tailrace: slot decoded to typed columns in a durable change log, fsync on"
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -74,3 +82,60 @@ def run_child(module: str, *arguments: str, seconds_max: float = DRAIN_SECONDS_M
         raise BenchError(f"{module} ended with code {done.returncode}", hint="Its own message stands above.")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
+
+
+@contextmanager
+def capturing(
+    folder: Path, url: str, *, slot: str | None = None, publication: str | None = None
+) -> Iterator[tuple[Path, int]]:
+    """`tailrace capture` over everything, from when it streams: the path of its log, and its process id.
+
+    Slot and publication are its own, unless ones that exist are named.
+    """
+    settings, log, said = folder / "bench.yaml", folder / "log", folder / "capture.log"
+    given = "".join(
+        f"  {key}: {{name: {name}, create: false}}\n"
+        for key, name in (("slot", slot), ("publication", publication))
+        if name
+    )
+    settings.write_text(
+        f"name: bench\nsource:\n  url: {url}\n  tables: ['public.*']\n{given}log: {log}\n"
+        f"tables: {{format: delta, path: {folder / 'lake'}}}\n"
+    )
+    with said.open("wb") as output:
+        capture = subprocess.Popen(
+            [sys.executable, "-m", "tailrace", "capture", str(settings)],
+            cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        _wait_until_streaming(capture, url, said)
+        yield log, capture.pid
+        if capture.poll() is not None:
+            raise BenchError("the capture ended by itself", hint=said.read_text()[-2000:])
+    finally:
+        capture.send_signal(signal.SIGTERM)
+        try:
+            capture.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            capture.kill()
+            capture.wait()
+
+
+def _wait_until_streaming(capture: subprocess.Popen[bytes], url: str, said: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS_MAX
+    # A connection that only makes the slot stays in `startup`.
+    query = b"select count(*) from pg_stat_replication where state in ('catchup', 'streaming')"
+    with psycopg.connect(url, autocommit=True) as admin:
+        while (row := admin.execute(query).fetchone()) is None or not row[0]:
+            if capture.poll() is not None or time.monotonic() > deadline:
+                raise BenchError("the capture did not start", hint=said.read_text()[-2000:])
+            time.sleep(0.05)
+
+
+def memory_peak_bytes(process: int | str) -> int | None:
+    """Read the most memory that a process has held so far; None where the kernel does not tell."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

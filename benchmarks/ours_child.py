@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.ours import memory_peak_bytes
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.capture.postgres.warm import warm_kernels
@@ -55,7 +56,7 @@ def main() -> int:
         "rows": rows,
         "wall_seconds": wall,
         "cpu_seconds": cpu,
-        "memory_peak_bytes": _memory_peak_bytes(),
+        "memory_peak_bytes": memory_peak_bytes("self"),
     }
     print(json.dumps(report), flush=True)
     return 0
@@ -86,15 +87,6 @@ def _cpu_seconds() -> float:
     """Add up the CPU of this process and of children it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-def _memory_peak_bytes() -> int | None:
-    """Read the most memory this process held; `ru_maxrss` would also count the process that started it."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
 
 
 if __name__ == "__main__":

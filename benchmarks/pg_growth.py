@@ -10,7 +10,8 @@ For this to be fair:
 - every backlog has slots and a publication of its own, so a run receives exactly its own changes and ends
   with them; the log must hold exactly as many rows;
 - the CPU time is that of all threads of the process from opening the connection to the last confirmed commit.
-  Imports and loading compiled kernels come before, or the small backlog would look dear for them.
+  Imports and loading compiled kernels come before, or the small backlog would look dear for them. Sealing is
+  not in it: it can wait, so a short run would have none of it and a long one all. The bench `seal` has it.
 """
 
 from __future__ import annotations

@@ -21,10 +21,8 @@ For this to be fair:
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +33,6 @@ import psycopg
 from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
-from benchmarks.postgres import ask
 from tailrace.changelog.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 from tailrace.errors import TailraceError
@@ -106,7 +103,7 @@ class PgLatency:
                     f"create table t{table} (id bigint primary key, account int, state text, "
                     "amount numeric(12, 2), changed_at timestamptz)".encode()
                 )
-            with _capturing(folder, server.url()) as log:
+            with ours.capturing(folder, server.url()) as (log, _):
                 _write_first_rows(admin, log)
                 with (
                     _child("benchmarks.latency_reader", str(log), str(RATE * seconds)) as reader,
@@ -119,42 +116,6 @@ class PgLatency:
                 found["commits"] = ChangeLog.open(log).newest()
         progress(f"round {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
         return found
-
-
-@contextmanager
-def _capturing(folder: Path, url: str) -> Iterator[Path]:
-    """`tailrace capture` over everything, from when it streams; the path of its log."""
-    settings, log, said = folder / "bench.yaml", folder / "log", folder / "capture.log"
-    settings.write_text(
-        f"name: bench\nsource:\n  url: {url}\n  tables: ['public.*']\nlog: {log}\n"
-        f"tables: {{format: delta, path: {folder / 'lake'}}}\n"
-    )
-    with said.open("wb") as output:
-        capture = subprocess.Popen(
-            [sys.executable, "-m", "tailrace", "capture", str(settings)],
-            cwd=ours.REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        )  # fmt: skip
-    try:
-        _wait_until_streaming(capture, url, said)
-        yield log
-        if capture.poll() is not None:
-            raise BenchError("the capture ended during the round", hint=said.read_text()[-2000:])
-    finally:
-        capture.send_signal(signal.SIGTERM)
-        try:
-            capture.wait(STOP_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            capture.kill()
-            capture.wait()
-
-
-def _wait_until_streaming(capture: subprocess.Popen[bytes], url: str, said: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS_MAX
-    with psycopg.connect(url, autocommit=True) as admin:
-        while not ask(admin, "select count(*) from pg_stat_replication where state = 'streaming'"):
-            if capture.poll() is not None or time.monotonic() > deadline:
-                raise BenchError("the capture did not start", hint=said.read_text()[-2000:])
-            time.sleep(0.05)
 
 
 def _write_first_rows(admin: psycopg.Connection[tuple[object, ...]], log: Path) -> None:
