@@ -104,7 +104,8 @@ class LogIndex:
             captured[table] = captured.get(table, 0) + sum(item.rows for item in found)
         kept = [file for seal in seals for file in seal.files if not gone.covers(file.table, file.last_seq)]
         self.bytes = sum(file.size for file in kept) + sum(item.bytes for item in hot)
-        commits: list[Seal | _Hot] = [*seals, *hot]
+        # A seal that is gone as a whole may still be there for a moment; the record counts what it held.
+        commits: list[Seal | _Hot] = [*(seal for seal in seals if seal.last > gone.commit), *hot]
         self.transactions = gone.transactions + sum(item.transactions for item in commits)
         self.rows = gone.rows + sum(item.rows for item in commits)
         self._slices, self._captured, self._hot = slices, captured, hot

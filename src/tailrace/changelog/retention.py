@@ -224,6 +224,8 @@ def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: 
         return after
     newest_gone = max(item.seal.last for item in going)
     for seal in change_log.cold.seals:
+        if seal.last <= gone.commit:
+            continue  # counted already: its removal failed or was cut short
         if seal.last > newest_gone or not all(after.covers(file.table, file.last_seq) for file in seal.files):
             break
         after = replace(

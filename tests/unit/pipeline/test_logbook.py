@@ -10,11 +10,14 @@ from threading import Event
 
 import pytest
 
+from tailrace.changelog.cold import Seal
 from tailrace.changelog.consumers import TableHint, consumer_path, leave_hints
+from tailrace.changelog.index import LogIndex
 from tailrace.changelog.keeper import Keeping, keep
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.trimmed import Trimmed, TrimmedTable, write_trimmed
 from tailrace.errors import ConfigError, ExitCode, LogBusy, LogUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline import logbook
@@ -218,6 +221,33 @@ def test_trimming_by_hand_takes_nothing_from_those_who_need_it_whatever_the_limi
     assert (table.name, table.state, table.behind_rows) == ("public.things", "live", 3)
     assert table.held_bytes > 0
     assert [batch.schema.table.name for batch in ChangeLog.open(diary.path).follow()] == ["things"]
+
+
+def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Diary) -> None:
+    seal(diary)
+    whole = sum(file.rows for item in _seals(diary) for file in item.files if file.table)
+    (sealed,) = _seals(diary)
+    tables = {
+        file.table: TrimmedTable(last_seq=file.last_seq, commit=file.last, rows=file.rows, bytes=file.size)
+        for file in sealed.files
+    }
+    write_trimmed(diary.path, Trimmed(
+        commit=3, position=sealed.end, next_seq=sealed.next_seq, transactions=3, rows=whole, tables=tables
+    ))  # fmt: skip
+    diary.commit(inserts(6))
+    index = LogIndex(ChangeLog.open(diary.path))
+    index.grow()
+    assert (index.rows, index.transactions) == (6, 4)
+    seal(diary)
+    logbook.trim(diary.path, EVERYTHING)
+    gone = ChangeLog.open(diary.path).trimmed()
+    assert (gone.rows, gone.transactions, gone.commit) == (6, 4, 4)
+
+
+def _seals(diary: Diary) -> tuple[Seal, ...]:
+    log = ChangeLog.open(diary.path)
+    log.cold.refresh()
+    return log.cold.seals
 
 
 # --- who needs it ------------------------------------------------------------------------------------------
