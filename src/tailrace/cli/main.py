@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tailrace.cli import logs
+from tailrace.cli.output import print_error, print_json, print_out
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ COMMANDS = {
     "capture": "copy the source's changes into the log; no Spark, no Java",
     "apply": "load tables and apply the log to them with Spark",
     "status": "show tables, positions, rows and lag",
+    "log": "show, verify, seal or trim the change log; asks nothing of the source",
+    "consumers": "show whom the log is kept for, or forget one of them",
     "check": "check the settings file, offline",
     "drop": "remove the slot and publication at the source; log and tables stay",
 }
@@ -123,6 +125,12 @@ _CAUGHT_UP = {
     "run": "end once every table is live and holds all that was committed before the start",
     "capture": "end once the log holds all that was committed before the start",
     "apply": "end once all that the log held at the start is applied",
+}
+_LOG_ACTIONS = {
+    "show": "what it holds and takes",
+    "verify": "look at every checksum and count",
+    "seal": "turn commits into Parquet files now",
+    "trim": "let go now of what nobody needs",
 }
 _TAKE_OVER = "take log and slot from a process that hangs; should it wake, it ends"
 
@@ -146,6 +154,14 @@ def build_parser() -> Parser:
             command.add_argument("--quiet", action="store_true", help="show no progress and no summary")
         if name == "capture":
             command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+        if name == "log":
+            actions = "; ".join(f"{action}: {what}" for action, what in _LOG_ACTIONS.items())
+            command.add_argument("action", metavar="ACTION", choices=_LOG_ACTIONS, help=actions)
+            command.add_argument(
+                "--older-than", metavar="AGE", help="trim: what is older, instead of the settings' age"
+            )
+        if name == "consumers":
+            command.add_argument("--forget", metavar="NAME", help="let go of what this consumer holds")
         if name == "drop":
             command.add_argument("--yes", action="store_true", help="do not ask")
     return parser
@@ -158,42 +174,6 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
         default=default,
         help="what is logged to stderr (default: warning)",
     )
-
-
-# ---- output ----------------------------------------------------------------------------------------------
-
-
-def print_out(text: str) -> None:
-    """Data, to stdout. If nobody reads it any more (`| head`), that is their business."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-FREE_TEXT = ("message", "detail", "hint", "note")
-"""Where words of a server or a library may stand; everything else is data and printed as it is."""
-
-
-def print_json(data: dict[str, Any]) -> None:
-    """One object on one line."""
-
-    def redacted(value: Any, key: str = "") -> Any:
-        if isinstance(value, dict):
-            return {name: redacted(item, name) for name, item in value.items()}
-        if isinstance(value, list):
-            return [redacted(item, key) for item in value]
-        return logs.redact(value) if isinstance(value, str) and key in FREE_TEXT else value
-
-    print_out(json.dumps(redacted(data)))
-
-
-def print_error(message: str, hint: str) -> None:
-    """The two lines of a failure, to stderr, without secrets."""
-    with contextlib.suppress(OSError):
-        print(f"error: {logs.redact(logs.one_line(message))}", file=sys.stderr)
-        print(f"hint: {logs.redact(logs.one_line(hint))}", file=sys.stderr, flush=True)
 
 
 # ---- commands --------------------------------------------------------------------------------------------
@@ -349,6 +329,11 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         return status(arguments, engine)
     if arguments.command == "drop":
         return drop(arguments, engine)
+    if arguments.command in ("log", "consumers"):
+        from tailrace.cli import logbook
+
+        handle = logbook.log if arguments.command == "log" else logbook.consumers
+        return handle(load(arguments.file), arguments)
     return work(arguments, engine)
 
 

@@ -157,7 +157,7 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         ([], "the following arguments are required: COMMAND", "`tailrace --help`"),
         (["check"], "the following arguments are required: FILE", "`tailrace check --help`"),
         (["rnu", "x"], "`rnu` is not a command", "Did you mean `tailrace run`?"),
-        (["zzz"], "`zzz` is not a command", "There are run, capture, apply, status, check, drop."),
+        (["zzz"], "`zzz` is not a command", "There are run, capture, apply, status, log, consumers, check, drop."),
         (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
         (["run", "x", "--until"], "unrecognized arguments: --until", "--help`"),
         (["status", "x", "--log-level", "loud"], "invalid choice: 'loud'", "`tailrace status --help`"),

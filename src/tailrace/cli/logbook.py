@@ -1,0 +1,83 @@
+"""`tailrace log` and `tailrace consumers`: call, then show what came of it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from tailrace.cli import renderlog
+from tailrace.cli.output import print_error, print_json, print_out
+from tailrace.errors import ConfigError, ExitCode
+from tailrace.pipeline import logbook
+from tailrace.pipeline.quantities import Refused, parse_duration
+from tailrace.pipeline.settings import PipelineSettings
+
+
+def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Look at the log, or act on it by hand."""
+    older_than = _older_than(arguments)
+    path, keeping = settings.log.path, settings.log.keeping
+    if arguments.action == "show":
+        found = logbook.show(path)
+        _print(arguments, found.to_json(), lambda: renderlog.log_text(found))
+    elif arguments.action == "verify":
+        return _verify(settings, arguments)
+    elif arguments.action == "seal":
+        with renderlog.progress_bar("sealing", of_bytes=False) as progress:
+            sealed = logbook.seal(path, grace_seconds=keeping.grace_seconds, progress=progress)
+        _print(arguments, sealed.to_json(), lambda: renderlog.sealed_text(sealed))
+    else:
+        trimmed = logbook.trim(path, keeping.policy, older_than_seconds=older_than)
+        _print(arguments, trimmed.to_json(), lambda: renderlog.trim_text(trimmed, arguments.file))
+    return ExitCode.OK
+
+
+def _verify(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    with renderlog.progress_bar("verifying", of_bytes=True) as progress:
+        found = logbook.verify(settings.log.path, progress)
+    _print(arguments, found.to_json(), lambda: renderlog.verdict_text(found))
+    if not arguments.json:
+        for problem in found.problems:
+            print_error(f"{problem.path}: {problem.message}", problem.hint)
+        if found.problems_total > len(found.problems):
+            more = found.problems_total - len(found.problems)
+            print_error(f"and {more:,} more problems", "Mend these first, and verify again.")
+    return ExitCode.OK if found.ok else ExitCode.LOG
+
+
+def consumers(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Show whom the log is kept for, or forget one of them."""
+    path = settings.log.path
+    if arguments.forget is not None:
+        logbook.forget(path, arguments.forget)
+        _print(arguments, {"forgotten": arguments.forget}, lambda: f"forgot consumer {arguments.forget}")
+        return ExitCode.OK
+    found = logbook.readers(path)
+    _print(
+        arguments,
+        {"consumers": [reader.to_json() for reader in found]},
+        lambda: renderlog.readers_text(found),
+    )
+    return ExitCode.OK
+
+
+def _print(arguments: argparse.Namespace, data: dict[str, Any], text: Callable[[], str]) -> None:
+    if arguments.json:
+        print_json(data)
+    else:
+        print_out(text())
+
+
+def _older_than(arguments: argparse.Namespace) -> float | None:
+    if arguments.older_than is None:
+        return None
+    if arguments.action != "trim":
+        raise ConfigError(
+            "`--older-than` goes with `trim` only",
+            hint="For example: `tailrace log FILE trim --older-than 2d`.",
+        )
+    try:
+        return parse_duration(arguments.older_than)
+    except Refused as refused:
+        raise ConfigError(f"`--older-than` {refused}", hint=refused.hint) from None

@@ -1,0 +1,199 @@
+"""How a person sees a log and its readers; everything shown comes from the values of `pipeline.report`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.cli.logs import one_line
+from tailrace.cli.render import console_for, human_bytes, human_count, human_seconds
+from tailrace.pipeline.report import LogOverview, LogReader, LogSealed, LogTrim, LogVerdict
+
+NONE = "–"
+WIDE_COLUMNS = 130
+"""From here on everything about a reader fits beside each other."""
+_STYLES = {"live": "green", "expired": "dim", "detached": "bold red"}
+
+
+def rendered(*parts: RenderableType) -> str:
+    """The parts as text for stdout: lines are never wrapped, tables are as wide as the screen."""
+    console = console_for(stream_is_stderr=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, Text))
+    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+
+@contextmanager
+def progress_bar(text: str, *, of_bytes: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that is gone when the work is done; without a terminal there is none."""
+    console = console_for(stream_is_stderr=True)
+    if not console.is_terminal:
+        yield lambda done, of: None
+        return
+    amount = DownloadColumn(binary_units=True) if of_bytes else TaskProgressColumn(show_speed=False)
+    columns = (TextColumn(text), BarColumn(), amount, TimeRemainingColumn())
+    shown = Progress(*columns, console=console, transient=True)
+    task = shown.add_task("", total=None)
+    with console.while_it_lasts():
+        shown.start()
+    try:
+        yield lambda done, of: shown.update(task, completed=done, total=of)
+    finally:
+        with console.while_it_lasts():
+            shown.stop()
+
+
+def log_text(log: LogOverview) -> str:
+    """The whole log: what it holds, what it takes, and its tables."""
+    sizes = (("hot", log.hot_bytes), ("big", log.big_bytes), ("cold", log.cold_bytes))
+    lines = [
+        f"log {log.path} ({log.id}) of {log.source}",
+        _commits(log),
+        f"positions {log.start_position or NONE} to {log.end_position or NONE}"
+        + (f" · last transaction committed {log.committed_to}" if log.committed_to else ""),
+        f"written {log.written_from or NONE} to {log.written_to or NONE}",
+        f"on disk {human_bytes(log.bytes)}: "
+        + ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes),
+        f"kept for {human_count(log.lake_tables, 'lake table')} and {human_count(log.consumers, 'consumer')}",
+    ]
+    parts: list[RenderableType] = [Text(one_line(line)) for line in lines]
+    return rendered(*parts, _tables_view(log) if log.tables else Text("no tables yet"))
+
+
+def _commits(log: LogOverview) -> str:
+    if log.last_commit is None:
+        return "no commits yet"
+    kept = (
+        f"commits {log.first_commit:,} to {log.last_commit:,}"
+        if log.first_commit is not None
+        else f"all {log.last_commit:,} commits are trimmed"
+    )
+    parts = [
+        kept + (f", sealed up to {log.sealed_commit:,}" if log.sealed_commit else ", none sealed"),
+        f"{human_count(log.rows, 'row')} in {human_count(log.transactions, 'transaction')}",
+        *([f"{human_count(log.rows_trimmed, 'row')} trimmed"] if log.rows_trimmed else []),
+    ]
+    return " · ".join(parts)
+
+
+def _tables_view(log: LogOverview) -> Table:
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
+    view.add_column("#", justify="right", no_wrap=True)
+    view.add_column("table", overflow="fold", min_width=10)
+    for title in ("versions", "rows", "bytes", "files", "commits", "trimmed"):
+        view.add_column(title, justify="right", no_wrap=True)
+    for table in log.tables:
+        commits = (
+            f"{table.first_commit:,} to {table.last_commit:,}" if table.first_commit is not None else NONE
+        )
+        view.add_row(
+            str(table.number), Text(one_line(table.name), style="" if table.schema else "dim"),
+            human_count(table.versions), human_count(table.rows), human_bytes(table.bytes),
+            human_count(table.files), commits, human_count(table.rows_trimmed),
+        )  # fmt: skip
+    return view
+
+
+def verdict_text(found: LogVerdict) -> str:
+    """What a look at every byte came to, in one line."""
+    said = "ok" if found.ok else human_count(found.problems_total, "problem")
+    return (
+        f"{found.path}: {said} · {human_count(found.commits, 'commit')}, {human_count(found.rows, 'row')}, "
+        f"{human_count(found.files, 'file')}, {human_bytes(found.bytes)} in {human_seconds(found.seconds)}"
+    )
+
+
+def sealed_text(done: LogSealed) -> str:
+    """What sealing did, in one line."""
+    parts = []
+    if done.commits:
+        parts.append(
+            f"sealed {human_count(done.commits, 'commit')} ({human_count(done.rows, 'row')}) into "
+            f"{human_bytes(done.bytes)} of Parquet"
+        )
+    else:
+        parts.append("there was nothing to seal")
+    if done.joined:
+        parts.append(f"joined {human_count(done.joined, 'small seal')}")
+    if done.removed:
+        parts.append(f"removed {human_count(done.removed, 'replaced file')}")
+    return " · ".join([*parts, human_seconds(done.seconds)])
+
+
+def trim_text(done: LogTrim, file: str) -> str:
+    """What trimming let go of, and what stays for whom."""
+    lines = ["there was nothing to let go of"]
+    if done.files:
+        begins = (
+            f"begins at commit {done.first_commit:,}" if done.first_commit is not None else "is empty now"
+        )
+        gone = f"{human_count(done.rows, 'row')} in {human_count(done.files, 'file')} ({human_bytes(done.bytes)})"
+        lines = [f"let go of {gone}; the log {begins}"]
+    if done.unsealed_commits:
+        some = human_count(done.unsealed_commits, "commit")
+        lines.append(f"{some} not sealed yet can go only after `tailrace log {file} seal`")
+    for reader in done.readers:
+        if reader.held_bytes:
+            lines.append(f"{reader.kind} {reader.name} holds {human_bytes(reader.held_bytes)}")
+        elif reader.state != "live":
+            lines.append(f"{reader.kind} {reader.name} is {reader.state} and holds nothing")
+    return rendered(*(Text(one_line(line)) for line in lines))
+
+
+def readers_text(readers: Sequence[LogReader]) -> str:
+    """Everyone the log is kept for; on a narrow screen without what is needed least."""
+    if not readers:
+        return "nobody has said what they need of this log"
+    wide = console_for(stream_is_stderr=False).width >= WIDE_COLUMNS
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
+    view.add_column("kind", no_wrap=True)
+    view.add_column("name", overflow="fold", min_width=8)
+    view.add_column("state", no_wrap=True)
+    for title in ("commit", "seq", "position") if wide else ():
+        view.add_column(title, justify="right", no_wrap=True)
+    for title in ("behind", "holds"):
+        view.add_column(title, justify="right", no_wrap=True)
+    view.add_column("last seen", no_wrap=True)
+    if wide:
+        view.add_column("expires", no_wrap=True)
+        view.add_column("reads", overflow="fold", min_width=6)
+    for reader in readers:
+        view.add_row(*_cells(reader, wide=wide))
+    return rendered(view)
+
+
+def _cells(reader: LogReader, *, wide: bool) -> list[RenderableType]:
+    behind = human_count(reader.behind_rows, "row") if reader.behind_rows else NONE
+    if wide and reader.behind_rows:
+        behind += f", {human_count(reader.behind_commits, 'commit')}"
+    place = [human_count(reader.commit), human_count(reader.seq), reader.position or NONE]
+    reads = ", ".join(reader.tables) if reader.tables is not None else "everything"
+    rest = [_minute(reader.expires_at) if reader.expires_at else "never", Text(one_line(reads))]
+    return [
+        reader.kind,
+        Text(one_line(reader.name)),
+        Text(reader.state, style=_STYLES.get(reader.state, "")),
+        *(place if wide else ()),
+        behind,
+        human_bytes(reader.held_bytes) if reader.held_bytes else NONE,
+        _minute(reader.seen_at),
+        *(rest if wide else ()),
+    ]
+
+
+def _minute(time: str) -> str:
+    return time[:16].replace("T", " ") + "Z"

@@ -1,0 +1,268 @@
+"""`tailrace log` and `tailrace consumers`, on real logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tailrace
+from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.sealing import Sealer
+from tailrace.cli import logs, renderlog
+from tailrace.cli.main import main
+from tailrace.errors import ExitCode
+from tailrace.model.schema import TableId
+from tailrace.pipeline import logbook
+from tailrace.pipeline.report import LogReader
+from tests.support.logs import OTHER, Diary, inserts
+
+SETTINGS = """\
+name: shop
+source:
+  url: postgresql://app:s3cret-word@nowhere.invalid:5432/shop
+  tables: ["public.*"]
+log: {path: ./log, grace: 0}
+tables: {format: delta, path: ./lake}
+"""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("tailrace")
+    handlers, level = list(root.handlers), ours.level
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+    logs._secrets.clear()
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    """A log of three commits and five rows, whose source cannot be reached."""
+    diary = Diary(tmp_path / "log")
+    diary.commit(inserts(1, 2))
+    diary.commit(inserts(3), inserts(4, 5, schema=OTHER))
+    diary.commit()
+    yield diary
+    diary.close()
+
+
+@pytest.fixture
+def file(diary: Diary) -> str:
+    path = diary.path.parent / "tailrace.yaml"
+    path.write_text(SETTINGS)
+    return str(path)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], file: str) -> Any:
+    """Runs a command on the settings file: its exit code, what it said on stdout, and on stderr."""
+
+    def called(command: str, *arguments: str) -> tuple[int, str, str]:
+        code = main([command, file, *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return called
+
+
+# --- show --------------------------------------------------------------------------------------------------
+
+
+def test_show_tells_commits_rows_bytes_and_tables_without_a_source(call: Any, diary: Diary) -> None:
+    list(ChangeLog.open(diary.path).follow(consumer="nightly"))
+    code, out, err = call("log", "show")
+    assert (code, err) == (0, "")
+    assert "commits 1 to 3, none sealed · 5 rows in 2 transactions" in out
+    assert "positions 0/0 to 0/12C" in out
+    assert "kept for 0 lake tables and 1 consumer" in out
+    table = next(line.split() for line in out.splitlines() if "public.other" in line)
+    assert table[:4] == ["2", "public.other", "1", "2"]
+    assert "s3cret-word" not in out
+
+
+def test_show_with_json_is_one_object(call: Any) -> None:
+    code, out, _ = call("log", "show", "--json")
+    shown = json.loads(out)
+    assert (code, shown["first_commit"], shown["last_commit"], shown["rows"]) == (0, 1, 3, 5)
+    assert [table["table"] for table in shown["tables"]] == ["schema", "things", "other"]
+    assert {"hot_bytes", "big_bytes", "cold_bytes", "bytes", "written_from", "written_to"} <= set(shown)
+
+
+def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "tailrace.yaml").write_text(SETTINGS.replace("./log", "./elsewhere"))
+    for command in (("log", "show"), ("log", "verify"), ("log", "seal"), ("log", "trim"), ("consumers",)):
+        code, out, err = call(*command)
+        assert (code, out) == (ExitCode.LOG, "")
+        assert "there is no log here" in err
+        assert "hint: Start `tailrace run`" in err
+    assert not (tmp_path / "elsewhere").exists()
+
+
+# --- verify ------------------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_whole_log_says_ok_and_exits_0(call: Any) -> None:
+    code, out, err = call("log", "verify")
+    assert (code, err) == (0, "")
+    assert ": ok · 3 commits, 5 rows, " in out
+
+
+def test_verify_prints_every_problem_with_its_file_and_hint_and_exits_4(call: Any, diary: Diary) -> None:
+    damaged = [commit_path(diary.path, 1), commit_path(diary.path, 2)]
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:40])
+    code, out, err = call("log", "verify")
+    assert code == ExitCode.LOG
+    assert "2 problems" in out
+    first, hint, second, _ = err.splitlines()
+    assert first.startswith(f"error: {damaged[0]}: ")
+    assert second.startswith(f"error: {damaged[1]}: ")
+    assert hint.startswith("hint: Restore the file from a copy of the log.")
+
+
+def test_verify_with_json_gives_the_problems_as_data(call: Any, diary: Diary) -> None:
+    commit_path(diary.path, 2).unlink()
+    code, out, err = call("log", "verify", "--json")
+    found = json.loads(out)
+    assert (code, err, found["ok"]) == (ExitCode.LOG, "", False)
+    (problem,) = found["problems"]
+    assert problem["path"] == str(commit_path(diary.path, 2))
+    assert problem["message"] == "a commit of the log is missing"
+
+
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(file: str) -> None:
+    parent, child = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent), "TERM": "xterm"}
+    command = [sys.executable, "-m", "tailrace", "log", file, "verify"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=child, env=environment, text=True
+    ) as process:
+        os.close(child)
+        assert process.stdout is not None
+        out = process.stdout.read()
+        shown = b""
+        while True:
+            try:
+                shown += os.read(parent, 65536)
+            except OSError:
+                break
+    os.close(parent)
+    assert process.returncode == 0
+    assert ": ok · 3 commits" in out
+    assert b"verifying" in shown
+    assert b"\x1b[2K" in shown
+
+
+# --- seal and trim -----------------------------------------------------------------------------------------
+
+
+def test_seal_says_what_it_did(call: Any, diary: Diary) -> None:
+    code, out, err = call("log", "seal")
+    assert (code, err) == (0, "")
+    assert out.startswith("sealed 3 commits (5 rows) into ")
+    assert "removed 2 replaced files" in out
+    assert call("log", "seal")[1].startswith("there was nothing to seal")
+    diary.commit(inserts(6))
+    assert json.loads(call("log", "seal", "--json")[1])["commits"] == 1
+
+
+def test_trim_says_what_went_and_who_holds_the_rest(call: Any, diary: Diary) -> None:
+    table = TableHint(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)
+    leave_hints(diary.path, [table])
+    assert "3 commits not sealed yet can go only after `tailrace log " in call("log", "trim")[1]
+    call("log", "seal")
+    assert call("log", "trim")[1].startswith("there was nothing to let go of"), "a week is kept"
+    code, out, err = call("log", "trim", "--older-than", "0s")
+    assert (code, err) == (0, "")
+    assert out.startswith("let go of ")
+    assert "table public.things holds " in out
+    assert call("log", "trim", "--older-than", "0s", "--json")[1].count('"public.things"') == 2
+    assert ChangeLog.open(diary.path).files("public.things")
+    assert not ChangeLog.open(diary.path).files("public.other")
+
+
+def test_who_seals_meanwhile_is_named(call: Any, diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logbook, "WAIT_SECONDS", 0.1)
+    with Sealer(diary.path):
+        code, out, err = call("log", "seal")
+    assert (code, out) == (ExitCode.BUSY, "")
+    assert "another process is sealing or trimming this log" in err
+    assert f"pid={os.getpid()}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        (["log"], "required: ACTION", "`tailrace log --help`"),
+        (["log", "shwo"], "invalid choice: 'shwo'", "`tailrace log --help`"),
+        (["log", "trim", "--older-than", "5m"], "`--older-than` is not a length of time", "s, min, h and d"),
+        (
+            ["log", "show", "--older-than", "5d"],
+            "`--older-than` goes with `trim` only",
+            "trim --older-than 2d",
+        ),
+        (["consumers", "--forget", "nobody"], "there is no such consumer", "no named consumers"),
+        (["consumers", "--forget", "../x"], "a consumer's name is", "nightly-export"),
+    ],
+)
+def test_a_wrong_call_is_told_and_exits_2(call: Any, arguments: list[str], error: str, hint: str) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (ExitCode.CONFIG, "")
+    first, second = err.splitlines()
+    assert error in first
+    assert hint in second
+
+
+# --- consumers ---------------------------------------------------------------------------------------------
+
+
+def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Diary) -> None:
+    assert call("consumers")[1] == "nobody has said what they need of this log\n"
+    leave_hints(diary.path, [TableHint(table=TableId("public", "things"), numbers=(1,), commit=1, seq=2)])
+    next(ChangeLog.open(diary.path).follow(table="public.other", consumer="nightly"))
+    code, out, _ = call("consumers")
+    rows = [line.split() for line in out.splitlines() if "public" in line]
+    assert code == 0
+    assert [row[:3] for row in rows] == [["table", "public.things", "live"], ["consumer", "nightly", "live"]]
+    assert "1 row, 2 commits" in out
+    found = json.loads(call("consumers", "--json")[1])["consumers"]
+    assert [(item["kind"], item["commit"], item["behind_rows"]) for item in found] == [
+        ("table", 1, 1), ("consumer", found[1]["commit"], found[1]["behind_rows"]),
+    ]  # fmt: skip
+    assert call("consumers", "--forget", "nightly")[1] == "forgot consumer nightly\n"
+    assert call("consumers", "--forget", "nightly")[0] == ExitCode.CONFIG
+    assert len(json.loads(call("consumers", "--json")[1])["consumers"]) == 1
+
+
+def reader(**more: Any) -> LogReader:
+    given: dict[str, Any] = {
+        "kind": "consumer", "name": "nightly", "tables": None, "state": "live", "commit": 4, "seq": 9,
+        "position": "0/9", "behind_commits": 3, "behind_rows": 7, "held_bytes": 2048,
+        "seen_at": "2026-01-31T12:00:00.000Z", "expires_at": None,
+    }  # fmt: skip
+    return LogReader(**(given | more))
+
+
+def test_a_narrow_screen_leaves_out_what_is_needed_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.cli.render.PIPED_COLUMNS", 80)
+    narrow = renderlog.readers_text([reader(name="x" * 60, state="detached")])
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "detached" in narrow
+    assert "expires" not in narrow
+    monkeypatch.setattr("tailrace.cli.render.PIPED_COLUMNS", 250)
+    assert "never" in renderlog.readers_text([reader()])
+
+
+def test_a_readers_name_cannot_steer_the_terminal() -> None:
+    assert "\x1b" not in renderlog.readers_text([reader(name="\x1b[2J[bold]x", tables=("a\nb",))])
