@@ -124,6 +124,23 @@ class Consumer:
         self._saved_at = time.monotonic()
 
 
+class Reached:
+    """How far a reader is, and where that is written down if it gave a name."""
+
+    def __init__(self, start: tuple[int, int], consumer: Consumer | None) -> None:
+        self.commit, self.seq = start
+        self._consumer = consumer
+
+    def up_to(self, commit: int, seq: int) -> None:
+        self.commit, self.seq = max(self.commit, commit), seq
+        if self._consumer is not None:
+            self._consumer.reached(self.commit, self.seq)
+
+    def save(self) -> None:
+        if self._consumer is not None:
+            self._consumer.save()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TableHint:
     """What the applying process says of one lake table."""

@@ -24,13 +24,13 @@ from tailrace.capture.base import SourceId
 from tailrace.changelog import cold, files, format, records
 from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
-from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer
+from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
 from tailrace.changelog.format import Body, Header, corrupt
 from tailrace.changelog.merged import conform, merged_shape
 from tailrace.changelog.rows import after_position, between, complete, rebased, with_position
 from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
-from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed
+from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable, read_trimmed
 from tailrace.changelog.wanted import Wanted
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
@@ -117,9 +117,10 @@ class ChangeLog:
                 self._newest += 1
             # Whoever looks seldom may find that the next commits are sealed and their own files gone.
             self.cold.refresh()
-            if self.cold.last <= self._newest:
+            known = max(self.cold.last, self.trimmed().commit)
+            if known <= self._newest:
                 return self._newest
-            self._newest = self.cold.last
+            self._newest = known
 
     def _numbers(self) -> list[int]:
         folder = self.path / "hot"
@@ -276,7 +277,6 @@ class ChangeLog:
         Of one table they come in `_seq` order; of all tables (`None`: those of the source) commit by commit. Where
         rows lie is looked up when they are read, so the log may be sealed and joined meanwhile.
         """
-        self._refuse_trimmed(first, last, tables, after_seq)
         for _, batch in self._read(first, last, tables, after_seq, to_seq):
             yield batch
 
@@ -287,19 +287,31 @@ class ChangeLog:
         tables: Collection[int] | Wanted | None,
         after_seq: int,
         to_seq: int = SEQ_MAX,
+        covered: Mapping[int, int] = MappingProxyType({}),
     ) -> Iterator[tuple[int, ChangeBatch]]:
-        """Each batch, and the commit up to which everything had been delivered before it."""
-        delivered: dict[int, int] = {}
-        commit = max(first, self.trimmed().commit + 1)
+        """Each batch, and the commit up to which everything had been delivered before it.
+
+        `covered` has the last row of tables that is not asked for.
+        """
+        delivered = dict(covered)
+        commit, gone = first, NOTHING
         misses, end = 0, None
         while commit <= last:
             self.cold.refresh()
+            # What is gone can only have become more, and what we need of it only less.
+            latest = self.trimmed()
+            if latest is not gone:
+                gone = latest
+                self._refuse_trimmed(gone, commit, tables, after_seq, delivered)
+            if commit <= gone.commit:
+                commit, end = gone.commit + 1, None
+                continue
             seal = self.cold.covering(commit)
             span = Span(commit, last, after_seq, to_seq)
             try:
                 held = seal or self._hot_header(commit)
                 found = (
-                    self._of_seal(held, span, tables)
+                    self._of_seal(held, span, tables, gone)
                     if isinstance(held, Seal)
                     else self._of_commit(held, span, tables)
                 )
@@ -320,7 +332,6 @@ class ChangeLog:
             except FileNotFoundError as error:
                 # It was sealed, joined or trimmed between looking it up and reading it; or it is not there at all.
                 misses += 1
-                self._refuse_trimmed(commit, last, tables, after_seq, delivered)
                 if misses > _MISSES_MAX:
                     raise self._missing_file(commit, error) from error
                 continue
@@ -336,9 +347,8 @@ class ChangeLog:
                 yield header.commit - 1, body.table, self._hot_batch(header, body)
 
     def _of_seal(
-        self, seal: Seal, span: Span, tables: Collection[int] | Wanted | None
+        self, seal: Seal, span: Span, tables: Collection[int] | Wanted | None, gone: Trimmed
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
-        gone = self.trimmed()
         wanted = [
             file
             for file in seal.files
@@ -356,16 +366,21 @@ class ChangeLog:
             return table in tables
         return not is_system(self.schemas.get(table, schema).schema)
 
+    def _lost(self, gone: Trimmed, tables: Collection[int] | Wanted | None) -> dict[int, TrimmedTable]:
+        """What is gone of the tables that are asked for."""
+        return {
+            number: table
+            for number, table in gone.tables.items()
+            if self._is_wanted(number, self.schemas.latest_of(number).version, tables)
+        }
+
     def _refuse_trimmed(
-        self, first: int, last: int, tables: Collection[int] | Wanted | None, after_seq: int,
+        self, gone: Trimmed, first: int, tables: Collection[int] | Wanted | None, after_seq: int,
         delivered: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Rows that are gone are never passed over in silence."""
-        gone = self.trimmed()
-        for number, table in gone.tables.items():
-            wanted = tables is None or number in (tables.numbers if isinstance(tables, Wanted) else tables)
-            covered = max(after_seq, delivered.get(number, 0))
-            if wanted and first <= table.commit and last >= first and table.last_seq > covered:
+        for number, table in self._lost(gone, tables).items():
+            if first <= table.commit and table.last_seq > max(after_seq, delivered.get(number, 0)):
                 raise LogTrimmed(
                     "the log no longer holds all that was asked for",
                     table=number,
@@ -400,23 +415,33 @@ class ChangeLog:
         wanted = None if table is None else Wanted(self.schemas, table)
         position = after if isinstance(after, Lsn) else None
         begin = self.commit_at(after) if isinstance(after, Lsn) else after
-        start, place = (self.trimmed().commit if begin is None else begin, 0), None
+        gone, place, covered = self.trimmed(), None, dict[int, int]()
+        start = (begin, 0) if begin is not None else self._whole_from(gone, wanted)
         if consumer is not None:
             place = Consumer.open(
                 self.path, consumer, wanted=wanted, start=start, expires_seconds=expires_seconds
             )
             start = (place.commit, place.seq) if after is None else start
-        if after is not None or place is not None:
-            self._refuse_trimmed(start[0] + 1, SEQ_MAX, wanted, start[1])
-        reached = _Reached(start, place)
+        elif after is None:
+            start = (gone.commit, 0)
+            covered = {number: table.last_seq for number, table in gone.tables.items()}
+        self._refuse_trimmed(gone, start[0] + 1, wanted, start[1], covered)
+        reached = Reached(start, place)
         try:
-            for batch in self._follow(reached, wanted, wait_seconds):
+            for batch in self._follow(reached, wanted, wait_seconds, covered):
                 if position is not None:
                     batch = after_position(batch, position)
                 if len(batch):
                     yield self._conformed(batch) if merged else batch
         finally:
             reached.save()
+
+    def _whole_from(self, gone: Trimmed, wanted: Wanted | None) -> tuple[int, int]:
+        """The first commit and `_seq` after which nothing that is asked for is gone."""
+        lost = self._lost(gone, wanted)
+        if wanted is not None and len(wanted.numbers) == 1:
+            return gone.commit, max((table.last_seq for table in lost.values()), default=0)
+        return max([gone.commit, *(table.commit for table in lost.values())]), 0
 
     def _conformed(self, batch: ChangeBatch) -> ChangeBatch:
         """The batch in one shape over all versions of its table that are known by now."""
@@ -426,6 +451,8 @@ class ChangeLog:
     def commit_at(self, position: Lsn) -> int:
         """The last commit that ends at or before a position of the source; 0 if none does."""
         low, high = self.trimmed().commit, self.newest()
+        if position < self.trimmed().position:
+            return 0
         if self.cold.seals and position < self.cold.seals[-1].end:
             for seal in self.cold.seals:
                 if position < seal.end:
@@ -439,12 +466,13 @@ class ChangeLog:
         return low
 
     def _follow(
-        self, reached: _Reached, wanted: Wanted | None, wait_seconds: float | None
+        self, reached: Reached, wanted: Wanted | None, wait_seconds: float | None, covered: Mapping[int, int]
     ) -> Iterator[ChangeBatch]:
         pause, heard = _POLL_SECONDS, time.monotonic()
         while True:
             newest, before = self.newest(), reached.commit
-            for done, batch in self._read(before + 1, newest, wanted, reached.seq):
+            for done, batch in self._read(before + 1, newest, wanted, reached.seq, covered=covered):
+                reached.up_to(done, reached.seq)
                 yield batch
                 # Of several tables a commit comes table by table, so only whole commits count as read.
                 one = wanted is not None and len(wanted.numbers) == 1
@@ -456,20 +484,3 @@ class ChangeLog:
                 return
             time.sleep(pause)
             pause = min(pause * 2, _POLL_SECONDS_MAX)
-
-
-class _Reached:
-    """How far a reader is, and where that is written down if it gave a name."""
-
-    def __init__(self, start: tuple[int, int], consumer: Consumer | None) -> None:
-        self.commit, self.seq = start
-        self._consumer = consumer
-
-    def up_to(self, commit: int, seq: int) -> None:
-        self.commit, self.seq = max(self.commit, commit), seq
-        if self._consumer is not None:
-            self._consumer.reached(self.commit, self.seq)
-
-    def save(self) -> None:
-        if self._consumer is not None:
-            self._consumer.save()

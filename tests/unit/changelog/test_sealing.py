@@ -369,7 +369,9 @@ def test_a_commit_larger_than_a_row_group_is_split_and_read_in_pieces(diary: Dia
     assert rows_of(batches) == diary.rows()
 
 
-def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(diary: Diary) -> None:
+def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables = [named("public", f"t{n}", 100 + n) for n in range(20)]
     for _ in range(3):
         diary.piece(*((table, [insert(1, big="x" * 10_000)]) for table in tables))
@@ -384,7 +386,7 @@ def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(diary: 
             peaks.append(pa.total_allocated_bytes() - before)
             return given(*arguments)
 
-        sealer.log.batch = watched  # type: ignore[method-assign] # only to look at Arrow's memory
+        monkeypatch.setattr(sealer.log, "batch", watched)
         sealer.seal()
     assert len(peaks) > 80
     # Without a bound all 80 rows of 10,000 bytes would be held at once.

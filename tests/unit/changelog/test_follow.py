@@ -1,0 +1,261 @@
+"""Following: every row once, in order, from where one asks, at the reader's own pace; or told that it is too late."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.errors import ConfigError, LogTrimmed
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId, TableSchema
+from tests.support.changes import SHOP
+from tests.support.logs import OTHER, STEP, THIRD, Diary, in_order, inserts, read_all, rows_of, seal
+from tests.support.windows import named
+
+LET_GO = Policy(age_seconds=0.0)
+LATER = 4e9
+
+
+def trim_all(path: Path) -> None:
+    """Let go of every sealed row that nobody needs."""
+    with Sealer(path) as sealer:
+        trim(sealer, LET_GO, now=LATER)
+
+
+def hold(path: Path, schema: TableSchema, number: int, commit: int = 0, seq: int = 0) -> None:
+    """As if a lake table had covered no more than this."""
+    leave_hints(path, [TableHint(table=schema.table, numbers=(number,), commit=commit, seq=seq)])
+
+
+def seqs(batches: Any) -> list[int]:
+    return [row.seq for row in in_order(rows_of(batches))]
+
+
+# --- which table ---------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_asked_for_by_its_text_its_name_or_its_number(diary: Diary) -> None:
+    diary.commit(inserts(1), inserts(2, schema=OTHER))
+    for _ in range(2):
+        log = ChangeLog.open(diary.path)
+        for table in ("public.other", TableId("public", "other"), 2):
+            assert rows_of(log.follow(table=table)) == diary.rows(schema=OTHER)
+        seal(diary.path)
+
+
+def test_a_table_that_the_log_does_not_have_is_an_error_with_a_remedy(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    for table in ("public.Things", TableId("public", "nothing"), 9):
+        with pytest.raises(ConfigError, match="the log has no") as caught:
+            list(ChangeLog.open(diary.path).follow(table=table))
+        assert "tailrace log FILE show" in caught.value.hint
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_table_made_again_is_followed_on_by_its_name(diary: Diary, sealed: bool) -> None:
+    again = named("public", "things", SHOP.relation + 1)
+    diary.commit(inserts(1))
+    follower = ChangeLog.open(diary.path).follow(table="public.things", wait_seconds=0.02)
+    first = next(follower)
+    diary.commit(inserts(2, schema=again), inserts(3, schema=OTHER))
+    if sealed:
+        seal(diary.path)
+    assert [row.values["id"] for row in rows_of([first, *follower])] == [1, 2]
+    assert [row.values["id"] for row in read_all(diary.path, table="public.things")] == [1, 2]
+
+
+# --- at the reader's own pace --------------------------------------------------------------------------------
+
+
+def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_joined_beside_it(
+    diary: Diary,
+) -> None:
+    diary.commit(inserts(0))
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def read(table: Any) -> None:
+        try:
+            for batch in ChangeLog.open(diary.path).follow(0, table=table, wait_seconds=20):
+                time.sleep(0.002)
+                found.append(batch)
+                if batch.data.column("id")[-1].as_py() == 999:
+                    return
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    reader = threading.Thread(target=read, args=("public.things",))
+    reader.start()
+    for key in range(1, 60):
+        diary.commit(inserts(key), inserts(key, schema=OTHER))
+        if key % 3 == 0:
+            seal(diary.path, limits=Limits(join_count=2))
+    diary.commit(inserts(999))
+    reader.join(30)
+    assert not reader.is_alive()
+    assert not errors
+    assert rows_of(found) == diary.rows(schema=SHOP)
+
+
+def test_nothing_is_read_before_it_is_asked_for(diary: Diary) -> None:
+    for key in range(3):
+        diary.commit(inserts(key))
+    log = ChangeLog.open(diary.path)
+    follower = log.follow(0)
+    next(follower)
+    damaged = diary.path / "hot" / f"{3:020d}.arrow"
+    damaged.write_bytes(b"")
+    assert len(next(follower)) == 1
+
+
+def test_waiting_ends_when_nothing_has_come_for_so_long_and_not_before(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    began = time.monotonic()
+    follower = ChangeLog.open(diary.path).follow(0, table="public.things", wait_seconds=0.2)
+    next(follower)
+    diary.commit(inserts(1, schema=OTHER))
+    assert list(follower) == []
+    assert 0.2 <= time.monotonic() - began < 5
+
+
+def test_a_follower_that_is_given_up_leaves_nothing_open(diary: Diary) -> None:
+    diary.commit(inserts(1), inserts(2, schema=OTHER))
+    seal(diary.path)
+    for _ in range(3):
+        follower = ChangeLog.open(diary.path).follow(0, wait_seconds=None)
+        next(follower)
+        follower.close()  # type: ignore[attr-defined] # it is a generator
+
+
+# --- what is gone --------------------------------------------------------------------------------------------
+
+
+def test_whoever_comes_too_late_is_told_from_every_commit_that_is_gone(diary: Diary) -> None:
+    for key in range(4):
+        diary.commit(inserts(key), inserts(key, schema=OTHER))
+    seal(diary.path)
+    trim_all(diary.path)
+    diary.commit(inserts(5))
+    log = ChangeLog.open(diary.path)
+    for after in range(4):
+        for table in (None, "public.things", "public.other", 1):
+            with pytest.raises(LogTrimmed) as caught:
+                list(log.follow(after, table=table))
+            assert caught.value.code == "log-trimmed"
+    assert rows_of(log.follow(4)) == diary.rows(4)
+    assert rows_of(log.follow()) == diary.rows(4)
+
+
+def test_whoever_asks_for_a_position_that_is_gone_is_told(diary: Diary) -> None:
+    for key in range(4):
+        diary.commit(inserts(key))
+    seal(diary.path)
+    trim_all(diary.path)
+    diary.commit(inserts(5))
+    log = ChangeLog.open(diary.path)
+    for position in (0, 1, STEP, 4 * STEP - 1):
+        with pytest.raises(LogTrimmed):
+            list(log.follow(Lsn(position)))
+    assert rows_of(log.follow(Lsn(4 * STEP))) == diary.rows(4)
+
+
+def test_a_follower_that_was_overtaken_is_told_and_never_passes_over_what_is_gone(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    log = ChangeLog.open(diary.path)
+    followers = {table: log.follow(0, table=table, wait_seconds=5.0) for table in (None, "public.things", 1)}
+    for follower in followers.values():
+        assert seqs([next(follower)]) == [1]
+    for key in range(2, 6):
+        diary.commit(inserts(key))
+    seal(diary.path)
+    trim_all(diary.path)
+    diary.commit(inserts(9))
+    for follower in followers.values():
+        with pytest.raises(LogTrimmed):
+            next(follower)
+
+
+@pytest.mark.parametrize("paused", range(7))
+def test_a_reader_whose_table_is_trimmed_between_two_batches_gets_no_gap(diary: Diary, paused: int) -> None:
+    for key in range(6):
+        diary.commit(inserts(key), inserts(key, schema=OTHER))
+        seal(diary.path, join=False)
+    reader = ChangeLog.open(diary.path).read(1, 6, tables=[1])
+    found = list(itertools.islice(reader, paused))
+    # What another table still needs keeps the seals: only the files of this one go.
+    hold(diary.path, OTHER, 2)
+    trim_all(diary.path)
+    gone = ChangeLog.open(diary.path).trimmed()
+    assert (gone.commit, set(gone.tables)) == (0, {0, 1})
+    with pytest.raises(LogTrimmed) if paused < 6 else nullcontext():
+        found.extend(reader)
+    expected = [row.seq for row in diary.rows(schema=SHOP)]
+    assert seqs(found) == expected[:paused]
+
+
+def test_whoever_has_covered_what_is_gone_reads_on(diary: Diary) -> None:
+    for key in range(3):
+        diary.commit(inserts(key))
+    log = ChangeLog.open(diary.path)
+    follower = log.follow(0, wait_seconds=5.0)
+    assert [seqs([next(follower)]) for _ in range(3)] == [[1], [2], [3]]
+    seal(diary.path)
+    trim_all(diary.path)
+    diary.commit(inserts(4))
+    assert seqs([next(follower)]) == [4]
+    assert seqs(log.read(1, 4, after_seq=3)) == [4]
+
+
+def test_an_idle_reader_learns_of_commits_that_were_even_trimmed_meanwhile(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    log = ChangeLog.open(diary.path)
+    assert log.newest() == 1
+    for key in range(2, 9):
+        diary.commit(inserts(key))
+    seal(diary.path)
+    trim_all(diary.path)
+    seal(diary.path)
+    assert log.newest() == 8
+    diary.commit(inserts(9))
+    assert log.newest() == 9
+    assert seqs(log.follow()) == [9]
+
+
+def test_without_a_place_to_begin_reading_begins_with_the_oldest_row_that_is_kept(diary: Diary) -> None:
+    diary.commit(inserts(1), inserts(1, schema=OTHER))
+    diary.commit(inserts(2), inserts(2, schema=THIRD))
+    seal(diary.path)
+    diary.commit(inserts(3))
+    log = ChangeLog.open(diary.path)
+    hold(diary.path, THIRD, 3)
+    trim_all(diary.path)
+    kept = [row for row in diary.rows() if row.schema == THIRD or row.seq == 5]
+    assert in_order(rows_of(log.follow())) == kept
+    assert rows_of(log.follow(table="public.things")) == kept[1:]
+    for after in (0, 1):
+        with pytest.raises(LogTrimmed):
+            list(log.follow(after))
+
+
+def test_the_schema_stream_being_gone_is_no_loss_to_a_reader_of_tables(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    diary.commit(inserts(2))
+    seal(diary.path)
+    log = ChangeLog.open(diary.path)
+    hold(diary.path, SHOP, 1)
+    trim_all(diary.path)
+    assert set(log.trimmed().tables) == {0}
+    assert rows_of(log.follow(0)) == diary.rows()
+    with pytest.raises(LogTrimmed):
+        list(log.follow(0, table="schema"))
