@@ -27,7 +27,7 @@ from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
 from tailrace.changelog.format import Body, Header, corrupt
 from tailrace.changelog.merged import conform, merged_shape
-from tailrace.changelog.rows import after_position, between, complete, rebased, with_position
+from tailrace.changelog.rows import after_position, between, restore
 from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable, read_trimmed
@@ -245,15 +245,11 @@ class ChangeLog:
         view = self._bytes_of(path)[begin : begin + body.size]
         if len(view) != body.size or zlib.crc32(view) != body.crc:
             raise corrupt(path, f"the rows of table {body.table} do not match their checksum")
-        stored = pa.schema([field for field in version.arrow if field.name not in body.without])
-        data = pa.ipc.read_record_batch(pa.py_buffer(view), stored)
-        if body.base:
-            data = rebased(data, body.base)
-        if piece is not None:
-            data = with_position(data, version, str(piece.position))
+        data = pa.ipc.read_record_batch(pa.py_buffer(view), version.stored(body.without))
+        position = str(piece.position) if piece else None
         return ChangeBatch(
             schema=version.schema,
-            data=complete(data, version),
+            data=restore(data, version, body.without, body.base, position),
             moves=body.moves,
             truncates=body.truncates,
             unfit=body.unfit,

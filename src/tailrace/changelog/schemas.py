@@ -7,7 +7,7 @@ which of them it has announced in its `schema` stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,6 +33,13 @@ class Version:
     """Of a stored change, with every optional column."""
     ordinal: int = 0
     """Counts the versions of all tables, in the order they came; 0 for a system stream."""
+    _stored: dict[tuple[str, ...], pa.Schema] = field(default_factory=dict, compare=False, repr=False)
+
+    def stored(self, without: tuple[str, ...]) -> pa.Schema:
+        """Of a body that leaves these columns out."""
+        if without not in self._stored:
+            self._stored[without] = pa.schema([kept for kept in self.arrow if kept.name not in without])
+        return self._stored[without]
 
 
 class Schemas:
@@ -149,8 +156,8 @@ class Schemas:
         stored |= schema.to_json()
         path = self._path(table, version.version)
         with files.explained(path):
-            path.parent.mkdir(exist_ok=True)
-            files.sync_folder(self._folder)
+            files.make_folder(path.parent)
+            files.sync_folder(self._folder)  # one who died may have made it
             files.create(path, records.encode(stored))
         failpoints.hit("log.schema_recorded")
         self._keep(version)

@@ -125,7 +125,9 @@ class LogWriter:
 
     def _append(self, window: Window) -> format.Header | None:
         # The very first commit has nothing before it: it states where the log begins.
-        lost = window.continues and self._spill is None
+        lost = (
+            window.continues and self._spill is None
+        )  # an append that failed has forgotten what came before
         if lost or (window.start != self.position and self.commit):
             raise LogCorrupt(
                 "a window does not start where the log ends",

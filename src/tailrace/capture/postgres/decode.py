@@ -15,12 +15,14 @@ The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-messag
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, batch_of
+from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of
 from tailrace.capture.postgres.values import Bytes, Ints, Word, u16, u32, u64
 from tailrace.errors import ProtocolViolation
 from tailrace.kernels import kernel
@@ -295,7 +297,10 @@ class Decoder:
 
     def __init__(self, describe: Callable[[bytes], TableSchema], xid_near: int = 0) -> None:
         self._describe = describe
-        self._schemas: list[TableSchema] = []
+        self._shapes: list[Shape] = []
+        self._kinds: dict[pa.DataType, int] = {}
+        self._layout: tuple[Ints, Bytes] = (np.empty((2, 0), np.int64), np.empty(0, np.uint8))
+        """Of all shapes, for the kernels: how many columns each has and where its keys begin; which are keys."""
         self._slot_of_oid: dict[int, int] = {}
         self._under_way = np.zeros(5, np.int64)
         self._under_way[_XID] = xid_near
@@ -356,9 +361,7 @@ class Decoder:
         announced = self._announced(b, starts, special[:found])
         oids = sorted(self._slot_of_oid)
         known = np.array([oids, [before.get(oid, -1) for oid in oids]], np.int64)
-        columns = [len(schema.columns) for schema in self._schemas]
-        shapes = np.array([columns, np.cumsum([0, *columns])[:-1]], np.int64)
-        keys = np.array([name in schema.key for schema in self._schemas for name in schema.names], np.uint8)
+        shapes, keys = self._layout
         what, where = np.empty((5, rows_max), np.int32), np.empty((2, rows_max), np.int64)
         ended = np.empty((3, messages + 1), np.int64)
         rows, txs, wrong = _assign(
@@ -385,29 +388,38 @@ class Decoder:
             message = b[starts[m] : starts[m + 1]].tobytes()
             schema = self._describe(message)
             known = self._slot_of_oid.get(schema.relation)
-            if known is None or self._schemas[known] != schema:
-                known = len(self._schemas)
-                self._schemas.append(schema)
+            if known is None or self._shapes[known].schema != schema:
+                known = len(self._shapes)
+                self._shapes.append(Shape(schema, self._kinds))
             self._slot_of_oid[schema.relation] = known
             announced[_OID, k], announced[_SLOT_OF, k] = schema.relation, known
+        if special.size:
+            schemas = [shape.schema for shape in self._shapes]
+            columns = [len(schema.columns) for schema in schemas]
+            keys = np.array([name in schema.key for schema in schemas for name in schema.names], np.uint8)
+            self._layout = np.array([columns, np.cumsum([0, *columns])[:-1]], np.int64), keys
         return announced
 
     def _batches(self, b: Bytes, rows: Rows) -> Iterator[ChangeBatch]:
+        """A batch for each table and shape, or several where one would be too large for Arrow's offsets or for
+        memory; as many at once as are not."""
         order = np.argsort(rows.slot, kind="stable")
-        slots, first = np.unique(rows.slot[order], return_index=True)
-        for slot, begin, end in zip(slots, first, np.append(first, order.size)[1:], strict=True):
-            yield from self._split(b, self._schemas[slot], rows, order[begin:end])
-
-    def _split(self, b: Bytes, schema: TableSchema, rows: Rows, picked: Ints) -> Iterator[ChangeBatch]:
-        """One batch, or several where a single one would be too large for Arrow's offsets or for memory."""
-        rows_max = BATCH_CELLS_MAX // max(len(schema.columns), 1)
-        if b.size <= BATCH_BYTES_MAX and picked.size <= rows_max:
-            yield batch_of(b, schema, rows, picked)
-            return
-        places = np.maximum(rows.new[picked], rows.old[picked])
-        pieces = places // BATCH_BYTES_MAX + np.arange(picked.size) // rows_max
-        for piece in np.split(picked, np.flatnonzero(np.diff(pieces)) + 1):
-            yield batch_of(b, schema, rows, piece)
+        slots = rows.slot[order]
+        new_slot = np.diff(slots, prepend=-1) != 0
+        cells = np.cumsum(self._layout[0][_COLUMNS][slots])
+        # Where a batch of its own would begin for its size: pieces of the cells found so far, and of the bytes.
+        piece = cells // BATCH_CELLS_MAX
+        if b.size > BATCH_BYTES_MAX:
+            piece = piece + np.maximum(rows.new, rows.old)[order] // BATCH_BYTES_MAX
+        new_piece = np.diff(piece, prepend=-1) != 0
+        begins = np.flatnonzero(new_slot | new_piece)
+        groups = np.flatnonzero(new_piece[begins])
+        types = list(self._kinds)
+        for low, high in itertools.pairwise([*groups.tolist(), begins.size]):
+            end = begins[high] if high < begins.size else order.size
+            cuts = np.append(begins[low:high], end)
+            shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
+            yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0])
 
 
 def _signed(word: int) -> int:
