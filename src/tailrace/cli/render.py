@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.logs import one_line, redact
-from tailrace.pipeline.report import PipelineStatus, Summary, TableState, TableStatus
+from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus
 
 PLAIN_SECONDS = 5.0
 """How often a line is written when nobody can watch a table."""
@@ -93,12 +93,22 @@ def headline(status: PipelineStatus) -> str:
     parts = [
         f"{status.name}: {state}" + (f" ({', '.join(pids)})" if pids else ""),
         f"source {source}" + (f" at {status.source.position}" if status.source.position else ""),
-        f"log {human_bytes(status.log.bytes)} in {human_count(status.log.commits, 'commit')}"
-        + (f" up to {status.log.position}" if status.log.position else ""),
+        _log_part(status.log),
     ]
     if status.source.retained_bytes is not None:
         parts.append(f"kept at the source {human_bytes(status.source.retained_bytes)}")
     return one_line(" · ".join(parts))
+
+
+def _log_part(log: LogStatus) -> str:
+    size = log.bytes if log.disk_bytes is None else log.disk_bytes
+    first = log.first_commit or 1
+    kept = human_count(max(0, log.commits - first + 1), "commit")
+    return (
+        f"log {human_bytes(size)} in {kept}"
+        + (f" from {first:,} on" if first > 1 else "")
+        + (f" up to {log.position}" if log.position else "")
+    )
 
 
 def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -> Table:

@@ -28,6 +28,7 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TableUnpublished, TailraceError
 from tailrace.model.schema import TableId
+from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
@@ -58,6 +59,7 @@ class Applying:
         self._log = change_log
         self._source = source
         self.lives = Lives(change_log, settings.tables.path)
+        self.holding = Holding(self.lives)
         self._stopping = threading.Event()
         self._hurry = False
         self._batch = threading.Lock()
@@ -228,11 +230,17 @@ class Applying:
                 cursor = Cursor(
                     seq=self.lives.index.next_seq(commit) - 1, commit=commit, position=snapshot.point
                 )
+                for life in lives:
+                    life.loading = cursor
+                self.holding.say(now=True)
                 list(pool.map(lambda life: self._load_one(life, snapshot, cursor), lives))
         except TailraceError as error:  # of the snapshot itself; the loaded tables go on
             for life in lives:
                 if life.state is TableState.NEW:
                     life.fail(error)
+        finally:
+            for life in lives:
+                life.loading = None
 
     def _load_one(self, life: TableLife, snapshot: TableSnapshot, cursor: Cursor) -> None:
         if self._stopping.is_set():
@@ -261,7 +269,7 @@ class Applying:
             done.set()
             watcher.join()
         if outcome.error is not None:
-            life.state = TableState.NEW
+            life.state, life.loading = TableState.NEW, None
             life.fail(outcome.error)
             return
         assert outcome.cursor is not None, "a load that did not fail"
@@ -323,7 +331,7 @@ class Applying:
             return None
         return ApplyWork(
             table=life.table, log=self._log.path, lake=life.path, log_id=self._log.log_id,
-            slices=tuple((item.commit, item.body) for item in stretch.slices),
+            slices=stretch.slices,
             shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
         )  # fmt: skip

@@ -22,7 +22,7 @@ from tailrace.errors import LogBusy, LogFenced, LogUnusable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.settings import PipelineSettings
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.loop import CdcRuntime
 
 FENCE_TRIES_MAX = 5
@@ -101,6 +101,7 @@ class Capturing:
         except BaseException:
             self.log.close()
             raise
+        self._keeper = open_keeper(settings)
         self.runtime = CdcRuntime(self._open, self.log, target=target)
         self.started = time.monotonic()
 
@@ -136,7 +137,9 @@ class Capturing:
             self.log.check()
             return stopping()
 
+        self._keeper.start()
         try:
             self.runtime.run(stopping_or_taken_over)
         finally:
+            self._keeper.stop()
             self.log.close()

@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 ROWS_PER_APPLY_MAX = 500_000
 """Of one table in one commit, unless a single commit of the log has more."""
+TRIMMED_HINT = (
+    "Remove the lake table's folder and start again: it is loaded anew. `log.retention` and `log.max_bytes` say "
+    "for how long the log waits for a table."
+)
 RETRIES_MAX = 7
 """Of a table whose failure may pass by itself, before it counts as failed."""
 
@@ -38,6 +42,8 @@ class TableLife:
     path: Path
     state: TableState = TableState.NEW
     cursor: Cursor | None = None
+    loading: Cursor | None = None
+    """Where the load that is under way will stand; what the log has after it must be kept."""
     shape: TableSchema | None = None
     error: TailraceError | None = None
     failures: int = 0
@@ -65,6 +71,7 @@ class TableLife:
     def moved(self, cursor: Cursor, shape: TableSchema) -> None:
         """The table's own commit now says this."""
         self.cursor, self.shape, self.error, self.failures = cursor, shape, None, 0
+        self.loading = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,12 @@ class Lives:
         position = max(life.cursor.position, self.index.end_of(last))
         return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
 
+    def notice_trimmed(self) -> None:
+        """See whether tables that stand still have lost rows meanwhile: then their failure is the lesser trouble."""
+        for life in list(self.tables.values()):
+            if life.state is TableState.FAILED:
+                self._refuse_trimmed(life)
+
     def _refuse_trimmed(self, life: TableLife) -> bool:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""
         if life.cursor is None:
@@ -180,7 +193,7 @@ class Lives:
                     applied=life.cursor.commit,
                     gone_to=gone.commit,
                     why=gone.why,
-                    hint=RELOAD_HINT,
+                    hint=TRIMMED_HINT,
                 )
                 life.state = TableState.NEEDS_SNAPSHOT
                 log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})

@@ -99,6 +99,9 @@ class LogStatus:
     position: str | None = None
     """The source position it reaches."""
     bytes: int = 0
+    """Of the rows that are kept."""
+    disk_bytes: int | None = None
+    """All it takes on disk, what is replaced and not yet removed included; None where it was not measured."""
     last_seq: int = 0
 
     def to_json(self) -> dict[str, Any]:

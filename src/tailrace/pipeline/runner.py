@@ -201,12 +201,14 @@ def _apply(
                 status = measure(settings, applying.lives, source, watch.lag())
                 observer.tick(status)
                 leave_note(log.path, status)
+                applying.holding.say()
                 caught_up = goal is not None and applying.lives.covered(goal)
                 if until_caught_up and caught_up:
                     break
                 asked.wait(TICK_SECONDS)
         finally:
             applying.stop()
+            applying.holding.say(now=True)
             leave_note(log.path, measure(settings, applying.lives, source, None))
         status = measure(settings, applying.lives, source, watch.lag())
         stopped = until_caught_up and not caught_up

@@ -19,6 +19,7 @@ from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import files, lease
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import disk_bytes
 from tailrace.errors import LogUnusable, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -135,7 +136,11 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     for life in lives.tables.values():
         lives.stretch(life, lives.index.commit)  # says whether it is live, behind, or cannot go on
     status = measure(settings, lives, source, lag)
-    return replace(status, tables=tuple(_with_note(table, noted, status) for table in status.tables))
+    return replace(
+        status,
+        log=replace(status.log, disk_bytes=disk_bytes(log.path)),
+        tables=tuple(_with_note(table, noted, status) for table in status.tables),
+    )
 
 
 def _with_note(
@@ -151,6 +156,8 @@ def _with_note(
         load_rows_estimated=table.load_rows_estimated or note["load_rows_estimated"],
     )
     state = TableState(note["state"])
+    if table.state is TableState.NEEDS_SNAPSHOT:
+        return table  # the log itself says so, whatever stopped the table before
     if status.apply_pid is None and not state.broken:
         return table
     return replace(table, state=state, reason=note["reason"], detail=note["detail"], hint=note["hint"])

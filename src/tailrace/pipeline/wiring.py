@@ -10,6 +10,8 @@ import functools
 
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.keeper import Keeper
+from tailrace.pipeline.holding import forget_unwanted
 from tailrace.pipeline.settings import PipelineSettings, matches
 
 
@@ -21,3 +23,9 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
         slot=slot.name or f"tailrace_{log_id}", slot_create=slot.create,
         publication=publication.name or f"tailrace_{log_id}", publication_create=publication.create,
     ))  # fmt: skip
+
+
+def open_keeper(settings: PipelineSettings) -> Keeper:
+    """The one who keeps the log in order, for the tables that the settings name."""
+    forget_unwanted(settings)
+    return Keeper(settings.log.path, settings.log.keeping)

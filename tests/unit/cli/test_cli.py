@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,11 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         ([], "the following arguments are required: COMMAND", "`tailrace --help`"),
         (["check"], "the following arguments are required: FILE", "`tailrace check --help`"),
         (["rnu", "x"], "`rnu` is not a command", "Did you mean `tailrace run`?"),
-        (["zzz"], "`zzz` is not a command", "There are run, capture, apply, status, log, consumers, check, drop."),
+        (
+            ["zzz"],
+            "`zzz` is not a command",
+            "There are run, capture, apply, status, log, consumers, check, drop.",
+        ),
         (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
         (["run", "x", "--until"], "unrecognized arguments: --until", "--help`"),
         (["status", "x", "--log-level", "loud"], "invalid choice: 'loud'", "`tailrace status --help`"),
@@ -388,6 +392,11 @@ def test_status_prints_table_reason_hint_and_note(file: str, capsys: pytest.Capt
 def test_status_with_json_is_the_status_object(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", file, "--json"], engine=FakeEngine(tables=(FAILED,))) == ExitCode.OK
     assert json.loads(capsys.readouterr().out) == status_of(FAILED).to_json()
+
+
+def test_a_trimmed_log_says_where_it_begins_and_what_it_takes_on_disk() -> None:
+    log = LogStatus(path="/log", commits=100, first_commit=81, last_commit=100, bytes=5, disk_bytes=3 << 20)
+    assert "log 3.0 MiB in 20 commits from 81 on" in render.headline(replace(status_of(), log=log))
 
 
 def test_status_of_a_pipeline_without_tables_says_so(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,183 @@
+"""What lake tables tell the log they need: what they lack, and nothing that they will be given otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog import consumers
+from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
+from tailrace.errors import SchemaChanged, TableUnusable
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.pipeline import holding, logbook
+from tailrace.pipeline.holding import Holding, forget_unwanted
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.settings import load_settings
+from tailrace.tables.base import Cursor
+from tests.support.changes import SHOP
+from tests.support.logs import OTHER, STEP, Diary, inserts, quick_folder, seal
+
+THINGS = SHOP.table
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    """A log of four commits: rows 1 and 2, row 3 of the other table, row 4, and one without rows."""
+    with quick_folder(tmp_path) as folder:
+        diary = Diary(folder / "log")
+        diary.commit(inserts(1, 2))
+        diary.commit(inserts(3, schema=OTHER))
+        diary.commit(inserts(4))
+        diary.commit()
+        yield diary
+        diary.close()
+
+
+@pytest.fixture
+def lives(diary: Diary, tmp_path: Path) -> Lives:
+    found = Lives(ChangeLog.open(diary.path), tmp_path / "lake")
+    found.grow()
+    return found
+
+
+def at(commit: int, seq: int) -> Cursor:
+    return Cursor(commit=commit, seq=seq, position=Lsn(commit * STEP))
+
+
+def live(lives: Lives, cursor: Cursor | None, state: TableState = TableState.CATCHING_UP) -> TableLife:
+    life = TableLife(THINGS, Path("lake"), state=state, cursor=cursor, shape=SHOP)
+    lives.tables[THINGS] = life
+    return life
+
+
+def said(lives: Lives) -> TableHint | None:
+    Holding(lives).say()
+    found = consumers.hints(lives.log.path)
+    return found[0] if found else None
+
+
+def test_a_table_that_is_behind_holds_what_it_lacks(lives: Lives) -> None:
+    live(lives, at(1, 2))
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
+
+
+def test_a_loads_point_past_the_logs_commits_covers_them(lives: Lives) -> None:
+    live(lives, Cursor(commit=1, seq=2, position=Lsn(2 * STEP + 50)))
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
+
+
+def test_a_table_that_lacks_nothing_is_as_far_as_the_log(lives: Lives) -> None:
+    live(lives, at(3, 4), TableState.LIVE)
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=4, seq=4)
+
+
+def test_a_failed_table_goes_on_holding(lives: Lives) -> None:
+    life = live(lives, at(1, 2))
+    life.fail(SchemaChanged("a column was added"))
+    hint = said(lives)
+    assert hint is not None
+    assert hint.seq == 2
+
+
+def test_a_table_that_cannot_be_read_holds_what_it_held_before(lives: Lives) -> None:
+    before = TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
+    leave_hints(lives.log.path, [before])
+    life = live(lives, None)
+    life.fail(TableUnusable("the folder cannot be read"))
+    speaker = Holding(lives)
+    for _ in range(2):
+        speaker.say(now=True)
+        assert consumers.hints(lives.log.path) == [before]
+
+
+def test_a_table_that_is_not_loaded_yet_holds_nothing(lives: Lives) -> None:
+    leave_hints(lives.log.path, [TableHint(table=THINGS, numbers=(1,), commit=0, seq=0)])
+    live(lives, None, TableState.NEW)
+    assert said(lives) is None
+
+
+def test_a_table_that_is_being_loaded_holds_what_comes_after_its_snapshot(lives: Lives) -> None:
+    life = live(lives, None, TableState.SEEDING)
+    life.loading = at(2, 3)
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
+    life.moved(at(2, 3), SHOP)
+    assert life.loading is None
+
+
+def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(lives: Lives) -> None:
+    life = live(lives, at(1, 2), TableState.NEW)
+    assert said(lives) is None
+    life.loading = at(4, 4)
+    hint = said(lives)
+    assert hint is not None
+    assert hint.commit == 4
+
+
+def test_a_table_that_is_not_there_any_more_holds_nothing(lives: Lives) -> None:
+    leave_hints(
+        lives.log.path, [TableHint(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
+    )
+    live(lives, at(3, 4), TableState.LIVE)
+    Holding(lives).say()
+    assert [hint.table for hint in consumers.hints(lives.log.path)] == [THINGS]
+
+
+def test_tables_speak_at_most_every_few_seconds_unless_it_matters(
+    lives: Lives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = live(lives, at(1, 2))
+    speaker = Holding(lives)
+    speaker.say()
+    life.moved(at(3, 4), SHOP)
+    speaker.say()
+    assert consumers.hints(lives.log.path)[0].seq == 2
+    speaker.say(now=True)
+    assert consumers.hints(lives.log.path)[0].seq == 4
+    monkeypatch.setattr(holding, "SAY_SECONDS", 0.0)
+    life.cursor = at(1, 2)
+    speaker.say(now=True)
+    life.moved(at(3, 4), SHOP)
+    speaker.say()
+    assert consumers.hints(lives.log.path)[0].seq == 4
+
+
+def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: Lives, diary: Diary) -> None:
+    life = live(lives, at(1, 2))
+    life.fail(SchemaChanged("a column was added"))
+    speaker = Holding(lives)
+    speaker.say()
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        assert trim(sealer, Policy(age_seconds=0.0)).detached == ()
+        assert sealer.log.files(1), "it still holds"
+        assert trim(sealer, Policy(age_seconds=None, max_bytes=100)).detached == ("public.things",)
+    lives.grow()
+    speaker.say(now=True)
+    assert life.state is TableState.NEEDS_SNAPSHOT
+    assert life.error is not None
+    assert life.error.code == "log-trimmed"
+    assert "loaded anew" in life.error.hint
+    (table,) = logbook.readers(diary.path)
+    assert (table.name, table.state, table.held_bytes) == ("public.things", "detached", 0)
+
+
+def test_a_capture_lets_go_for_tables_that_its_settings_no_longer_name(diary: Diary, tmp_path: Path) -> None:
+    kept, dropped = (
+        TableHint(table=TableId("public", name), numbers=(number,), commit=1, seq=1)
+        for number, name in enumerate(("things", "other"), 1)
+    )
+    leave_hints(diary.path, [kept, dropped])
+    file = tmp_path / "tailrace.yaml"
+    file.write_text(
+        "name: shop\nsource:\n  url: postgresql://host/db\n  tables: ['public.*']\n  exclude: [public.other]\n"
+        f"log: {diary.path}\ntables: {{path: ./lake}}\n"
+    )
+    forget_unwanted(load_settings(file))
+    assert consumers.hints(diary.path) == [kept]
