@@ -13,9 +13,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-from tailrace.changelog import files
+from tailrace.changelog import files, records
 from tailrace.changelog.wanted import Wanted
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
@@ -23,7 +24,14 @@ from tailrace.model.schema import TableId
 EXPIRE_SECONDS = 7 * 86_400.0
 SAVE_SECONDS = 1.0
 """A reader's place is written down at most this often, and when it stops."""
+FORMAT = 1
 TABLES = "@tables.json"
+_PLACE: dict[str, UnionType | type] = {
+    "name": str, "table": str | None, "tables": list | None, "commit": int, "seq": int, "seen_at": float | int,
+    "expires_seconds": float | int | None,
+}  # fmt: skip
+_SAID: dict[str, UnionType | type] = {"at": float | int, "tables": list}
+_HINT: dict[str, UnionType | type] = {"schema": str, "table": str, "numbers": list, "commit": int, "seq": int}
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}")
 
 
@@ -120,7 +128,7 @@ class Consumer:
         }  # fmt: skip
         with files.explained(self._path):
             self._path.parent.mkdir(exist_ok=True)
-            files.replace(self._path, json.dumps(stored).encode())
+            files.replace(self._path, records.encode({"format": FORMAT, **stored}))
         self._saved_at = time.monotonic()
 
 
@@ -161,7 +169,7 @@ def leave_hints(log: Path, hints: Sequence[TableHint]) -> None:
     path = log / "consumers" / TABLES
     with files.explained(path):
         path.parent.mkdir(exist_ok=True)
-        files.replace(path, json.dumps({"at": time.time(), "tables": stored}).encode())
+        files.replace(path, records.encode({"format": FORMAT, "at": time.time(), "tables": stored}))
 
 
 def holds(log: Path) -> list[Hold]:
@@ -222,13 +230,27 @@ def forget(log: Path, name: str) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """What a file says; None if it is not there, or not what was written."""
     try:
-        stored = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        text = path.read_bytes()
+        stored = json.loads(text)
+        if "crc" in stored:  # the first logs had none
+            stored = records.decode(text, FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    needed = (
-        ("tables", "at")
-        if path.name == TABLES
-        else ("name", "table", "tables", "commit", "seq", "seen_at", "expires_seconds")
+    if path.name != TABLES:
+        return stored if _fits(stored, _PLACE) and _are_numbers(stored["tables"] or []) else None
+    whole = _fits(stored, _SAID) and all(
+        _fits(table, _HINT) and _are_numbers(table["numbers"]) for table in stored["tables"]
     )
-    return stored if isinstance(stored, dict) and all(name in stored for name in needed) else None
+    return stored if whole else None
+
+
+def _fits(stored: object, shape: dict[str, UnionType | type]) -> bool:
+    return isinstance(stored, dict) and all(
+        name in stored and isinstance(stored[name], kind) for name, kind in shape.items()
+    )
+
+
+def _are_numbers(found: list[Any]) -> bool:
+    return all(isinstance(number, int) for number in found)

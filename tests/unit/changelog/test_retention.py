@@ -1,0 +1,449 @@
+"""What the log lets go of: by age, by bytes and by need; whoever comes too late is told, never served a gap."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.changelog import consumers
+from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.index import LogIndex
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, Trim, disk_bytes, held, trim
+from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed, write_trimmed
+from tailrace.errors import LogCorrupt, LogTrimmed
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+from tests.support.changes import SHOP, insert
+from tests.support.logs import (
+    OTHER,
+    THIRD,
+    Diary,
+    Given,
+    assert_nothing_left_over,
+    glob_rows,
+    in_order,
+    inserts,
+    read_all,
+    rows_of,
+    seal,
+    stored_files,
+)
+
+DAY = 86_400.0
+NUMBERS = {SHOP: 1, OTHER: 2, THIRD: 3}
+
+
+def let_go(path: Path, *, days: float = 1.0, **policy: Any) -> Trim:
+    """Trim as one who comes so many days later; by default all that nobody needs is old enough then."""
+    with Sealer(path) as sealer:
+        return trim(sealer, Policy(**{"age_seconds": 0.0, **policy}), now=time.time() + days * DAY)
+
+
+def tables_hold(path: Path, *hints: tuple[TableSchema, int, int]) -> None:
+    """As if lake tables had covered no more than a commit and a `_seq`."""
+    leave_hints(path, [
+        TableHint(table=schema.table, numbers=(NUMBERS[schema],), commit=commit, seq=seq)
+        for schema, commit, seq in hints
+    ])  # fmt: skip
+
+
+def heavy(key: int, schema: TableSchema = SHOP, size: int = 20_000) -> Given:
+    """A row that does not become smaller by being compressed."""
+    return schema, [insert(key, big=os.urandom(size).hex())]
+
+
+def write_sealed(diary: Diary, *commits: tuple[Given, ...]) -> None:
+    """Each commit in a seal of its own, its own file gone but for the newest."""
+    for given in commits:
+        diary.commit(*given)
+        seal(diary.path, join=False)
+
+
+def numbers_kept(path: Path) -> dict[int, list[int]]:
+    """By table, the keys that the glob still shows."""
+    tables = (1, 2, 3)
+    return {
+        table: [row["id"] for row in glob_rows(path, table)] for table in tables if glob_rows(path, table)
+    }
+
+
+# --- by age --------------------------------------------------------------------------------------------------
+
+
+def test_rows_younger_than_the_policy_says_are_kept_and_older_ones_go(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),), (inserts(2),))
+    assert let_go(diary.path, days=6.9, age_seconds=7 * DAY) == Trim()
+    assert read_all(diary.path) == diary.rows()
+    done = let_go(diary.path, days=7.1, age_seconds=7 * DAY)
+    # One file and one row are the schema stream's.
+    assert (done.commits, done.files, done.rows, done.detached) == (2, 3, 3, ())
+    assert done.bytes > 0
+    assert read_all(diary.path, 2) == []
+    assert_nothing_left_over(diary.path)
+
+
+def test_without_an_age_everything_is_kept_for_ever(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    assert let_go(diary.path, days=40_000, age_seconds=None) == Trim()
+
+
+def test_what_is_not_sealed_is_never_let_go(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    diary.commit(inserts(2))
+    let_go(diary.path, days=1000)
+    assert read_all(diary.path, 1) == diary.rows(1)
+    diary.commit(inserts(3))
+    assert read_all(diary.path, 1) == diary.rows(1)
+
+
+def test_the_newest_commit_says_how_far_the_log_is_even_when_all_is_gone(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),), (), (inserts(2),))
+    let_go(diary.path)
+    seal(diary.path)
+    assert stored_files(diary.path, "hot/*") == {f"hot/{3:020d}.arrow"}
+    diary.reopen()
+    assert (diary.writer.commit, diary.writer.position, diary.writer.next_seq) == (3, Lsn(300), 3)
+    diary.commit(inserts(3))
+    assert read_all(diary.path, 3) == diary.rows(3)
+    seal(diary.path)
+    assert read_all(diary.path, 3) == diary.rows(3)
+    assert_nothing_left_over(diary.path)
+
+
+def test_commits_that_are_gone_leave_neither_their_own_files_nor_their_large_ones(diary: Diary) -> None:
+    diary.piece(inserts(1, 2))
+    diary.finish(inserts(3))
+    diary.commit(inserts(4))
+    with Sealer(diary.path) as sealer:
+        sealer.seal()
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    diary.commit(inserts(5))
+    seal(diary.path, grace_seconds=300)
+    assert_nothing_left_over_of(diary.path, 2)
+
+
+def assert_nothing_left_over_of(path: Path, commit: int) -> None:
+    for number in range(1, commit + 1):
+        assert not stored_files(path, f"hot/{number:020d}*", f"big/{number:020d}/*", f"cold/{number:020d}*")
+
+
+@pytest.mark.parametrize("jump_days", [-10_000.0, -1.0])
+def test_a_clock_that_jumped_back_only_keeps_more(diary: Diary, jump_days: float) -> None:
+    write_sealed(diary, (inserts(1),))
+    list(ChangeLog.open(diary.path).follow(0, consumer="reader"))
+    assert let_go(diary.path, days=jump_days) == Trim()
+    assert [found.state for found in held(ChangeLog.open(diary.path), now=0.0)] == ["live"]
+
+
+def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_were_sealed(
+    diary: Diary,
+) -> None:
+    diary.commit(inserts(1))
+    later = time.time()
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        assert trim(sealer, Policy(age_seconds=3600.0), now=later + 3500).rows == 0
+        assert trim(sealer, Policy(age_seconds=3600.0), now=later + 3601).rows == 2
+
+
+def test_a_clock_that_jumped_forward_takes_nothing_from_a_lake_table(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    tables_hold(diary.path, (SHOP, 0, 0))
+    let_go(diary.path, days=10_000)
+    assert read_all(diary.path) == diary.rows()
+
+
+# --- by need -------------------------------------------------------------------------------------------------
+
+
+def test_a_table_holds_only_files_with_rows_of_its_own_that_it_has_not_covered(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),), (inserts(20, schema=OTHER),))
+    tables_hold(diary.path, (SHOP, 1, 1), (OTHER, 2, 2))
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {1: [2], 2: [20]}
+    assert read_trimmed(diary.path).commit == 1
+    log = ChangeLog.open(diary.path)
+    assert rows_of(log.follow(1, table="public.things")) == diary.rows(1, SHOP)
+    assert rows_of(log.follow(2, table="public.other")) == diary.rows(2, OTHER)
+    assert_nothing_left_over(diary.path)
+
+
+def test_a_quiet_table_holds_nothing_however_old_its_place_is(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),), (inserts(3),), (inserts(4),))
+    tables_hold(diary.path, (OTHER, 1, 2), (SHOP, 4, 5))
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {}
+    assert [found.state for found in held(ChangeLog.open(diary.path))] == ["live", "live"]
+    # It has lost nothing, and says so by reading on.
+    diary.commit(inserts(11, schema=OTHER))
+    assert rows_of(ChangeLog.open(diary.path).follow(1, table="public.other")) == diary.rows(4, OTHER)
+
+
+def test_a_table_that_covered_rows_up_to_a_row_within_a_commit_holds_the_rest(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1, 2, 3),), (inserts(4),))
+    tables_hold(diary.path, (SHOP, 0, 2))
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {1: [1, 2, 3, 4]}
+    tables_hold(diary.path, (SHOP, 0, 3))
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {1: [4]}
+    assert [row.seq for row in rows_of(ChangeLog.open(diary.path).read(1, 2, tables=[1], after_seq=3))] == [4]
+
+
+def test_a_reader_of_one_table_does_not_hold_another(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)))
+    follower = ChangeLog.open(diary.path).follow(table="public.other", consumer="reader")
+    next(follower)
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {2: [10]}
+    assert list(follower) == []
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {}
+
+
+def test_a_reader_of_all_tables_holds_all_of_them(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1), inserts(10, schema=OTHER)), (inserts(2),))
+    follower = ChangeLog.open(diary.path).follow(consumer="reader")
+    next(follower)
+    let_go(diary.path)
+    assert read_all(diary.path) == diary.rows()
+    assert len(list(follower)) == 2
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {}
+
+
+def test_a_reader_that_is_not_heard_of_for_too_long_holds_nothing_and_is_told(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    log = ChangeLog.open(diary.path)
+    next(log.follow(consumer="reader", expires_seconds=3 * DAY))
+    let_go(diary.path, days=2.9)
+    assert [found.state for found in held(log, now=time.time() + 2.9 * DAY)] == ["live"]
+    assert numbers_kept(diary.path) == {1: [1]}
+    let_go(diary.path, days=3.1)
+    assert [found.state for found in held(log, now=time.time() + 3.1 * DAY)] == ["expired"]
+    assert numbers_kept(diary.path) == {}
+    with pytest.raises(LogTrimmed):
+        list(log.follow(consumer="reader"))
+
+
+def test_a_reader_that_never_expires_is_waited_for(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    next(ChangeLog.open(diary.path).follow(consumer="patient", expires_seconds=None))
+    let_go(diary.path, days=10_000)
+    assert numbers_kept(diary.path) == {1: [1]}
+
+
+def test_what_a_forgotten_reader_held_goes(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    next(ChangeLog.open(diary.path).follow(consumer="reader"))
+    let_go(diary.path)
+    consumers.forget(diary.path, "reader")
+    let_go(diary.path)
+    assert numbers_kept(diary.path) == {}
+
+
+def test_what_each_holds_is_told(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1), inserts(10, 11, schema=OTHER)), (inserts(2),))
+    next(ChangeLog.open(diary.path).follow(consumer="reader"))
+    tables_hold(diary.path, (SHOP, 1, 1), (THIRD, 0, 0))
+    found = {item.hold.name: item for item in held(ChangeLog.open(diary.path))}
+    assert {name: (item.state, item.rows) for name, item in found.items()} == {
+        "reader": ("live", 6), "public.things": ("live", 1), "sales.third": ("live", 0),
+    }  # fmt: skip
+    assert found["sales.third"].bytes == 0 < found["public.things"].bytes < found["reader"].bytes
+
+
+# --- by bytes ------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_that_nobody_needs_go_until_the_rest_fits(diary: Diary) -> None:
+    write_sealed(diary, *((heavy(key),) for key in range(6)))
+    size = disk_bytes(diary.path)
+    done = let_go(diary.path, age_seconds=None, bytes=size - 50_000)
+    assert (done.files, done.detached) == (3, ())  # one of them is the schema stream's
+    assert numbers_kept(diary.path) == {1: [2, 3, 4, 5]}
+    assert disk_bytes(diary.path) <= size - 50_000 + 10_000  # the record of it takes room too
+    assert let_go(diary.path, age_seconds=None, bytes=size - 50_000) == Trim()
+
+
+def test_bytes_take_nothing_from_those_who_need_it(diary: Diary) -> None:
+    write_sealed(diary, *((heavy(key), heavy(key, OTHER)) for key in range(3)))
+    tables_hold(diary.path, (SHOP, 0, 0))
+    let_go(diary.path, age_seconds=None, bytes=1)
+    assert numbers_kept(diary.path) == {1: [0, 1, 2]}
+
+
+def test_room_is_counted_with_everything_that_takes_room(diary: Diary) -> None:
+    diary.commit(heavy(1))
+    diary.piece(heavy(2))
+    hot = disk_bytes(diary.path)
+    assert hot > 80_000
+    diary.finish()
+    seal(diary.path, grace_seconds=300)
+    assert disk_bytes(diary.path) > hot * 1.5
+    seal(diary.path)
+    assert disk_bytes(diary.path) < hot * 1.5
+
+
+# --- at most so many bytes -----------------------------------------------------------------------------------
+
+
+def test_the_one_who_holds_the_most_is_detached_and_nobody_else(
+    diary: Diary, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sealed(
+        diary, *((heavy(key), heavy(key, OTHER, 5_000), heavy(key, THIRD, 5_000)) for key in range(4))
+    )
+    tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0), (THIRD, 0, 0))
+    size = disk_bytes(diary.path)
+    with caplog.at_level(logging.ERROR):
+        done = let_go(diary.path, age_seconds=None, max_bytes=int((size - 50_000) / 0.9))
+    assert done.detached == ("public.things",)
+    assert [(record.levelname, record.who) for record in caplog.records] == [("ERROR", "public.things")]  # type: ignore[attr-defined] # an extra
+    log = ChangeLog.open(diary.path)
+    states = {item.hold.name: item.state for item in held(log)}
+    assert states == {"public.things": "detached", "public.other": "live", "sales.third": "live"}
+    assert log.trimmed().tables[1].why == "detached"
+    assert numbers_kept(diary.path)[2] == numbers_kept(diary.path)[3] == [0, 1, 2, 3]
+    assert disk_bytes(diary.path) <= size - 50_000
+    with pytest.raises(LogTrimmed):
+        list(log.follow(0, table="public.things"))
+    assert rows_of(log.follow(0, table="public.other")) == diary.rows(schema=OTHER)
+
+
+def test_one_who_is_detached_holds_nothing_more_and_is_not_detached_again(diary: Diary) -> None:
+    write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000)) for key in range(4)))
+    tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
+    size = disk_bytes(diary.path)
+    assert let_go(diary.path, age_seconds=None, max_bytes=int((size - 50_000) / 0.9)).detached
+    done = let_go(diary.path)
+    assert done.detached == ()
+    assert numbers_kept(diary.path) == {2: [0, 1, 2, 3]}
+
+
+def test_what_nobody_needs_goes_before_anyone_is_detached(diary: Diary) -> None:
+    write_sealed(diary, *((heavy(key), heavy(key, OTHER)) for key in range(4)))
+    tables_hold(diary.path, (SHOP, 0, 0))
+    size = disk_bytes(diary.path)
+    done = let_go(diary.path, age_seconds=None, max_bytes=int((size - 100_000) / 0.9))
+    assert done.detached == ()
+    assert numbers_kept(diary.path)[1] == [0, 1, 2, 3]
+
+
+def test_where_many_hold_the_same_rows_all_who_lose_some_are_named_and_no_others(diary: Diary) -> None:
+    write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000)) for key in range(4)))
+    log = ChangeLog.open(diary.path)
+    for name, table in (
+        ("all", None),
+        ("one", "public.things"),
+        ("two", "public.things"),
+        ("other", "public.other"),
+    ):
+        next(log.follow(table=table, consumer=name))
+    done = let_go(diary.path, age_seconds=None, max_bytes=int((disk_bytes(diary.path) - 50_000) / 0.9))
+    lost = {item.hold.name for item in held(log) if item.state == "detached"}
+    assert set(done.detached) == lost == {"all", "one", "two"}
+    assert rows_of(log.follow(table="public.other", consumer="other")) == diary.rows(schema=OTHER)
+
+
+def test_under_the_limit_nobody_is_touched(diary: Diary) -> None:
+    write_sealed(diary, (heavy(1),))
+    tables_hold(diary.path, (SHOP, 0, 0))
+    assert let_go(diary.path, age_seconds=None, max_bytes=disk_bytes(diary.path) * 2) == Trim()
+
+
+def test_what_is_not_sealed_yet_cannot_be_taken_from_anyone(diary: Diary) -> None:
+    diary.commit(heavy(1))
+    tables_hold(diary.path, (SHOP, 0, 0))
+    assert let_go(diary.path, age_seconds=None, max_bytes=1000) == Trim()
+    assert read_all(diary.path) == diary.rows()
+
+
+# --- the record ----------------------------------------------------------------------------------------------
+
+
+def test_the_record_counts_what_is_gone(diary: Diary) -> None:
+    diary.commit()
+    write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
+    tables_hold(diary.path, (SHOP, 2, 2))
+    let_go(diary.path)
+    first = read_trimmed(diary.path)
+    assert (first.commit, first.position, first.next_seq) == (2, Lsn(200), 4)
+    assert (first.transactions, first.rows) == (1, 3)
+    assert {number: (table.last_seq, table.commit, table.rows) for number, table in first.tables.items()} == {
+        0: (3, 2, 2), 1: (2, 2, 2), 2: (3, 2, 1),
+    }  # fmt: skip
+    tables_hold(diary.path)
+    let_go(diary.path)
+    then = read_trimmed(diary.path)
+    assert (then.commit, then.rows, then.transactions, then.tables[1].rows) == (3, 4, 2, 3)
+    assert then.tables[2] == first.tables[2]
+
+
+def test_an_index_counts_rows_that_are_gone_as_captured(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
+    index = LogIndex(ChangeLog.open(diary.path))
+    index.grow()
+    before = (index.rows, index.transactions, index.captured(1), index.captured(2), index.commit)
+    tables_hold(diary.path, (OTHER, 0, 0))
+    let_go(diary.path)
+    for found in (index, LogIndex(ChangeLog.open(diary.path))):
+        found.grow()
+        after = (found.rows, found.transactions, found.captured(1), found.captured(2), found.commit)
+        assert after == before
+        assert found.lacks(1, 0) is not None
+        assert found.lacks(1, 4) is found.lacks(2, 0) is None
+        assert found.pending(1, 0, 99) == []
+        assert [item.rows for item in found.pending(2, 0, 99)] == [1]
+
+
+def test_the_record_survives_and_a_damaged_one_is_an_error_not_a_gap(quick: Path) -> None:
+    quick.mkdir(parents=True)
+    assert read_trimmed(quick) == NOTHING
+    trimmed = Trimmed(commit=7, position=Lsn(99), next_seq=5, transactions=2, rows=4)
+    write_trimmed(quick, trimmed)
+    assert read_trimmed(quick) == trimmed
+    path = quick / "trimmed.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps(stored | {"commit": 6}))
+    with pytest.raises(LogCorrupt, match="trimmed"):
+        read_trimmed(quick)
+
+
+def test_narrow_seals_that_were_waiting_out_their_grace_do_not_come_back(diary: Diary) -> None:
+    for key in range(8):
+        diary.commit(inserts(key))
+        seal(diary.path, join=False)
+    seal(diary.path, grace_seconds=300)
+    assert len(stored_files(diary.path, "cold/*.json")) == 9
+    diary.commit(inserts(9))
+    let_go(diary.path)
+    assert stored_files(diary.path, "cold/*.json", "cold/files/*/*") == set()
+    assert read_all(diary.path, 8) == diary.rows(8)
+    with pytest.raises(LogTrimmed):
+        read_all(diary.path, 7)
+
+
+def test_trimming_again_and_sealing_on_count_nothing_twice(diary: Diary) -> None:
+    for round_ in range(3):
+        for key in range(3):
+            diary.commit(inserts(round_ * 10 + key), inserts(key, schema=OTHER))
+            seal(diary.path, limits=Limits(join_count=2))
+        tables_hold(diary.path, (OTHER, diary.writer.commit - 1, 0))
+        let_go(diary.path)
+        index = LogIndex(ChangeLog.open(diary.path))
+        index.grow()
+        assert (index.rows, index.captured(1), index.captured(2)) == (
+            len(diary.noted), len(diary.rows(schema=SHOP)), len(diary.rows(schema=OTHER)),
+        )  # fmt: skip
+        kept = [row for row in diary.rows(diary.writer.commit - 1) if row.schema == OTHER]
+        found = in_order(rows_of(ChangeLog.open(diary.path).follow()))
+        assert found[-1:] == kept
