@@ -92,9 +92,11 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
 
 
 def disk_bytes(path: Path) -> int:
-    """What the log takes on disk."""
+    """What the log takes on disk, but for what processes say in `status/`: letting go of rows makes no room there."""
     size = 0
-    for folder, _, names in os.walk(path):
+    for folder, below, names in os.walk(path):
+        if Path(folder) == path and "status" in below:
+            below.remove("status")
         for name in names:
             with suppress(FileNotFoundError):  # written aside, sealed or trimmed meanwhile
                 size += os.lstat(os.path.join(folder, name)).st_size

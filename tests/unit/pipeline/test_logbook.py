@@ -105,6 +105,12 @@ def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary)
     assert logbook.show(diary.path).first_commit == 4
 
 
+def test_what_processes_say_beside_the_log_is_not_counted_as_the_log(diary: Diary) -> None:
+    before = logbook.show(diary.path).bytes
+    (diary.path / "status" / "spark.log").write_bytes(bytes(1 << 20))
+    assert logbook.show(diary.path).bytes == before
+
+
 def test_a_log_of_which_nothing_is_left_still_says_where_it_ends(diary: Diary) -> None:
     seal(diary)
     logbook.trim(diary.path, EVERYTHING)
