@@ -130,7 +130,8 @@ class TableFiles:
         """All files, durable, in order."""
         for table in list(self._open):
             self.flush(table)
-        for folder in {(self._log / file.file).parent for file in self._done}:
+        folders = {(self._log / file.file).parent for file in self._done}
+        for folder in {*folders, self._log / "cold" / "files"}:
             with files.explained(folder):
                 files.sync_folder(folder)
         return sorted(self._done, key=lambda file: (file.table, file.first_seq))

@@ -93,8 +93,13 @@ def make_folder(path: Path) -> None:
                     raise NotADirectoryError(
                         errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
                     ) from error
-            else:
+                continue
+            try:
                 sync_folder(folder.parent)
+            except BaseException:
+                with suppress(OSError):
+                    folder.rmdir()  # so that it is made anew
+                raise
 
 
 def is_there(path: Path) -> bool:
