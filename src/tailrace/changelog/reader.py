@@ -69,7 +69,7 @@ class ChangeLog:
         self._checked: set[tuple[str, int]] = set()
         self._newest = 0
         self._trimmed: tuple[tuple[int, int], Trimmed] = ((0, 0), NOTHING)
-        self._mapped: tuple[Path | None, memoryview] = (None, memoryview(b""))
+        self._mapped: tuple[tuple[int, int], memoryview] = ((0, 0), memoryview(b""))
 
     @classmethod
     def open(cls, path: Path | str) -> ChangeLog:
@@ -240,28 +240,32 @@ class ChangeLog:
     def _hot_batch(self, header: Header, body: Body) -> ChangeBatch:
         version = self.schemas.get(body.table, body.schema)
         piece = header.big[body.piece - 1] if body.piece else None
-        path = self.path / piece.file if piece else commit_path(self.path, header.commit)
         begin = body.at if piece else header.bodies_at + body.at
-        view = self._bytes_of(path)[begin : begin + body.size]
+        view = self._bytes_of(header, body.piece)[begin : begin + body.size]
         if len(view) != body.size or zlib.crc32(view) != body.crc:
-            raise corrupt(path, f"the rows of table {body.table} do not match their checksum")
+            why = f"the rows of table {body.table} do not match their checksum"
+            raise corrupt(self._file_of(header, body.piece), why)
         data = pa.ipc.read_record_batch(pa.py_buffer(view), version.stored(body.without))
-        position = str(piece.position) if piece else None
         return ChangeBatch(
             schema=version.schema,
-            data=restore(data, version, body.without, body.base, position),
+            data=restore(data, version, body, str(piece.position) if piece else None),
             moves=body.moves,
             truncates=body.truncates,
             unfit=body.unfit,
         )
 
-    def _bytes_of(self, path: Path) -> memoryview:
+    def _file_of(self, header: Header, piece: int) -> Path:
+        return self.path / header.big[piece - 1].file if piece else commit_path(self.path, header.commit)
+
+    def _bytes_of(self, header: Header, piece: int) -> memoryview:
         """A file's bytes; the last file is kept at hand, for a commit has many bodies."""
-        if self._mapped[0] != path:
+        which = (header.commit, piece)
+        if self._mapped[0] != which:
+            path = self._file_of(header, piece)
             with files.explained_but_missing(path), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            self._mapped = (path, memoryview(mapped))
+            self._mapped = (which, memoryview(mapped))
         return self._mapped[1]
 
     def read(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tailrace.changelog.format import Body
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
@@ -15,50 +14,36 @@ from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 
-_FEW = 1024
+_ALWAYS = [field.name for field in change.ALWAYS]
+_SEQ_PLACE, _POSITION_PLACE = _ALWAYS.index(change.SEQ), _ALWAYS.index(change.POSITION)
 
 
-def restore(
-    stored: pa.RecordBatch, version: Version, without: tuple[str, ...], base: int, position: str | None
-) -> pa.RecordBatch:
+def restore(stored: pa.RecordBatch, version: Version, body: Body, position: str | None) -> pa.RecordBatch:
     """The rows of a body as the version's shape has them.
 
     `_seq` is counted in the log instead of in the window the rows came in, `_position` is filled in where it was not
     known when they were written, and other columns that were left out are put back as nulls.
     """
-    columns, place = [], 0
-    for field in version.arrow:
-        if field.name not in without:
-            column = stored.column(place)
-            if base and field.name == change.SEQ:
-                column = pa.array(column.to_numpy() + base)
-            place += 1
-        elif field.name == change.POSITION:
-            column = pa.repeat(pa.scalar(position, field.type), stored.num_rows)
+    rows = stored.num_rows
+    found, left_out = stored.columns, version.left_out(body.without)
+    if body.base:
+        found[_SEQ_PLACE] = pa.array(found[_SEQ_PLACE].to_numpy() + body.base)
+    for place, kind, few in left_out:
+        if position is not None and place == _POSITION_PLACE:
+            found.insert(place, pa.repeat(pa.scalar(position, kind), rows))
         else:
-            column = nulls(field.type, stored.num_rows)
-        columns.append(column)
-    return pa.RecordBatch.from_arrays(columns, schema=version.arrow)
+            found.insert(place, few.slice(0, rows) if rows <= len(few) else pa.nulls(rows, kind))
+    return pa.RecordBatch.from_arrays(found, schema=version.arrow)
 
 
 def complete(data: pa.RecordBatch, version: Version) -> pa.RecordBatch:
     """The rows as the version's shape has them: columns that were left out are put back as nulls."""
     names = set(data.schema.names)
     columns = [
-        data.column(field.name) if field.name in names else nulls(field.type, data.num_rows)
+        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type)
         for field in version.arrow
     ]
     return pa.RecordBatch.from_arrays(columns, schema=version.arrow)
-
-
-def nulls(kind: pa.DataType, rows: int) -> pa.Array:
-    """So many nulls. Making them costs more than a small batch's other columns together, so some are kept."""
-    return _few_nulls(kind).slice(0, rows) if rows <= _FEW else pa.nulls(rows, kind)
-
-
-@functools.lru_cache(maxsize=1024)
-def _few_nulls(kind: pa.DataType) -> pa.Array:
-    return pa.nulls(_FEW, kind)
 
 
 def counted(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
