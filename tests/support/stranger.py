@@ -41,7 +41,7 @@ class Stranger:
         self._meta = json.loads((log / "meta.json").read_bytes())
         assert self._meta["format"] == 1
         trimmed = log / "trimmed.json"
-        self._gone = checked(trimmed) if trimmed.exists() else {"commit": 0, "tables": {}}
+        self._gone: dict[str, Any] = checked(trimmed) if trimmed.exists() else {"commit": 0, "tables": {}}
 
     def rows(self) -> dict[str, list[Row]]:
         found: dict[str, list[Row]] = {}

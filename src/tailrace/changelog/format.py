@@ -97,6 +97,11 @@ class Header:
 _HEADER_FIELDS = tuple(field.name for field in fields(Header) if field.name != "bodies_at")
 
 
+def commit_path(log: Path, commit: int) -> Path:
+    """Where a commit's file stands."""
+    return log / "hot" / f"{commit:020d}.arrow"
+
+
 def align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 

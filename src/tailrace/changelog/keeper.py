@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import WAIT_SECONDS_MAX
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
 from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
 from tailrace.errors import LogBusy, LogCorrupt, TailraceError

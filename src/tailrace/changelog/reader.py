@@ -25,7 +25,7 @@ from tailrace.changelog import cold, files, format, records
 from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
-from tailrace.changelog.format import Body, Header, corrupt
+from tailrace.changelog.format import Body, Header, commit_path, corrupt
 from tailrace.changelog.merged import conform, merged_shape
 from tailrace.changelog.rows import after_position, between, restore
 from tailrace.changelog.schemas import Schemas
@@ -50,11 +50,6 @@ TRIMMED_HINT = (
     "Those changes are gone: read the table as a whole again, and register a consumer (`follow(consumer=...)`) so "
     "that the log waits for you."
 )
-
-
-def commit_path(log: Path, commit: int) -> Path:
-    """Where a commit's file stands."""
-    return log / "hot" / f"{commit:020d}.arrow"
 
 
 class ChangeLog:

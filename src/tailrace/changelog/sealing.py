@@ -28,9 +28,9 @@ from tailrace import failpoints
 from tailrace.changelog import cold, files
 from tailrace.changelog.cold import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
 from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
-from tailrace.changelog.format import Header
+from tailrace.changelog.format import Header, commit_path
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed
 from tailrace.errors import LogFull

@@ -7,14 +7,13 @@ Each writer's files bear a token of their own, so a writer that was overtaken ca
 
 from __future__ import annotations
 
-import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace import failpoints
 from tailrace.changelog import files
-from tailrace.changelog.format import Body, Header, Piece
+from tailrace.changelog.format import Body, Header, Piece, commit_path, read_header
 from tailrace.model.position import Lsn
 
 
@@ -59,17 +58,22 @@ class Spill:
             files.remove(path)
 
 
-def sweep(log: Path, newest: Header | None) -> None:
-    """Remove the files of transactions that never became a commit."""
+def sweep(log: Path, newest: Header) -> None:
+    """Remove the files of transactions that never became a commit, given the newest commit, which is ours."""
     folder = log / "big"
-    if not folder.is_dir():
-        return
-    named = {log / piece.file for piece in newest.big} if newest else set()
-    for below in folder.iterdir():
-        if not below.name.isdigit():
-            continue
-        if newest is None or int(below.name) > newest.commit:
-            shutil.rmtree(below)
-        elif int(below.name) == newest.commit:
+    for below in folder.iterdir() if folder.is_dir() else []:
+        if below.name.isdigit():
+            named = _named_by(log, int(below.name), newest)
             for path in set(below.iterdir()) - named:
                 path.unlink()
+            if not named:
+                below.rmdir()
+
+
+def _named_by(log: Path, commit: int, newest: Header) -> set[Path]:
+    """The files that a commit names; none if there is no such commit, or it is sealed and gone."""
+    try:
+        header = newest if commit == newest.commit else read_header(commit_path(log, commit))
+    except FileNotFoundError:
+        return set()
+    return {log / piece.file for piece in header.big}

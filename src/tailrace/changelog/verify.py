@@ -19,8 +19,8 @@ from tailrace.capture.base import SourceId
 from tailrace.changelog import cold, consumers, format
 from tailrace.changelog.cold import ColdFile, Seal, damaged, seal_path
 from tailrace.changelog.contents import Numbers, check_cold_file, check_list, is_run
-from tailrace.changelog.format import Header, corrupt
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.format import Header, commit_path, corrupt
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import disk_bytes
 from tailrace.changelog.trimmed import NOTHING, Trimmed
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, TailraceError

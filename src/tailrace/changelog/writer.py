@@ -14,6 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,8 +23,9 @@ import pyarrow as pa
 from tailrace import failpoints
 from tailrace.capture.base import SourceId
 from tailrace.changelog import files, format, records, spill
+from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.schemas import Schemas, Version
 from tailrace.changelog.spill import Spill
 from tailrace.errors import LogCorrupt, LogFenced, LogForeign, LogUnusable
@@ -137,11 +139,6 @@ class LogWriter:
             )
         if not window.continues:
             self._forget_pieces()
-        if not self._swept:
-            # Not when the log is opened: until the source has agreed that the log ends here, a commit may be missing.
-            with files.explained(self.path):
-                spill.sweep(self.path, self._last)
-            self._swept = True
         spilled = self._spill or Spill(self.path, self.commit + 1, self._announced)
         bodies, parts, shapes = self._encode(window, self.next_seq + spilled.rows, spilled.shapes)
         if window.open:
@@ -161,6 +158,11 @@ class LogWriter:
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
         self._announced = shapes
+        if not self._swept:
+            # Only once the number is ours: until then a writer that lost the log may still commit what we remove.
+            with suppress(OSError):
+                spill.sweep(self.path, header)
+            self._swept = True
         return header
 
     def _publish(self, header: format.Header, parts: Parts) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.format import commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogCorrupt, LogForeign, LogUnusable
 from tailrace.model import change

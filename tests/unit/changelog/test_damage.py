@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog import format
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.format import commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogCorrupt, LogError, LogUnusable
 from tailrace.model.batch import ChangeBatch

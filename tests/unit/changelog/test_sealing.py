@@ -17,7 +17,8 @@ import pytest
 
 from tailrace.changelog.cold import commits_path, seal_path
 from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.format import commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogCorrupt, LogUnusable

@@ -17,8 +17,9 @@ import pytest
 
 from tailrace.changelog import files
 from tailrace.changelog import writer as writer_module
+from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced
 from tests.support.windows import SOURCE, ids, named, rows_window

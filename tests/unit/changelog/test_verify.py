@@ -20,8 +20,9 @@ import pytest
 
 from tailrace.changelog import cold, contents, format, records, verify
 from tailrace.changelog.contents import Numbers
+from tailrace.changelog.format import commit_path
 from tailrace.changelog.keeper import Keeping, keep
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.errors import LogUnusable
