@@ -142,7 +142,7 @@ class ChangeLog:
         try:
             return self._hot_header(commit)
         except FileNotFoundError as error:
-            raise self._missing(commit) from error
+            raise self._missing(commit, error) from error
 
     def _hot_header(self, commit: int) -> Header:
         path = commit_path(self.path, commit)
@@ -160,7 +160,7 @@ class ChangeLog:
             raise corrupt(path, "it belongs to another place")
         return found
 
-    def _missing(self, commit: int) -> LogError:
+    def _missing(self, commit: int, error: FileNotFoundError) -> LogError:
         gone = self.trimmed()
         if commit <= gone.commit:
             return LogTrimmed(
@@ -168,7 +168,7 @@ class ChangeLog:
             )
         return LogCorrupt(
             "a commit of the log is missing",
-            path=commit_path(self.path, commit),
+            path=Path(error.filename or commit_path(self.path, commit)),
             hint="Compare the folder with a copy of the log and restore what it lacks: this file, the seal in `cold` "
             f"that stands for it, or `trimmed.json`. Without a copy: {NEW_LOG_HINT}",
         )
@@ -184,9 +184,15 @@ class ChangeLog:
             previous = found
 
     def bounded(self, after: int, rows_max: int) -> int:
-        """The furthest commit that brings at most so many rows; a step at least, if there is one."""
+        """The furthest commit that brings at most so many rows; a step at least, if there is one.
+
+        What is trimmed brings none: whoever lacks rows of it learns so when reading them.
+        """
         end, rows, newest = after, 0, self.newest()
         while end < newest:
+            if end < (gone := self.trimmed().commit):
+                end = gone
+                continue
             seal = self.cold.covering(end + 1)
             if seal is None and not commit_path(self.path, end + 1).exists() and self.cold.refresh():
                 continue  # sealed since we looked
@@ -230,7 +236,7 @@ class ChangeLog:
         try:
             return self._hot_batch(header, body)
         except FileNotFoundError as error:
-            raise self._missing(header.commit) from error
+            raise self._missing(header.commit, error) from error
 
     def _hot_batch(self, header: Header, body: Body) -> ChangeBatch:
         version = self.schemas.get(body.table, body.schema)
@@ -387,7 +393,7 @@ class ChangeLog:
     def _missing_file(self, commit: int, error: FileNotFoundError) -> LogError:
         seal = self.cold.covering(commit)
         if seal is None:
-            return self._missing(commit)
+            return self._missing(commit, error)
         path = Path(error.filename) if error.filename else cold.seal_path(self.path, seal.stem)
         return cold.damaged(path, "it is missing")
 
