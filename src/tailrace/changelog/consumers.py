@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import UnionType
@@ -172,8 +172,16 @@ def leave_hints(log: Path, hints: Sequence[TableHint]) -> None:
         files.replace(path, records.encode({"format": FORMAT, "at": time.time(), "tables": stored}))
 
 
-def holds(log: Path) -> list[Hold]:
-    """Everyone who needs something of the log, expired ones too."""
+def holds(log: Path, named: Callable[[str], Iterable[int]] = lambda name: ()) -> list[Hold]:
+    """Everyone who needs something of the log, expired ones too.
+
+    `named` gives the numbers that tables of a name have by now: rows may have come since, of a table that had none
+    or was made again, and whoever reads it by name needs them as well.
+    """
+
+    def numbers(stored: Iterable[int], name: str) -> tuple[int, ...]:
+        return tuple(sorted({*stored, *named(name)}))
+
     folder = log / "consumers"
     found = []
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
@@ -182,17 +190,16 @@ def holds(log: Path) -> list[Hold]:
             continue
         found.append(Hold(
             name=stored["name"], kind="consumer", seen_at=stored["seen_at"], commit=stored["commit"],
-            tables=tuple(stored["tables"]) if stored["tables"] is not None else None, seq=stored["seq"],
-            expires_seconds=stored["expires_seconds"],
+            tables=numbers(stored["tables"], stored["table"] or "") if stored["tables"] is not None else None,
+            seq=stored["seq"], expires_seconds=stored["expires_seconds"],
         ))  # fmt: skip
     said = _read(folder / TABLES) or {"tables": [], "at": 0.0}
-    found += [
-        Hold(
-            name=str(TableId(table["schema"], table["table"])), kind="table", tables=tuple(table["numbers"]),
-            commit=table["commit"], seq=table["seq"], seen_at=said["at"], expires_seconds=None,
-        )
-        for table in said["tables"]
-    ]  # fmt: skip
+    for table in said["tables"]:
+        name = str(TableId(table["schema"], table["table"]))
+        found.append(Hold(
+            name=name, kind="table", tables=numbers(table["numbers"], name), commit=table["commit"], seq=table["seq"],
+            seen_at=said["at"], expires_seconds=None,
+        ))  # fmt: skip
     return found
 
 

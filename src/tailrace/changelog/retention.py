@@ -81,7 +81,7 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
     gone = change_log.trimmed()
     kept = _kept(change_log, gone)
     found = []
-    for hold in consumers.holds(change_log.path):
+    for hold in _holds(change_log):
         state = _state(hold, gone, now)
         mine = [item.file for item in kept if state == "live" and _needs(hold, item.file)]
         found.append(Held(
@@ -110,7 +110,7 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     change_log.cold.refresh()
     gone = change_log.trimmed()
     kept = _kept(change_log, gone)
-    live = [hold for hold in consumers.holds(change_log.path) if _state(hold, gone, now) == "live"]
+    live = [hold for hold in _holds(change_log) if _state(hold, gone, now) == "live"]
     going = _old_enough(kept, live, policy.age_seconds, now)
     detached: list[Hold] = []
     limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
@@ -125,6 +125,11 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
             detached.append(worst)
             going += _free(kept, live, going, over)
     return _let_go(sealer, gone, going, detached)
+
+
+def _holds(change_log: ChangeLog) -> list[Hold]:
+    change_log.schemas.load()
+    return consumers.holds(change_log.path, change_log.schemas.named)
 
 
 def _kept(change_log: ChangeLog, gone: Trimmed) -> list[_Kept]:

@@ -70,9 +70,10 @@ class Schemas:
         self._ordinal = 0
 
     def load(self) -> None:
-        """Read everything there is."""
+        """Read everything there is and was not read before: a version's file never changes."""
+        known = {self._path(*key) for key in self._versions}
         for path in sorted(self._folder.glob("*/*.json")):
-            if not path.name.startswith("."):
+            if path not in known and not path.name.startswith("."):
                 self._keep(self._read(path))
 
     def settle(self, announced: int) -> None:

@@ -16,7 +16,8 @@ import pytest
 
 import tailrace
 from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.reader import ChangeLog, commit_path
+from tailrace.changelog.format import commit_path
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
 from tailrace.cli import logs, renderlog
 from tailrace.cli.main import main

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
 from tailrace.tables.base import Cursor
 from tests.support.changes import SHOP
-from tests.support.logs import OTHER, STEP, Diary, inserts, quick_folder, seal
+from tests.support.logs import OTHER, STEP, THIRD, Diary, inserts, quick_folder, seal
 
 THINGS = SHOP.table
 
@@ -166,6 +167,44 @@ def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: Lives, di
     assert "loaded anew" in life.error.hint
     (table,) = logbook.readers(diary.path)
     assert (table.name, table.state, table.held_bytes) == ("public.things", "detached", 0)
+
+
+def test_a_table_of_which_the_log_had_no_rows_holds_those_that_come(diary: Diary) -> None:
+    third = TableHint(table=THIRD.table, numbers=(), commit=4, seq=4)
+    leave_hints(diary.path, [third])
+    diary.commit(inserts(5, schema=THIRD), inserts(6))
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0))
+        assert len(sealer.log.files("sales.third")) == 1
+        assert sealer.log.files("public.things") == []
+    assert logbook.readers(diary.path)[0].behind_rows == 1
+
+
+def test_a_reader_by_name_also_holds_rows_of_the_table_made_again(diary: Diary) -> None:
+    list(ChangeLog.open(diary.path).follow(table="public.things", consumer="reader"))
+    again = replace(SHOP, relation=SHOP.relation + 1)
+    diary.commit(inserts(9, schema=again))
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0))
+    found = ChangeLog.open(diary.path).follow(table="public.things", consumer="reader")
+    assert [batch.data.column("id").to_pylist() for batch in found] == [[9]]
+
+
+def test_being_woken_passes_over_commits_that_are_gone(diary: Diary) -> None:
+    seal(diary.path)
+    diary.commit(inserts(5))
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0))
+    log = ChangeLog.open(diary.path)
+    assert log.trimmed().commit == 4
+    assert log.bounded(1, 500_000) == 5, "a quiet table stands where it last had a change"
+    assert log.bounded(5, 500_000) == 5
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0))
+    assert ChangeLog.open(diary.path).bounded(0, 500_000) == 5
 
 
 def test_a_capture_lets_go_for_tables_that_its_settings_no_longer_name(diary: Diary, tmp_path: Path) -> None:
