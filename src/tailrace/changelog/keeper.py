@@ -55,27 +55,26 @@ class Unsealed:
 
     def __init__(self, change_log: ChangeLog) -> None:
         self._log = change_log
-        self._sizes: dict[int, int] = {}
-        self._since: float | None = None
+        self._found: dict[int, tuple[int, float]] = {}
+        """By commit, in order: its bytes, and when we first saw it. By our own clock: the machine's may jump."""
 
     def due(self, keeping: Keeping) -> bool:
         """Whether it is time to seal."""
         newest = self._log.newest()
         self._log.cold.refresh()
         first = max(self._log.cold.last, self._log.trimmed().commit) + 1
-        for commit in range(max(first, max(self._sizes, default=0) + 1), newest + 1):
+        now = time.monotonic()
+        for commit in range(max(first, max(self._found, default=0) + 1), newest + 1):
             with suppress(FileNotFoundError):
-                self._sizes[commit] = _size_of(self._log.path, commit)
-        self._sizes = {commit: size for commit, size in self._sizes.items() if commit >= first}
-        if not self._sizes:
-            self._since = None
+                self._found[commit] = (_size_of(self._log.path, commit), now)
+        self._found = {commit: found for commit, found in self._found.items() if commit >= first}
+        if not self._found:
             return False
-        # By our own clock from when we first saw them: the machine's may jump.
-        self._since = self._since if self._since is not None else time.monotonic()
+        _, since = next(iter(self._found.values()))
         return (
-            len(self._sizes) >= keeping.seal_commits
-            or sum(self._sizes.values()) >= keeping.seal_bytes
-            or time.monotonic() - self._since >= keeping.seal_seconds
+            len(self._found) >= keeping.seal_commits
+            or sum(size for size, _ in self._found.values()) >= keeping.seal_bytes
+            or now - since >= keeping.seal_seconds
         )
 
 

@@ -1,0 +1,198 @@
+"""The index over sealed, joined and trimmed commits says the same as over the commits' own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.format import commit_path
+from tailrace.changelog.index import LogIndex, Slice
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.errors import LogCorrupt
+from tailrace.model.position import ZERO, Lsn
+from tests.support.changes import SHOP, insert
+from tests.support.logs import OTHER, STEP, Diary, Row, in_order, inserts, rows_of, seal
+from tests.support.windows import named
+
+RENAMED = named("public", "renamed", SHOP.relation)
+PAIRS = Limits(join_count=2, commits=3)
+
+
+def index_of(path: Path) -> LogIndex:
+    index = LogIndex(ChangeLog.open(path))
+    index.grow()
+    return index
+
+
+def write(diary: Diary) -> None:
+    """Twelve commits: some without rows, with two tables, two versions, and one that is large."""
+    diary.commit()
+    diary.commit(inserts(1, 2))
+    diary.commit(inserts(3), inserts(4, schema=OTHER))
+    diary.commit()
+    diary.commit()
+    diary.commit(inserts(5, schema=OTHER))
+    diary.piece(inserts(6))
+    diary.piece(inserts(7, 8))
+    diary.finish()
+    diary.commit(inserts(9), (RENAMED, [insert(10)]))
+    diary.commit()
+    diary.commit(inserts(11, schema=RENAMED), transactions=3)
+    diary.commit(inserts(12, schema=OTHER))
+    diary.commit()
+
+
+def rows_at(index: LogIndex, log: ChangeLog, slices: list[Slice]) -> list[Row]:
+    """What a table's slices hold, read as the applying process reads them."""
+    found: list[Row] = []
+    for item in slices:
+        after = found[-1].seq if found else 0
+        found += rows_of(
+            log.read(item.first, item.last, tables=[item.table], after_seq=after, to_seq=item.last_seq)
+        )
+    return found
+
+
+def told(index: LogIndex) -> tuple[object, ...]:
+    """What must not depend on where rows lie."""
+    return (
+        index.commit, index.position, index.rows, index.transactions,
+        [index.captured(table) for table in range(4)], index.next_seq(index.commit),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["hot", "grace", "cold", "joined", "half"])
+def test_the_index_says_the_same_wherever_the_rows_lie(diary: Diary, how: str) -> None:
+    write(diary)
+    hot = told(index_of(diary.path))
+    if how == "half":
+        seal(diary.path, limits=PAIRS)
+        diary.commit(inserts(20), inserts(21, schema=OTHER))
+        diary.commit()
+    elif how != "hot":
+        limits = PAIRS if how == "joined" else Limits(commits=3, join_count=99)
+        seal(diary.path, limits=limits, grace_seconds=300 if how == "grace" else 0)
+    log, index = ChangeLog.open(diary.path), index_of(diary.path)
+    if how != "half":
+        assert told(index) == hot
+    assert (index.commit, index.position) == (diary.writer.commit, diary.writer.position)
+    assert index.rows == len(diary.noted)
+    for number, schema in ((1, SHOP), (2, OTHER)):
+        mine = diary.rows(schema=schema)
+        assert index.captured(number) == len(mine)
+        for row in [*mine, None]:
+            seq = row.seq if row else 0
+            wanted = [found for found in mine if found.seq > seq]
+            slices = index.pending(number, seq, index.commit)
+            assert [found.seq for found in rows_at(index, log, slices) if found.seq > seq] == [
+                found.seq for found in wanted
+            ]
+        for to in range(index.commit + 1):
+            slices = index.pending(number, 0, to)
+            assert all(item.first <= to for item in slices)
+            covered = max((item.last_seq for item in slices), default=0)
+            assert covered >= max(
+                (item.row.seq for item in diary.noted if item.commit <= to and item.row in mine), default=0
+            )
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_positions_and_commits_are_found_from_each_other(diary: Diary, sealed: bool) -> None:
+    write(diary)
+    if sealed:
+        seal(diary.path, limits=PAIRS)
+    index = index_of(diary.path)
+    assert index.end_of(0) == ZERO
+    assert index.next_seq(0) == 1
+    for commit in range(1, index.commit + 1):
+        rows = [item for item in diary.noted if item.commit <= commit]
+        assert index.next_seq(commit) == len(rows) + 1
+        if any(item.commit == commit for item in diary.noted):
+            assert (index.start_of(commit), index.end_of(commit)) == (
+                Lsn((commit - 1) * STEP), Lsn(commit * STEP),
+            )  # fmt: skip
+    for position in range(0, (index.commit + 1) * STEP, 25):
+        found = index.commit_at(Lsn(position))
+        assert found <= position // STEP
+        # Of commits without rows only the last counts once they are sealed, so it may be an earlier one.
+        assert diary.rows(found) == diary.rows(min(position // STEP, index.commit))
+
+
+def test_a_grown_index_equals_a_new_one_whatever_happened_to_the_log_meanwhile(diary: Diary) -> None:
+    grown = index_of(diary.path)
+    for round_ in range(6):
+        diary.commit(inserts(round_), inserts(round_, schema=OTHER))
+        if round_ % 2:
+            grown.grow()
+        diary.commit()
+        if round_ % 3 == 2:
+            seal(diary.path, limits=Limits(join_count=2))
+        if round_ == 4:
+            leave_hints(diary.path, [TableHint(table=OTHER.table, numbers=(2,), commit=2, seq=2)])
+            with Sealer(diary.path) as sealer:
+                trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        grown.grow()
+        fresh = index_of(diary.path)
+        assert told(grown) == told(fresh)
+        for table in (1, 2):
+            assert grown.pending(table, 0, 99) == fresh.pending(table, 0, 99)
+            assert grown.lacks(table, 0) == fresh.lacks(table, 0)
+        assert grown.first == fresh.first
+        assert grown.bytes == fresh.bytes
+
+
+def test_an_index_that_grows_to_a_number_takes_in_what_is_sealed_in_any_case(diary: Diary) -> None:
+    write(diary)
+    seal(diary.path)
+    diary.commit(inserts(30))
+    diary.commit(inserts(31))
+    index = LogIndex(ChangeLog.open(diary.path))
+    index.grow(13)
+    assert index.commit == 13
+    early = LogIndex(ChangeLog.open(diary.path))
+    early.grow(2)
+    assert early.commit == 12
+
+
+def test_what_is_trimmed_is_no_longer_pending_but_was_captured(diary: Diary) -> None:
+    write(diary)
+    seal(diary.path, limits=Limits(commits=3))
+    leave_hints(diary.path, [TableHint(table=OTHER.table, numbers=(2,), commit=3, seq=4)])
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    diary.commit(inserts(40))
+    log, index = ChangeLog.open(diary.path), index_of(diary.path)
+    assert index.first == 4
+    gone = index.lacks(1, 0)
+    assert gone is not None
+    assert index.lacks(1, gone.last_seq) is None
+    assert [item.first for item in index.pending(1, 0, 99)] == [13]
+    assert in_order(rows_at(index, log, index.pending(2, 4, 99))) == [
+        row for row in diary.rows(schema=OTHER) if row.seq > 4
+    ]
+    assert index.captured(1) == len(diary.rows(schema=SHOP))
+    assert index.end_of(3) == Lsn(3 * STEP)
+    assert index.commit_at(Lsn(3 * STEP)) == 3
+
+
+def test_an_index_is_not_confused_by_commits_that_are_sealed_under_it(diary: Diary) -> None:
+    write(diary)
+    log = ChangeLog.open(diary.path)
+    index = LogIndex(log)
+    index.grow(2)
+    log.newest()
+    seal(diary.path)
+    diary.commit(inserts(50))
+    index.grow()
+    assert told(index) == told(index_of(diary.path))
+
+
+def test_a_commit_that_is_really_missing_is_said_to_be(diary: Diary) -> None:
+    write(diary)
+    commit_path(diary.path, 5).unlink()
+    with pytest.raises(LogCorrupt):
+        index_of(diary.path)

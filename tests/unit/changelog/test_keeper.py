@@ -1,0 +1,194 @@
+"""The keeper: seals in time, joins, cleans and trims beside the writer, and harms nobody when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.format import commit_path
+from tailrace.changelog.keeper import Keeper, Keeping, Unsealed, keep
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, disk_bytes
+from tailrace.changelog.sealing import Sealer
+from tailrace.errors import LogBusy, LogTrimmed
+from tests.support.changes import SHOP, insert
+from tests.support.logs import OTHER, Diary, inserts, read_all, rows_of, seal, stored_files
+
+FOR_EVER = Policy(age_seconds=None)
+NEVER = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1e9, policy=FOR_EVER)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+# --- when it is time -----------------------------------------------------------------------------------------
+
+
+def test_it_is_time_to_seal_when_there_are_enough_commits(diary: Diary) -> None:
+    unsealed = Unsealed(ChangeLog.open(diary.path))
+    keeping = Keeping(seal_bytes=1 << 40, seal_commits=3, seal_seconds=1e9)
+    for expected in (False, False, True, True):
+        diary.commit(inserts(1))
+        assert unsealed.due(keeping) is expected
+    seal(diary.path)
+    assert not unsealed.due(keeping)
+    for expected in (False, False, True):
+        diary.commit()
+        assert unsealed.due(keeping) is expected
+
+
+def test_it_is_time_to_seal_when_there_are_enough_bytes_pieces_included(diary: Diary) -> None:
+    unsealed = Unsealed(ChangeLog.open(diary.path))
+    keeping = Keeping(seal_bytes=100_000, seal_commits=1 << 40, seal_seconds=1e9)
+    diary.commit((SHOP, [insert(1, big="x" * 60_000)]))
+    assert not unsealed.due(keeping)
+    diary.piece((SHOP, [insert(2, big="x" * 60_000)]))
+    assert not unsealed.due(keeping)
+    diary.finish()
+    assert unsealed.due(keeping)
+
+
+def test_it_is_time_to_seal_when_the_oldest_has_waited_long_enough_and_no_sooner(diary: Diary) -> None:
+    unsealed = Unsealed(ChangeLog.open(diary.path))
+    keeping = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=0.2)
+    diary.commit(inserts(1))
+    assert not unsealed.due(keeping)
+    time.sleep(0.25)
+    assert unsealed.due(keeping)
+    seal(diary.path)
+    # A log that never rests is not sealed at every tick: the next commit waits as long as the first did.
+    diary.commit(inserts(2))
+    assert not unsealed.due(keeping)
+    diary.commit(inserts(3))
+    assert not unsealed.due(keeping)
+    time.sleep(0.25)
+    assert unsealed.due(keeping)
+
+
+# --- one round -----------------------------------------------------------------------------------------------
+
+
+def test_a_round_seals_joins_and_cleans(diary: Diary) -> None:
+    log = ChangeLog.open(diary.path)
+    keeping = Keeping(grace_seconds=0.0, policy=FOR_EVER)
+    for key in range(8):
+        diary.commit(inserts(key))
+        done = keep(log, keeping, seal=True)
+        assert (done.sealed.seals, done.sealed.commits, done.sealed.rows) == (1, 1, 1)
+    assert done.sealed.joined == 8
+    assert len(stored_files(diary.path, "cold/*.json", "hot/*")) == 2
+    assert read_all(diary.path) == diary.rows()
+
+
+def test_a_round_that_is_not_to_seal_only_cleans_and_trims(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    done = keep(ChangeLog.open(diary.path), NEVER, seal=False)
+    assert (done.sealed.seals, done.trimmed.rows) == (0, 0)
+    assert stored_files(diary.path, "cold/*.json") == set()
+
+
+def test_a_round_keeps_the_grace_period(diary: Diary) -> None:
+    for key in range(3):
+        diary.commit(inserts(key))
+    log = ChangeLog.open(diary.path)
+    keep(log, Keeping(policy=FOR_EVER), seal=True)
+    assert len(stored_files(diary.path, "hot/*")) == 3
+
+
+def test_a_round_trims_by_the_policy(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    log = ChangeLog.open(diary.path)
+    done = keep(log, Keeping(grace_seconds=0.0, policy=Policy(age_seconds=-1.0)), seal=True)
+    assert done.trimmed.commits == 1
+    with pytest.raises(LogTrimmed):
+        list(log.follow(0))
+
+
+def test_a_log_that_is_nearly_full_is_sealed_and_cleaned_before_anyone_is_detached(diary: Diary) -> None:
+    leave_hints(diary.path, [TableHint(table=SHOP.table, numbers=(1,), commit=0, seq=0)])
+    for key in range(4):
+        diary.commit((SHOP, [insert(key, big=os.urandom(50_000).hex())]))
+    hot = disk_bytes(diary.path)
+    # As text these rows take twice the room that they take sealed.
+    policy = Policy(age_seconds=None, max_bytes=int(hot * 0.95))
+    done = keep(ChangeLog.open(diary.path), Keeping(policy=policy), seal=False)
+    assert (done.sealed.seals, done.trimmed.detached) == (1, ())
+    assert read_all(diary.path) == diary.rows()
+    tight = Policy(age_seconds=None, max_bytes=int(hot * 0.3))
+    done = keep(ChangeLog.open(diary.path), Keeping(policy=tight), seal=False)
+    assert done.trimmed.detached == (str(SHOP.table),)
+
+
+def test_a_round_yields_to_one_who_seals_by_hand(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    with Sealer(diary.path), pytest.raises(LogBusy):
+        keep(ChangeLog.open(diary.path), NEVER, seal=True)
+    assert keep(ChangeLog.open(diary.path), NEVER, seal=True).sealed.seals == 1
+
+
+# --- the thread ----------------------------------------------------------------------------------------------
+
+
+def test_the_thread_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
+    keeper = Keeper(diary.path, Keeping(seal_commits=5, grace_seconds=0.0, policy=FOR_EVER))
+    keeper.start()
+    try:
+        log = ChangeLog.open(diary.path)
+        follower = log.follow(0, wait_seconds=10)
+        found = []
+        for key in range(40):
+            diary.commit(inserts(key), inserts(key, schema=OTHER))
+        assert eventually(lambda: bool(stored_files(diary.path, "cold/*.json")))
+        diary.commit(inserts(99))
+        for batch in follower:
+            found.append(batch)
+            if batch.data.column("id")[-1].as_py() == 99:
+                break
+    finally:
+        keeper.stop()
+    assert not any(thread.name == "tailrace-keeper" for thread in threading.enumerate())
+    assert len(rows_of(found)) == len(diary.noted)
+    assert read_all(diary.path) == diary.rows()
+
+
+def test_a_thread_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
+    diary: Diary, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary.commit(inserts(1, big="x" * 1000))
+    diary.commit(inserts(2))
+    path = commit_path(diary.path, 1)
+    content = bytearray(path.read_bytes())
+    content[-600] ^= 1
+    path.write_bytes(content)
+    keeper = Keeper(diary.path, Keeping(seal_commits=1, policy=FOR_EVER))
+    with caplog.at_level(logging.WARNING):
+        keeper.start()
+        try:
+            assert eventually(lambda: any(record.levelno == logging.ERROR for record in caplog.records))
+            diary.commit(inserts(3))
+        finally:
+            began = time.monotonic()
+            keeper.stop()
+    assert time.monotonic() - began < 5
+    (record,) = (record for record in caplog.records if record.levelno == logging.ERROR)
+    assert record.code == "log-corrupt"  # type: ignore[attr-defined] # an extra
+    assert rows_of(ChangeLog.open(diary.path).follow(1)) == diary.rows(1)
+
+
+def test_a_keeper_that_was_never_started_or_finds_no_log_can_be_stopped(tmp_path: Path) -> None:
+    Keeper(tmp_path / "nothing", Keeping()).stop()
+    keeper = Keeper(tmp_path / "nothing", Keeping())
+    keeper.start()
+    keeper.stop()
+    assert not (tmp_path / "nothing").exists()
