@@ -184,8 +184,10 @@ def _link(aside: Path, path: Path) -> None:
         os.link(aside, path)
     except FileExistsError:
         # Over a network it may have been done although the answer was lost, and then the second try finds it done.
-        if not os.path.samefile(aside, path):
+        if not os.path.lexists(aside) or not os.path.samefile(aside, path):
             raise
+    except FileNotFoundError:
+        raise  # swept away by another writer, so certainly not linked
     except OSError as error:
         if os.path.lexists(path):
             raise Doubtful(error.errno, error.strerror, str(path)) from error

@@ -41,10 +41,10 @@ _ZEROS = bytes(format.ALIGNMENT)
 
 
 class LogWriter:
-    """The one writer of a log. Opening it waits for the lease and sweeps what a crash left behind."""
+    """The one writer of a log. Opening it waits for the lease; its first commit sweeps what a crash left behind."""
 
     def __init__(self, path: Path, source: SourceId, *, take_over: bool = False) -> None:
-        self.path = path
+        self.path, self.commit = path, 0
         with files.explained(path):
             begun = files.is_there(path / "meta.json")
         if not begun:  # a log that was begun has its folders; one that is gone took its content along
@@ -53,7 +53,6 @@ class LogWriter:
         self._lease = Lease(path, take_over=take_over) if take_over else Lease(path)
         try:
             self.log_id = _identify(path, source)
-            self._sweep()
             self._schemas = Schemas(path / "schemas")
             self._schemas.load()
             last = self._found_durable()
@@ -67,7 +66,6 @@ class LogWriter:
         """Of the source's history, as the newest commit has it; the next one says what this says then."""
         self._announced = last.shapes if last else 0
         self._written_at = last.written_at if last else 0
-        self._last = last
         self._spill: Spill | None = None
         self._swept = self._doubtful = False
 
@@ -81,10 +79,16 @@ class LogWriter:
                 files.sync_folder(self.path.parent)
         else:
             self._refuse_torn(log, last)
-            with files.explained(self.path):
-                files.renew(commit_path(self.path, last.commit))
+            self._renew(commit_path(self.path, last.commit))
         self._schemas.settle(last.shapes if last else 0)
         return last
+
+    def _renew(self, path: Path) -> None:
+        try:
+            with files.explained_but_missing(path):
+                files.renew(path)
+        except FileNotFoundError as error:  # swept away by one who has the next number already
+            raise self._fenced() from error
 
     def _refuse_torn(self, log: ChangeLog, last: format.Header) -> None:
         """While the source may still have what the newest commit held, it is not too late to find it damaged."""
@@ -99,12 +103,17 @@ class LogWriter:
             )
             raise
 
-    def _sweep(self) -> None:
-        """Remove what a writer left that died before giving a file its name. Nobody ever read it."""
-        with files.explained(self.path):
-            for folder in ("hot", "schemas", "."):
-                for leftover in (self.path / folder).glob("**/.*.tmp" if folder == "schemas" else ".*.tmp"):
+    def _sweep(self, header: format.Header) -> None:
+        """Remove what writers left that died before giving a file its name. Nobody ever read it.
+
+        Not before our first commit: until the number is ours, another writer may still commit what we would remove.
+        """
+        with suppress(OSError):
+            for pattern in ("hot/.*.tmp", "schemas/*/.*.tmp", ".*.tmp"):
+                for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
+            spill.sweep(self.path, header)
+        self._swept = True
 
     def append(self, window: Window) -> format.Header | None:
         """Make the window durable as the next commit, or as a piece of it if its transaction has not ended.
@@ -127,9 +136,7 @@ class LogWriter:
 
     def _append(self, window: Window) -> format.Header | None:
         # The very first commit has nothing before it: it states where the log begins.
-        lost = (
-            window.continues and self._spill is None
-        )  # an append that failed has forgotten what came before
+        lost = window.continues and self._spill is None  # forgotten by an append that failed
         if lost or (window.start != self.position and self.commit):
             raise LogCorrupt(
                 "a window does not start where the log ends",
@@ -159,10 +166,7 @@ class LogWriter:
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
         self._announced = shapes
         if not self._swept:
-            # Only once the number is ours: until then a writer that lost the log may still commit what we remove.
-            with suppress(OSError):
-                spill.sweep(self.path, header)
-            self._swept = True
+            self._sweep(header)
         return header
 
     def _publish(self, header: format.Header, parts: Parts) -> None:
