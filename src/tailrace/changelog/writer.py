@@ -179,9 +179,9 @@ class LogWriter:
         # Once the commit may exist, the pieces it names are not ours to remove.
         spilled, self._spill = self._spill, None
         try:
-            with files.explained(path):
+            with files.explained_but_missing(path):
                 files.publish(aside, path)
-        except FileExistsError as error:
+        except (FileExistsError, FileNotFoundError) as error:  # taken; or swept by one who has the number
             self._spill = spilled
             raise self._fenced() from error
         failpoints.hit("log.after_link")
