@@ -36,6 +36,7 @@ ALIGNMENT = 64
 HEADER_GUESS = 16 << 10
 """Read at once in the hope that the whole header is in it."""
 HEADER_BYTES_MAX = 64 << 20
+DAMAGED = "a commit of the log is damaged"
 _PREFIX = struct.Struct("<8sII")
 
 
@@ -176,7 +177,7 @@ def _body(stored: dict[str, Any]) -> Body:
 def corrupt(path: Path, why: str) -> LogCorrupt:
     """The error for a file that is not what was written."""
     return LogCorrupt(
-        f"a commit of the log is damaged: {why}",
+        f"{DAMAGED}: {why}",
         path=path,
         hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
     )

@@ -28,7 +28,7 @@ from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.schemas import Schemas, Version
 from tailrace.changelog.spill import Spill
-from tailrace.errors import LogCorrupt, LogFenced, LogForeign, LogUnusable
+from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
 from tailrace.model import change, system
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO
@@ -72,13 +72,13 @@ class LogWriter:
     def _found_durable(self) -> format.Header | None:
         """The newest commit, whole and durable: its writer may have died, or failed, before it knew that it was."""
         log = ChangeLog.open(self.path)
-        last = log.last_header()
+        newest = log.newest()
+        last = self._checked(log, newest) if newest else None
         if last is None:
             with files.explained(self.path):
                 files.renew(self.path / "meta.json")
                 files.sync_folder(self.path.parent)
         else:
-            self._refuse_torn(log, last)
             self._renew(commit_path(self.path, last.commit))
         self._schemas.settle(last.shapes if last else 0)
         return last
@@ -90,17 +90,20 @@ class LogWriter:
         except FileNotFoundError as error:  # swept away by one who has the next number already
             raise self._fenced() from error
 
-    def _refuse_torn(self, log: ChangeLog, last: format.Header) -> None:
-        """While the source may still have what the newest commit held, it is not too late to find it damaged."""
+    def _checked(self, log: ChangeLog, newest: int) -> format.Header:
+        """The newest commit, once every byte of it was read: the source may still have what is damaged in it."""
         try:
+            last = log.header(newest)
             for body in last.bodies:
                 log.batch(last, body)
+            return last
         except LogCorrupt as error:
-            error.hint += (
-                " If the machine has just crashed, its disk lost what it had promised to keep. Then move the newest "
-                f"commit ({commit_path(self.path, last.commit).name}) away and start again: what it held is captured "
-                "again, or you are told that the source no longer has it."
-            )
+            if error.message.startswith(format.DAMAGED):
+                error.hint += (
+                    " If the machine has just crashed, its disk lost what it had promised to keep. Then move the "
+                    f"newest commit ({commit_path(self.path, newest).name}) away and start again: what it held is "
+                    "captured again, or you are told that the source no longer has it."
+                )
             raise
 
     def _sweep(self, header: format.Header) -> None:
@@ -132,7 +135,20 @@ class LogWriter:
         except BaseException as error:
             self._doubtful = self._doubtful or isinstance(error.__cause__, files.Doubtful)
             self._forget_pieces()
+            if isinstance(error, LogFull):
+                self._make_room()
             raise
+
+    def _make_room(self) -> None:
+        """A dead writer's pieces may be what fills the disk: a commit of nothing makes the number ours, and they go."""
+        if self.commit and not self._swept:
+            self._swept = True
+            try:
+                header = self.append(Window(start=self.position, end=self.position))
+                assert header is not None, "a whole window"
+                self._sweep(header)
+            except LogError:
+                self._swept = False
 
     def _append(self, window: Window) -> format.Header | None:
         # The very first commit has nothing before it: it states where the log begins.
