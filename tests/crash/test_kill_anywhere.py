@@ -28,6 +28,9 @@ KILL_SECONDS_MAX = 150.0
 FIRST = ("log.schema_recorded", "load.snapshot_open", "load.before_commit", "load.after_commit")
 # Passed only by a transaction too large to hold, so one is written before each.
 PIECES = ("capture.piece_read", "log.piece_written")
+# Passed only by whoever puts the log in order, which has a crash test of its own (test_kill_the_sealer).
+IN_ORDER = ("seal.", "clean.", "trim.")
+PLACES = [name for name in failpoints.NAMES if not name.startswith(IN_ORDER)]
 ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
 
 
@@ -71,7 +74,7 @@ def test_killed_at_every_named_place_the_tables_equal_the_source_in_the_end(shop
     pipeline, workload = shop
     hits = tmp_path / "hits"
     chance = random.Random(os.environ.get("TAILRACE_SEED", "17"))
-    later = [name for name in failpoints.NAMES if name not in FIRST]
+    later = [name for name in PLACES if name not in FIRST]
     chance.shuffle(later)
     with workload:
         for name in (*FIRST, *later):
@@ -86,7 +89,7 @@ def test_killed_at_every_named_place_the_tables_equal_the_source_in_the_end(shop
                 write_large_transaction(pipeline.url)
             run_into(pipeline, name, chance.randint(1, 2 if name in PIECES else 20), hits)
     counted = Counter(hits.read_text().split())
-    assert set(counted) == set(failpoints.NAMES), counted
+    assert set(counted) == set(PLACES), counted
     pipeline.catch_up()
     pipeline.assert_equal(*NAMES)
     assert_log_is_whole(pipeline.log)
