@@ -1,0 +1,63 @@
+"""The code that the guide to the log shows is run as it stands there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tailrace.model.schema import Column
+from tests.support.changes import SHOP, delete, insert, move, update
+from tests.support.logs import Diary, inserts, seal
+from tests.support.windows import named
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "read-the-log.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+ELSEWHERE = ("polars", "spark.")
+"""What these tests do not install, or what takes a JVM."""
+
+ORDERS = named("public", "orders", 16384)
+LATER = replace(ORDERS, columns=(*SHOP.columns, Column(name="extra", source_type="text", type=pa.string())))
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log at `shop/changes` whose sealed files differ in their columns."""
+    monkeypatch.chdir(tmp_path)
+    diary = Diary(tmp_path / "shop" / "changes")
+    diary.commit(inserts(1, 2, schema=ORDERS))
+    seal(diary.path, join=False)
+    diary.commit(
+        (ORDERS, [*move(1, 11, unchanged=("big",)), update(2, name="x", unchanged=("big",)), delete(11)])
+    )
+    seal(diary.path, join=False)
+    diary.commit((LATER, [insert(4, extra="e")]))
+    seal(diary.path, join=False)
+    diary.commit(inserts(5, schema=LATER))
+    diary.close()
+    return diary.path
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if not any(name in block for name in ELSEWHERE)])
+def test_the_code_of_the_guide_runs(block: str, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(compile(block, GUIDE.name, "exec"), names)
+    said = capsys.readouterr().out
+    if "follow" in block:
+        assert said.count("public.orders") == 4, "sealed or not"
+        assert "8 insert {'id': 5" in said
+    elif "duckdb" in block:
+        assert re.search(r"delete\s*│\s*2", said)
+        assert re.search(r"insert\s*│\s*4", said)
+    else:
+        assert len(names["files"]) == 3  # type: ignore[arg-type]
+
+
+def test_the_guide_has_code_for_each_tool_it_names() -> None:
+    assert sum("duckdb" in block for block in BLOCKS) == 1
+    assert sum("polars" in block for block in BLOCKS) == 1
+    assert sum("spark.read" in block for block in BLOCKS) == 1
+    assert sum("ChangeLog" in block for block in BLOCKS) == 2
