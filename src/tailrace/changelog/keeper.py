@@ -19,7 +19,7 @@ from tailrace.changelog.lease import WAIT_SECONDS_MAX
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
 from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
-from tailrace.errors import LogBusy, LogCorrupt, TailraceError
+from tailrace.errors import LogBusy, LogCorrupt, LogFull, TailraceError
 
 log = logging.getLogger(__name__)
 
@@ -114,11 +114,13 @@ class Keeper:
             except LogBusy:
                 continue  # someone seals by hand
             except TailraceError as error:
+                tended = None  # sweep what was begun before beginning again
                 level = logging.ERROR if isinstance(error, LogCorrupt) else logging.WARNING
                 said = {"code": error.code, "reason": error.message}
                 log.log(level, "the log could not be put in order, tried again", extra=said)
                 wait = RETRY_SECONDS
             except Exception as error:  # the thread's boundary: capture must go on
+                tended = None
                 log.exception("keeper failed", extra={"reason": type(error).__name__})
                 wait = RETRY_SECONDS
 
@@ -147,9 +149,15 @@ def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool) -> Kept:
     """One round: seal if asked to, then join, clean up and trim."""
     with Sealer(change_log.path, wait_seconds=0.0, log=change_log) as sealer:
         full = _is_nearly_full(change_log.path, keeping.policy)
-        sealed = sealer.seal() if seal or full else Sealed()
-        if seal:
-            sealed += sealer.join()
+        try:
+            sealed = sealer.seal() if seal or full else Sealed()
+            if seal:
+                sealed += sealer.join()
+        except LogFull:
+            # To seal needs room; what was replaced, or is kept for nobody, may have it.
+            sealer.clean(0.0)
+            trim(sealer, keeping.policy)
+            raise
         # Room is worth more than the comfort of a reader who must look a file up again.
         sealed += sealer.clean(0.0 if full else keeping.grace_seconds)
         return Kept(sealed=sealed, trimmed=trim(sealer, keeping.policy))

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tailrace.changelog import files
-from tailrace.errors import LogBusy, LogFenced
+from tailrace.errors import LogBusy, LogFenced, LogFull
 
 WAIT_SECONDS_MAX = 30.0
 EXPIRY_SECONDS = 20.0
@@ -51,7 +51,8 @@ class Lease:
         """Whether it was taken from one who had not let go, and who may still believe to hold it."""
         self._handle = self._acquire(_Watch(expiry_seconds), time.monotonic() + wait_seconds, take_over)
         try:
-            with files.explained(folder):
+            # On a full disk whoever makes room must get the lease. Another host sees us at the next renewal.
+            with suppress(LogFull), files.explained(folder):
                 self._write_record(released=False)
         except BaseException:
             os.close(self._handle)
@@ -122,8 +123,9 @@ class Lease:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another one's take-over may have put a new file here since we opened this one.
             if os.path.samestat(os.fstat(handle), os.stat(self._lock)) and watch.free(self._record):
-                os.ftruncate(handle, 0)
+                # In this order: what is written over what was there needs no room.
                 os.pwrite(handle, self._token.encode(), 0)
+                os.ftruncate(handle, len(self._token))
                 return handle
         except (BlockingIOError, FileNotFoundError):
             pass

@@ -308,10 +308,15 @@ class Sealer:
     def _settle(self) -> None:
         """Make durable what is to be relied on when files go: its writer may have died, or failed, before it was."""
         seals = [seal_path(self.path, seal.stem) for seal in self.log.cold.seals]
-        if seals:
-            files.renew(max(seals, key=_age_of))
+        relied_on = [max(seals, key=_age_of)] if seals else []
         if self.log.trimmed() != NOTHING:
-            files.renew(self.path / TRIMMED)
+            relied_on.append(self.path / TRIMMED)
+        for path in relied_on:
+            try:
+                with files.explained(path):
+                    files.renew(path)
+            except LogFull:  # room is made by what follows
+                files.sync_folder(path.parent)
 
     def _sweep_views(self) -> None:
         """Remove folders of links that never got a table's name, or have lost it."""
