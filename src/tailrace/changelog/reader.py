@@ -367,7 +367,7 @@ class ChangeLog:
             return table in tables
         return not is_system(self.schemas.get(table, schema).schema)
 
-    def _lost(self, gone: Trimmed, tables: Collection[int] | Wanted | None) -> dict[int, TrimmedTable]:
+    def lost(self, gone: Trimmed, tables: Collection[int] | Wanted | None) -> dict[int, TrimmedTable]:
         """What is gone of the tables that are asked for."""
         return {
             number: table
@@ -380,7 +380,7 @@ class ChangeLog:
         delivered: Mapping[int, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Rows that are gone are never passed over in silence."""
-        for number, table in self._lost(gone, tables).items():
+        for number, table in self.lost(gone, tables).items():
             if first <= table.commit and table.last_seq > max(after_seq, delivered.get(number, 0)):
                 raise LogTrimmed(
                     "the log no longer holds all that was asked for",
@@ -439,7 +439,7 @@ class ChangeLog:
 
     def _whole_from(self, gone: Trimmed, wanted: Wanted | None) -> tuple[int, int]:
         """The first commit and `_seq` after which nothing that is asked for is gone."""
-        lost = self._lost(gone, wanted)
+        lost = self.lost(gone, wanted)
         if wanted is not None and len(wanted.numbers) == 1:
             return gone.commit, max((table.last_seq for table in lost.values()), default=0)
         return max([gone.commit, *(table.commit for table in lost.values())]), 0

@@ -82,7 +82,7 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
     kept = _kept(change_log, gone)
     found = []
     for hold in _holds(change_log):
-        state = _state(hold, gone, now)
+        state = _state(change_log, hold, gone, now)
         mine = [item.file for item in kept if state == "live" and _needs(hold, item.file)]
         found.append(Held(
             hold=hold, state=state, files=len(mine), rows=sum(file.rows for file in mine),
@@ -110,7 +110,7 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     change_log.cold.refresh()
     gone = change_log.trimmed()
     kept = _kept(change_log, gone)
-    live = [hold for hold in _holds(change_log) if _state(hold, gone, now) == "live"]
+    live = [hold for hold in _holds(change_log) if _state(change_log, hold, gone, now) == "live"]
     going = _old_enough(kept, live, policy.age_seconds, now)
     detached: list[Hold] = []
     limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
@@ -143,15 +143,12 @@ def _kept(change_log: ChangeLog, gone: Trimmed) -> list[_Kept]:
     return sorted(found, key=lambda item: item.file.last_seq)
 
 
-def _state(hold: Hold, gone: Trimmed, now: float) -> str:
+def _state(change_log: ChangeLog, hold: Hold, gone: Trimmed, now: float) -> str:
     if hold.expired(now):
         return "expired"
-    lost = any(
-        gone.lacks(number, hold.seq) is not None and table.commit > hold.commit
-        for number, table in gone.tables.items()
-        if hold.tables is None or number in hold.tables
-    )
-    return "detached" if lost else "live"
+    lost = change_log.lost(gone, hold.tables).values()
+    needed = any(table.last_seq > hold.seq and table.commit > hold.commit for table in lost)
+    return "detached" if needed else "live"
 
 
 def _needs(hold: Hold, file: ColdFile) -> bool:

@@ -220,6 +220,19 @@ def test_a_reader_of_all_tables_holds_all_of_them(diary: Diary) -> None:
     assert numbers_kept(diary.path) == {}
 
 
+def test_a_reader_of_all_tables_has_lost_nothing_when_only_the_shapes_are_gone(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),), (inserts(2),))
+    tables_hold(diary.path, (SHOP, 0, 0))
+    let_go(diary.path)
+    assert set(read_trimmed(diary.path).tables) == {0}
+    follower = ChangeLog.open(diary.path).follow(consumer="reader")
+    next(follower)
+    tables_hold(diary.path)
+    assert [found.state for found in held(ChangeLog.open(diary.path))] == ["live"]
+    let_go(diary.path)
+    assert read_all(diary.path) == diary.rows()
+
+
 def test_a_reader_that_is_not_heard_of_for_too_long_holds_nothing_and_is_told(diary: Diary) -> None:
     write_sealed(diary, (inserts(1),))
     log = ChangeLog.open(diary.path)
