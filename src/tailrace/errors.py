@@ -11,7 +11,6 @@ TailraceError
 │   ├── SlotBusy                another process reads our slot
 │   ├── PositionLost            the server discarded log we had not read
 │   ├── HistoryDiverged         the server's history is not the one the log was read from
-│   ├── HistoryDiverged         the server's history is not the one the log was read from
 │   └── ProtocolViolation       bytes we do not understand
 ├── LogError                the change log
 │   ├── LogUnusable             missing, not writable, its disk fails
@@ -158,12 +157,6 @@ class PositionLost(SourceError):
     """The server discarded log we had not read yet."""
 
     code = "position-lost"
-
-
-class HistoryDiverged(SourceError):
-    """The server's history branched off before our position: the log holds what never happened there."""
-
-    code = "history-diverged"
 
 
 class HistoryDiverged(SourceError):
