@@ -84,6 +84,7 @@ class Applying:
         for table in self._source.tables():
             life = self.lives.add(table.table, table)
             life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
+        self.holding.begin()
 
     def start(self) -> None:
         """Begin to start Spark, the loads and the query that wakes the work; returns at once."""

@@ -27,13 +27,18 @@ class Holding:
     def __init__(self, lives: Lives) -> None:
         self._lives = lives
         self._said = {hint.table: hint for hint in consumers.hints(lives.log.path)}
+        self._begun = False
         self._due = 0.0
         self._speaking = threading.Lock()
 
+    def begin(self) -> None:
+        """From here on the tables are known: one that is not among them needs nothing."""
+        self._begun = True
+
     def say(self, *, now: bool = False) -> None:
-        """Say where every table stands, if that was not done just now."""
+        """Say where every table stands, if that was not done just now. Silent until they are known."""
         with self._speaking:
-            if not now and time.monotonic() < self._due:
+            if not self._begun or (not now and time.monotonic() < self._due):
                 return
             self._due = time.monotonic() + SAY_SECONDS
             self._lives.notice_trimmed()

@@ -58,10 +58,25 @@ def live(lives: Lives, cursor: Cursor | None, state: TableState = TableState.CAT
     return life
 
 
+def speaker_of(lives: Lives) -> Holding:
+    made = Holding(lives)
+    made.begin()
+    return made
+
+
 def said(lives: Lives) -> TableHint | None:
-    Holding(lives).say()
+    speaker_of(lives).say()
     found = consumers.hints(lives.log.path)
     return found[0] if found else None
+
+
+def test_nothing_is_said_before_the_tables_are_known(lives: Lives) -> None:
+    before = TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
+    leave_hints(lives.log.path, [before])
+    Holding(lives).say(now=True)
+    assert consumers.hints(lives.log.path) == [before], (
+        "a source that did not answer takes nothing from its tables"
+    )
 
 
 def test_a_table_that_is_behind_holds_what_it_lacks(lives: Lives) -> None:
@@ -92,7 +107,7 @@ def test_a_table_that_cannot_be_read_holds_what_it_held_before(lives: Lives) -> 
     leave_hints(lives.log.path, [before])
     life = live(lives, None)
     life.fail(TableUnusable("the folder cannot be read"))
-    speaker = Holding(lives)
+    speaker = speaker_of(lives)
     for _ in range(2):
         speaker.say(now=True)
         assert consumers.hints(lives.log.path) == [before]
@@ -126,7 +141,7 @@ def test_a_table_that_is_not_there_any_more_holds_nothing(lives: Lives) -> None:
         lives.log.path, [TableHint(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
     )
     live(lives, at(3, 4), TableState.LIVE)
-    Holding(lives).say()
+    speaker_of(lives).say()
     assert [hint.table for hint in consumers.hints(lives.log.path)] == [THINGS]
 
 
@@ -134,7 +149,7 @@ def test_tables_speak_at_most_every_few_seconds_unless_it_matters(
     lives: Lives, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = live(lives, at(1, 2))
-    speaker = Holding(lives)
+    speaker = speaker_of(lives)
     speaker.say()
     life.moved(at(3, 4), SHOP)
     speaker.say()
@@ -152,7 +167,7 @@ def test_tables_speak_at_most_every_few_seconds_unless_it_matters(
 def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: Lives, diary: Diary) -> None:
     life = live(lives, at(1, 2))
     life.fail(SchemaChanged("a column was added"))
-    speaker = Holding(lives)
+    speaker = speaker_of(lives)
     speaker.say()
     seal(diary.path)
     with Sealer(diary.path) as sealer:
