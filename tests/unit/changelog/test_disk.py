@@ -1,23 +1,30 @@
-"""A disk that is full, read-only or not ours: one clear error with the remedy, and nothing lost."""
+"""A disk that is full, read-only, failing or not ours: one clear error with the remedy, and nothing lost."""
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import writer as writer_module
-from tailrace.changelog.lease import Lease
+from tailrace.changelog import keeper as keeper_module
+from tailrace.changelog.keeper import Keeper, Keeping, keep
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import LogUnusable
-from tests.support.windows import SOURCE, ids, named, rows_window, window
+from tailrace.errors import LogFull, LogUnusable
+from tests.support.changes import SHOP, insert
+from tests.support.logs import Diary, Given, assert_nothing_left_over, inserts, read_all, stored_files
+from tests.support.pipelines import eventually
+from tests.support.windows import SOURCE, named, rows_window
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(
@@ -28,23 +35,35 @@ as_root = pytest.mark.skipif(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own that holds 256 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """A file system of its own that holds 1 MiB."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
+        yield disk
+
+
+@contextmanager
+def mounted(folder: Path, *what: str) -> Iterator[Path]:
+    """The file system, as long as it is needed."""
+    folder.mkdir(exist_ok=True)
+    made = subprocess.run(["mount", *what, str(folder)], capture_output=True, text=True, check=False)
     if made.returncode:
-        pytest.skip(f"SKIPPED LOUDLY: a full disk was not tried, mount is not allowed here: {made.stderr}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+        pytest.skip(f"SKIPPED LOUDLY: not tried, for mounting is not allowed here: {made.stderr}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(disk: Path) -> Path:
-    """Leave not a byte free."""
+@contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """As if the system had mounted the disk anew because of an error; open files stay open."""
+    with mounted(disk, "--bind", str(disk)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+        yield
+
+
+def fill(disk: Path, leave: int = 0) -> Path:
+    """Leave not a byte free, or only so many."""
+    (disk / "spared").write_bytes(bytes(leave))
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file:
         size = 1 << 16
@@ -53,64 +72,179 @@ def fill(disk: Path) -> Path:
                 file.write(bytes(size))
             except OSError:
                 size //= 2
+    (disk / "spared").unlink()
     return filler
 
 
+def bulky(key: int, size: int) -> Given:
+    """A row that no compression makes smaller."""
+    return SHOP, [insert(key, big=random.randbytes(size // 2).hex())]
+
+
+@pytest.fixture
+def diary(small_disk: Path) -> Iterator[Diary]:
+    """A log on the small disk that has something to seal and something to trim."""
+    opened = Diary(small_disk / "log")
+    opened.commit()
+    opened.commit(bulky(1, 20_000))
+    opened.commit(inserts(2, 3))
+    yield opened
+    opened.close()
+
+
+def whole(diary: Diary) -> bool:
+    return read_all(diary.path) == diary.rows()
+
+
+# --- what is under way when the disk fails -----------------------------------------------------------------
+
+
+def appending(diary: Diary) -> None:
+    diary.commit(bulky(10, 60_000))
+
+
+def recording_a_shape(diary: Diary) -> None:
+    diary.commit(inserts(11, schema=named("public", "new", 77)))
+
+
+def spilling(diary: Diary) -> None:
+    diary.piece(bulky(12, 60_000), continues=False)
+    diary.piece(bulky(13, 60_000))
+    diary.finish(inserts(14))
+
+
+def sealing(diary: Diary) -> None:
+    with Sealer(diary.path) as sealer:
+        sealer.seal()
+        sealer.clean(0.0)
+
+
+def trimming(diary: Diary) -> None:
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0))
+
+
+WORK: dict[str, Callable[[Diary], None]] = {
+    "appending": appending,
+    "recording a shape": recording_a_shape,
+    "spilling a large transaction": spilling,
+    "sealing": sealing,
+}
+
+
+LEFT_KIB: dict[str, tuple[int, ...]] = {
+    "appending": (0, 4, 48),
+    "recording a shape": (0, 4),
+    "spilling a large transaction": (0, 4, 80),
+    "sealing": (0, 4, 24),
+}
+"""How much is left when it begins; never enough."""
+
+
 @as_root
-def test_a_full_disk_is_told_and_the_same_window_goes_in_once_there_is_room(small_disk: Path) -> None:
-    writer = LogWriter(small_disk / "log", SOURCE)
-    writer.append(rows_window(0, 100, 1))
-    filler = fill(small_disk)
-    for _ in range(2):
-        with pytest.raises(LogUnusable, match="No space left") as caught:
-            writer.append(rows_window(100, 200, *range(2, 2000)))
+@pytest.mark.parametrize(("name", "left"), [(name, left) for name, some in LEFT_KIB.items() for left in some])
+def test_on_a_full_disk_it_is_told_and_goes_on_once_there_is_room(
+    small_disk: Path, diary: Diary, name: str, left: int
+) -> None:
+    work = WORK[name]
+    filler = fill(small_disk, left << 10)
+    before = stored_files(diary.path, "**/*")
+    for _ in range(3):
+        with pytest.raises(LogFull, match="No space left") as caught:
+            work(diary)
         assert "Free space" in caught.value.hint
-        assert ids(list(ChangeLog.open(small_disk / "log").follow(0))) == [(1, 1)]
+        assert whole(diary)
+        taken = stored_files(diary.path, "**/*") - before
+        # A shape that is recorded stays so. The others say who was there.
+        assert taken <= {"sealer.json", "sealer.lock", "schemas/2/1.json"}, "it took room and left it so"
     filler.unlink()
-    writer.append(rows_window(100, 200, *range(2, 2000)))
-    writer.close()
-    assert ids(list(ChangeLog.open(small_disk / "log").follow(0))) == [(n, n) for n in range(1, 2000)]
+    work(diary)
+    assert whole(diary)
+    diary.commit(inserts(99))
+    sealing(diary)
+    assert whole(diary)
+    assert_nothing_left_over(diary.path)
 
 
 @as_root
-def test_a_new_table_on_a_full_disk_goes_in_once_there_is_room(small_disk: Path) -> None:
-    writer = LogWriter(small_disk / "log", SOURCE)
-    writer.append(window(0, 100))
-    filler = fill(small_disk)
-    new = named("public", "new", 7)
-    with pytest.raises(LogUnusable, match="No space left"):
-        writer.append(rows_window(100, 200, 1, schema=new))
+@pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())
+def test_on_a_read_only_disk_it_is_told_and_goes_on_once_it_is_writable(
+    small_disk: Path, diary: Diary, work: Callable[[Diary], None]
+) -> None:
+    with read_only(small_disk):
+        for _ in range(2):
+            with pytest.raises(LogUnusable, match="Read-only") as caught:
+                work(diary)
+            assert not isinstance(caught.value, LogFull)
+            assert "mount it writable" in caught.value.hint
+            assert whole(diary)
+    work(diary)
+    assert whole(diary)
+    diary.commit(inserts(99))
+    sealing(diary)
+    assert whole(diary)
+    assert_nothing_left_over(diary.path)
+
+
+@as_root
+def test_what_may_go_goes_from_a_full_disk_too_and_then_there_is_room(small_disk: Path, diary: Diary) -> None:
+    sealing(diary)
+    before = ChangeLog.open(diary.path).files("public.things")
+    fill(small_disk)
+    with pytest.raises(LogFull, match="No space left"):
+        trimming(diary)
+    assert whole(diary)
+    (small_disk / "filler").unlink()
+    fill(small_disk, 4 << 10)  # enough for the record, not for the links
+    trimming(diary)
+    assert [path for path in before if path.exists()] == []
+    diary.commit(inserts(50))
+    assert read_all(diary.path, after=3) == diary.rows(after=3)
+    sealing(diary)
+    assert_nothing_left_over(diary.path)
+
+
+@as_root
+def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path, diary: Diary) -> None:
+    diary.piece(bulky(20, 300_000), continues=False)
+    diary.reopen()
+    assert stored_files(diary.path, "big/*/*"), "nobody knew yet that it is nobody's"
+    filler = fill(small_disk, leave=100_000)
+    with pytest.raises(LogFull):
+        diary.commit(bulky(20, 200_000))
+    diary.commit(bulky(20, 200_000))
+    assert not stored_files(diary.path, "big/*/*")
+    assert whole(diary)
     filler.unlink()
-    writer.append(rows_window(100, 200, 1, schema=new))
-    writer.close()
-    (found,) = ChangeLog.open(small_disk / "log").follow(0)
-    assert found.schema == new
 
 
 @as_root
 def test_a_log_opened_on_a_full_disk_can_be_opened_again_once_there_is_room(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    small_disk: Path, diary: Diary
 ) -> None:
-    log = small_disk / "log"
-    LogWriter(log, SOURCE).close()
-    (log / "owner.json").unlink()
+    diary.close()
     filler = fill(small_disk)
-    with pytest.raises(LogUnusable, match="No space left"):
-        LogWriter(log, SOURCE)
+    with pytest.raises(LogFull, match="No space left"):
+        diary.reopen()
+    with pytest.raises(LogFull, match="No space left"):
+        LogWriter(small_disk / "new", SOURCE)
+    assert whole(diary)
     filler.unlink()
-    monkeypatch.setattr(writer_module, "Lease", lambda path: Lease(path, wait_seconds=0.5))
-    LogWriter(log, SOURCE).close()
+    diary.reopen()
+    LogWriter(small_disk / "new", SOURCE).close()
+    assert whole(diary)
 
 
 @as_root
 def test_a_read_only_disk_is_told(small_disk: Path) -> None:
     LogWriter(small_disk / "log", SOURCE).close()
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    for path in (small_disk / "log", small_disk / "new"):
-        with pytest.raises(LogUnusable, match="Read-only") as caught:
-            LogWriter(path, SOURCE)
-        assert "`log:`" in caught.value.hint
-    assert ChangeLog.open(small_disk / "log").newest() == 0
+    with read_only(small_disk):
+        for path in (small_disk / "log", small_disk / "new"):
+            with pytest.raises(LogUnusable, match="Read-only") as caught:
+                LogWriter(path, SOURCE)
+            assert "`log:`" in caught.value.hint
+        assert ChangeLog.open(small_disk / "log").newest() == 0
+    LogWriter(small_disk / "log", SOURCE).close()
 
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
@@ -120,6 +254,115 @@ def test_a_file_where_the_folder_should_be_is_told(tmp_path: Path, where: str) -
         LogWriter(tmp_path / where, SOURCE)
     assert "`log:`" in caught.value.hint
     assert (tmp_path / "file").read_text() == "mine"
+
+
+# --- the keeper --------------------------------------------------------------------------------------------
+
+
+@as_root
+def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk: Path) -> None:
+    """Nothing but the log is on the disk: it must not fill it and stay so."""
+    diary = Diary(small_disk / "log")
+    diary.commit()
+    keeping = Keeping(grace_seconds=1e6, policy=Policy(age_seconds=None, bytes=850_000))
+    log, full = ChangeLog.open(diary.path), 0
+
+    def put_in_order() -> int:
+        """Sealing or joining may find no room at first; how often it did."""
+        for tries in range(3):
+            with suppress(LogFull):
+                keep(log, keeping, seal=True)
+                return tries
+        return 3
+
+    for key in range(1, 40):
+        try:
+            diary.commit(bulky(key, 60_000))
+        except LogFull:
+            full += put_in_order()
+            diary.commit(bulky(key, 60_000))
+        if key % 4 == 0:
+            full += put_in_order()
+    assert full, "it was never full"
+    kept = log.trimmed().tables[1].commit
+    assert read_all(diary.path, after=kept) == diary.rows(after=kept)
+    diary.close()
+
+
+@as_root
+def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
+    small_disk: Path, diary: Diary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper_module, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(keeper_module, "RETRY_SECONDS", 0.1)
+    keeping = Keeping(seal_commits=1, grace_seconds=0.0, policy=Policy(age_seconds=None))
+    filler = fill(small_disk, 20 << 10)  # enough for a commit, not for a seal
+    keeper = Keeper(diary.path, keeping)
+    keeper.start()
+    try:
+        assert eventually(lambda: "log-full" in [vars(said).get("code") for said in caplog.records], 20)
+        diary.commit(inserts(60))
+        assert whole(diary)
+        filler.unlink()
+        diary.commit(inserts(61))
+        assert eventually(lambda: ChangeLog.open(diary.path).cold.refresh() and sealed_to(diary) >= 4, 20)
+        assert whole(diary)
+    finally:
+        keeper.stop()
+    assert [said for said in caplog.records if said.exc_info] == [], "it was foreseen"
+    assert_nothing_left_over(diary.path)
+
+
+def sealed_to(diary: Diary) -> int:
+    log = ChangeLog.open(diary.path)
+    log.cold.refresh()
+    return log.cold.last
+
+
+# --- a disk that fails in earnest --------------------------------------------------------------------------
+
+
+def go_on(diary: Diary) -> None:
+    for key in range(100):
+        diary.commit(bulky(key, 200_000))
+
+
+@as_root
+def test_a_disk_that_fails_loses_nothing_that_was_promised(tmp_path: Path) -> None:
+    """A file system on a device that can hold less than it said: what it cannot write is an error of fsync."""
+    with mounted(tmp_path / "device", "-t", "tmpfs", "-o", "size=6m", "tmpfs") as device:
+        image = device / "image"
+        with image.open("wb") as file:
+            file.truncate(32 << 20)
+        made = subprocess.run(
+            ["mkfs.ext4", "-q", "-F", str(image)], capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            pytest.skip(f"SKIPPED LOUDLY: a failing device was not tried: {made.stderr}")
+        with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
+            diary = Diary(disk / "log")
+            filler = fill(device)
+            with pytest.raises(LogUnusable) as caught:
+                go_on(diary)
+            assert "Input/output error" in str(caught.value)
+            assert "kernel's log" in caught.value.hint
+            promised = diary.writer.commit
+            with pytest.raises(LogUnusable):
+                diary.commit(bulky(100, 200_000))
+            noted = diary.rows()
+            diary.close()
+            filler.unlink()
+            subprocess.run(["mount", "-o", "remount,size=64m", str(device)], check=True)
+        with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
+            (disk / "log" / "owner.json").unlink(
+                missing_ok=True
+            )  # a torn one is waited for, and that takes long
+            again = Diary(disk / "log")
+            assert again.writer.commit in (promised, promised + 1)
+            assert read_all(disk / "log")[: len(noted)] == noted
+            again.commit(inserts(1000))
+            assert read_all(disk / "log")[-1].values["id"] == 1000
+            again.close()
 
 
 # --- without rights ----------------------------------------------------------------------------------------
@@ -182,3 +425,58 @@ def told() -> Iterator[dict[str, str]]:
 def test_what_may_not_be_used_is_told_and_is_never_an_empty_log(told: dict[str, str], case: str) -> None:
     assert "Permission denied" in told[case]
     assert "[log-unusable] | hint: " in told[case]
+
+
+LOST: dict[str, tuple[str, str]] = {
+    "commits": ("hot", "appending"),
+    "shapes": ("schemas", "recording a shape"),
+    "pieces": ("big", "spilling a large transaction"),
+    "seals": ("cold", "sealing"),
+    "sealed files": ("cold/files", "sealing"),
+    "the log": ("", "sealing"),
+}
+"""What its own user may no longer write to, and what is under way then."""
+
+AS_OWNER = f"""
+import os, sys
+from pathlib import Path
+from tests.support.logs import Diary, inserts
+from tests.unit.changelog.test_disk import LOST, WORK, whole
+from tailrace.errors import LogUnusable
+os.setgid({NOBODY}); os.setuid({NOBODY})
+for number, (folder, name) in enumerate(LOST.values()):
+    diary = Diary(Path(sys.argv[1]) / str(number))
+    diary.commit(inserts(1))
+    (diary.path / "cold" / "files").mkdir(exist_ok=True)
+    (diary.path / folder).chmod(0o555)
+    said = []
+    for _ in range(2):
+        try:
+            WORK[name](diary)
+        except LogUnusable as error:
+            said.append(str(error))
+    before = whole(diary)
+    (diary.path / folder).chmod(0o755)
+    WORK[name](diary)
+    print(before and whole(diary), *said, sep="\\t")
+    diary.close()
+"""
+
+
+@as_root
+def test_whoever_loses_the_right_to_write_is_told_and_goes_on_once_it_is_back() -> None:
+    top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))
+    os.chown(top, NOBODY, NOBODY)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_OWNER, str(top)], capture_output=True, text=True, check=False, timeout=60,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    shutil.rmtree(top)
+    assert done.returncode == 0, done.stderr
+    told = dict(zip(LOST, (line.split("\t") for line in done.stdout.splitlines()), strict=True))
+    for case, (right, *said) in told.items():
+        assert right == "True", case
+        assert len(said) == 2, case
+        for text in said:
+            assert "Permission denied" in text, case
+            assert "[log-unusable] | hint: Give this user the right to write there" in text, case
