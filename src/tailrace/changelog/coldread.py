@@ -46,7 +46,8 @@ class ColdReader:
         if (file.file, file.crc) not in self._checked:
             check_file(path, file.size, file.crc)
             self._checked.add((file.file, file.crc))
-        return pq.ParquetFile(path, memory_map=True)
+        # Checked once as a whole, and page by page each time: it may be damaged since.
+        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
 
     def batches(self, file: ColdFile, span: Span) -> Iterator[tuple[int, int, ChangeBatch]]:
         """The rows of a file that are wanted, a row group at a time, each with its table and the commit before."""
@@ -55,18 +56,26 @@ class ColdReader:
             return
         version = self._shape(file.table, file.schema)
         with self.open(file) as parquet:
+            before = file.first_seq - 1
             for place, group in enumerate(file.groups):
+                begin, before = before, group.last_seq
                 if group.last_seq <= span.after_seq or group.last < span.first:
                     continue
-                if group.first > span.last:
+                if group.first > span.last or begin >= span.to_seq:
                     return
-                rows = parquet.read_row_group(place, use_threads=False)
+                rows = self._read_group(parquet, place, self._log / file.file)
                 if rows.num_rows != group.rows:
                     raise damaged(self._log / file.file, "a row group is not as long as it was")
                 for piece in rows.combine_chunks().to_batches():
                     wanted = _cut(piece, span)
                     if wanted.num_rows:
                         yield group.first - 1, file.table, counted(version.schema, complete(wanted, version))
+
+    def _read_group(self, parquet: pq.ParquetFile, place: int, path: Path) -> pa.Table:
+        try:
+            return parquet.read_row_group(place, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise damaged(path, "a page of it cannot be read") from error
 
     def merged(
         self, found: list[ColdFile], commits: CommitList, span: Span

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.errors import ConfigError, LogTrimmed
+from tailrace.errors import ConfigError, LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tests.support.changes import SHOP
@@ -81,31 +82,31 @@ def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_jo
     diary: Diary,
 ) -> None:
     diary.commit(inserts(0))
-    found: list[Any] = []
-    errors: list[BaseException] = []
+    found: dict[str | None, list[Any]] = {None: [], "public.things": []}
 
-    def read(table: Any) -> None:
-        try:
-            for batch in ChangeLog.open(diary.path).follow(0, table=table, wait_seconds=20):
-                time.sleep(0.002)
-                found.append(batch)
-                if batch.data.column("id")[-1].as_py() == 999:
-                    return
-        except BaseException as error:
-            errors.append(error)
-            raise
+    def read(table: str | None) -> None:
+        for batch in ChangeLog.open(diary.path).follow(0, table=table, wait_seconds=20):
+            time.sleep(0.001)
+            found[table].append(batch)
+            if batch.data.column("id")[-1].as_py() == 999:
+                return
 
-    reader = threading.Thread(target=read, args=("public.things",))
-    reader.start()
+    readers = [threading.Thread(target=read, args=(table,)) for table in found]
+    for reader in readers:
+        reader.start()
+    index = LogIndex(ChangeLog.open(diary.path))
     for key in range(1, 60):
         diary.commit(inserts(key), inserts(key, schema=OTHER))
         if key % 3 == 0:
             seal(diary.path, limits=Limits(join_count=2))
+        index.grow()
+        assert index.rows == len(diary.noted)
     diary.commit(inserts(999))
-    reader.join(30)
-    assert not reader.is_alive()
-    assert not errors
-    assert rows_of(found) == diary.rows(schema=SHOP)
+    for reader in readers:
+        reader.join(30)
+        assert not reader.is_alive()
+    assert in_order(rows_of(found[None])) == diary.rows()
+    assert rows_of(found["public.things"]) == diary.rows(schema=SHOP)
 
 
 def test_nothing_is_read_before_it_is_asked_for(diary: Diary) -> None:
@@ -136,6 +137,22 @@ def test_a_follower_that_is_given_up_leaves_nothing_open(diary: Diary) -> None:
         follower = ChangeLog.open(diary.path).follow(0, wait_seconds=None)
         next(follower)
         follower.close()  # type: ignore[attr-defined] # it is a generator
+
+
+@pytest.mark.parametrize("reads", [1, 2])
+def test_a_sealed_file_that_is_damaged_is_named_also_after_it_was_read_once(diary: Diary, reads: int) -> None:
+    diary.commit(inserts(*range(50)))
+    seal(diary.path)
+    log = ChangeLog.open(diary.path)
+    for _ in range(reads - 1):
+        assert rows_of(log.follow(0)) == diary.rows()
+    (path,) = log.files("public.things")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(LogCorrupt) as caught:
+        list(log.follow(0))
+    assert path.name in str(caught.value)
 
 
 # --- what is gone --------------------------------------------------------------------------------------------
