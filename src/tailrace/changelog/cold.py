@@ -32,6 +32,7 @@ _NAME = re.compile(r"([0-9]{20})-([0-9]{20})\.json")
 CRC_STEP = 8 << 20
 _GRAIN_NS = 100_000_000
 _LOOKS_MAX = 20
+_LISTS_MAX = 4
 
 COMMIT_COLUMNS = pa.schema([
     pa.field(name, pa.int64(), nullable=name == "committed_at")
@@ -272,8 +273,10 @@ class ColdIndex:
         return found if found is not None and found.first <= commit else None
 
     def commits(self, seal: Seal) -> CommitList:
-        """The commits of a seal; remembered for as long as the seal is."""
+        """The commits of a seal; of the seals asked for last they are remembered."""
         if seal.stem not in self._lists:
+            while len(self._lists) >= _LISTS_MAX:
+                del self._lists[next(iter(self._lists))]
             self._lists[seal.stem] = read_commits(self._log, seal)
         return self._lists[seal.stem]
 

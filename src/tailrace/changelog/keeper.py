@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
 TRIM_SECONDS = 10.0
 RETRY_SECONDS = 30.0
-STOP_SECONDS_MAX = 20.0
+STOP_SECONDS_MAX = 10.0
+"""For the round under way. What it leaves unfinished is swept and done again."""
 NICE = 10
 
 
