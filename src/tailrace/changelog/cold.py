@@ -227,8 +227,9 @@ def damaged(path: Path, why: str) -> LogCorrupt:
 class ColdIndex:
     """The seals of a log that together cover it, oldest first; `refresh` looks again."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, log_id: str | None = None) -> None:
         self._log = log
+        self._log_id = log_id
         self._read: dict[str, Seal] = {}
         self._lists: dict[str, CommitList] = {}
         self._stamp: tuple[int, int] = (-1, -1)
@@ -261,10 +262,16 @@ class ColdIndex:
         for _ in range(_LOOKS_MAX):
             chain = _chain(stems(self._log))
             try:
-                return tuple(self._read.get(stem) or read_seal(self._log, stem) for stem in chain)
+                return tuple(self._read.get(stem) or self._read_seal(stem) for stem in chain)
             except FileNotFoundError:
                 continue  # replaced between listing and reading: the wider one is there now
         raise damaged(self._log / "cold", "its files come and go")
+
+    def _read_seal(self, stem: str) -> Seal:
+        seal = read_seal(self._log, stem)
+        if self._log_id not in (None, seal.log):
+            raise damaged(seal_path(self._log, stem), "it belongs to another place")
+        return seal
 
     def covering(self, commit: int) -> Seal | None:
         """The seal that holds a commit."""

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from tailrace import failpoints
 from tailrace.changelog import files
-from tailrace.changelog.cold import ColdFile, Group, check_file, checksum_of
+from tailrace.changelog.cold import ColdFile, Group, check_file, checksum_of, damaged
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
@@ -71,7 +71,10 @@ class TableFiles:
     def copy(self, file: ColdFile) -> None:
         """The rows of a file that is to be one with its neighbours."""
         path = self._log / file.file
-        check_file(path, file.size, file.crc)
+        try:
+            check_file(path, file.size, file.crc)
+        except FileNotFoundError as error:  # nobody but us removes any
+            raise damaged(path, "it is missing") from error
         counts = (file.moves, file.truncates, file.unfit)
         with pq.ParquetFile(path, memory_map=True) as parquet:
             for place in range(len(file.groups)):

@@ -60,7 +60,7 @@ class ChangeLog:
         self.log_id = log_id
         self.source = source
         self.schemas = Schemas(path / "schemas")
-        self.cold = ColdIndex(path)
+        self.cold = ColdIndex(path, log_id)
         self._checked: set[tuple[str, int]] = set()
         self._newest = 0
         self._trimmed: tuple[tuple[int, int], Trimmed] = ((0, 0), NOTHING)
@@ -369,11 +369,12 @@ class ChangeLog:
 
     def lost(self, gone: Trimmed, tables: Collection[int] | Wanted | None) -> dict[int, TrimmedTable]:
         """What is gone of the tables that are asked for."""
-        return {
-            number: table
-            for number, table in gone.tables.items()
-            if self._is_wanted(number, self.schemas.latest_of(number).version, tables)
-        }
+        found = {}
+        for number, table in gone.tables.items():
+            self.schemas.get(number, 1)  # a shape that is missing is damage, not a wrong question
+            if self._is_wanted(number, self.schemas.latest_of(number).version, tables):
+                found[number] = table
+        return found
 
     def _refuse_trimmed(
         self, gone: Trimmed, first: int, tables: Collection[int] | Wanted | None, after_seq: int,

@@ -10,6 +10,7 @@ takes nothing more, and whoever opens the log next finds the commit and makes it
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 import zlib
@@ -299,6 +300,14 @@ def _identify(path: Path, source: SourceId) -> str:
     with files.explained(meta):
         begun = files.is_there(meta)
     if not begun:
+        with files.explained(path):
+            orphans = any(name.endswith(".arrow") for name in os.listdir(path / "hot"))
+        if orphans:
+            raise LogCorrupt(
+                "the log's meta.json is missing",
+                path=meta,
+                hint="Restore it from a copy of the log, or set `log:` to a new folder.",
+            )
         stored = {"format": format.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
         with files.explained(meta):
             files.create(meta, records.encode(stored))
