@@ -41,7 +41,7 @@ from tailrace.model.system import is_system
 
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
-_POLL_SECONDS = 0.005
+_POLL_SECONDS = 0.002
 _POLL_SECONDS_MAX = 0.1
 _MISSES_MAX = 3
 """Of one file, looked up again each time, before it counts as missing."""

@@ -47,7 +47,9 @@ BUFFER_BYTES_MAX = 32 << 20
 DRAIN_BYTES = 1 << 20
 """Read between two looks at the clock."""
 BUSY_BYTES = 20 << 10
-"""More than this in one nap means that we are behind,"""
+BUSY_BYTES_PER_SECOND = 2 << 20
+"""More than this at once, and at this pace, means that we are behind: after a pause of our own much has gathered
+that is no backlog,"""
 BUSY_SECONDS = 0.03
 """and still are so long after: the server pauses between two large transactions."""
 NAP_SECONDS = 0.010
@@ -136,7 +138,7 @@ class PostgresStream:
         self._decoding = False
         self._end = after
         self._opened_at: float | None = None
-        self._behind_until = 0.0
+        self._behind_until = self._drained_at = 0.0
         self._failure: TailraceError | None = None
         self._stopping = False
         self._changed = threading.Condition()
@@ -247,8 +249,9 @@ class PostgresStream:
         now = time.monotonic()
         if got and self._opened_at is None:
             self._opened_at = now
-        if got >= BUSY_BYTES:
+        if got >= BUSY_BYTES and got >= BUSY_BYTES_PER_SECOND * (now - self._drained_at):
             self._behind_until = now + BUSY_SECONDS
+        self._drained_at = now
         self._hand_over(now, dry=why != wire.FULL and now >= self._behind_until)
         self._report_if_due()
         if why in (wire.ENDED, wire.BROKEN):
@@ -259,6 +262,10 @@ class PostgresStream:
     def _rest(self, now: float) -> None:
         if now < self._behind_until:
             time.sleep(NAP_SECONDS)
+        elif self._ready is not None:
+            # Nothing can be handed over before the caller comes back: waking for each message would only cost.
+            with self._changed:
+                self._changed.wait_for(lambda: self._ready is None or self._stopping, IDLE_SECONDS)
         else:
             select.select([self._wire.socket], [], [], IDLE_SECONDS)
 
