@@ -19,6 +19,11 @@ from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 
+MERGED_ROWS = 131_072
+"""Of many tables together, held at once while they are read side by side;"""
+MERGED_ROWS_MIN = 512
+"""but no fewer of each."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -49,8 +54,10 @@ class ColdReader:
         # Checked once as a whole, and page by page each time: it may be damaged since.
         return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
 
-    def batches(self, file: ColdFile, span: Span) -> Iterator[tuple[int, int, ChangeBatch]]:
-        """The rows of a file that are wanted, a row group at a time, each with its table and the commit before."""
+    def batches(
+        self, file: ColdFile, span: Span, rows_max: int | None = None
+    ) -> Iterator[tuple[int, int, ChangeBatch]]:
+        """The rows of a file that are wanted, a row group or so many at a time, with table and commit before."""
         outside = file.last < span.first or file.first > span.last
         if outside or file.last_seq <= span.after_seq or file.first_seq > span.to_seq:
             return
@@ -63,17 +70,16 @@ class ColdReader:
                     continue
                 if group.first > span.last or begin >= span.to_seq:
                     return
-                rows = self._read_group(parquet, place, self._log / file.file)
-                if rows.num_rows != group.rows:
+                if parquet.metadata.row_group(place).num_rows != group.rows:
                     raise damaged(self._log / file.file, "a row group is not as long as it was")
-                for piece in rows.combine_chunks().to_batches():
+                for piece in self._pieces(parquet, place, rows_max or group.rows, self._log / file.file):
                     wanted = _cut(piece, span)
                     if wanted.num_rows:
                         yield group.first - 1, file.table, counted(version.schema, complete(wanted, version))
 
-    def _read_group(self, parquet: pq.ParquetFile, place: int, path: Path) -> pa.Table:
+    def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: Path) -> Iterator[pa.RecordBatch]:
         try:
-            return parquet.read_row_group(place, use_threads=False)
+            yield from parquet.iter_batches(rows, row_groups=[place], use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise damaged(path, "a page of it cannot be read") from error
 
@@ -81,8 +87,9 @@ class ColdReader:
         self, found: list[ColdFile], commits: CommitList, span: Span
     ) -> Iterator[tuple[int, int, ChangeBatch]]:
         """The rows of many tables commit by commit, as they were before they were sealed."""
+        rows_max = max(MERGED_ROWS // len(found), MERGED_ROWS_MIN)
         sources = [
-            (file.table, _Source(file.first_seq, (batch for _, _, batch in self.batches(file, span))))
+            (file.table, _Source(file.first_seq, (item[2] for item in self.batches(file, span, rows_max))))
             for file in sorted(found, key=lambda file: file.first_seq)
         ]
         for commit, next_seq in zip(commits.commit.tolist(), commits.next_seq.tolist(), strict=True):

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.cold import commits_path, seal_path
+from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.coldwrite import Sizes
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
@@ -368,6 +369,19 @@ def test_a_commit_larger_than_a_row_group_is_split_and_read_in_pieces(diary: Dia
     batches = list(log.follow(0))
     assert [len(batch) for batch in batches] == [20, 20, 2]
     assert rows_of(batches) == diary.rows()
+
+
+def test_a_file_can_be_read_a_few_rows_at_a_time(diary: Diary) -> None:
+    for commit in range(5):
+        diary.commit(inserts(*range(commit * 10, commit * 10 + 7)))
+    seal(diary.path, limits=Limits(sizes=Sizes(group_rows=14)))
+    log = ChangeLog.open(diary.path)
+    log.cold.refresh()
+    (file,) = (file for file in log.cold.seals[0].files if file.table)
+    reader = ColdReader(diary.path, log.schemas.get, set())
+    found = list(reader.batches(file, Span(2, 4, 9, 30), rows_max=4))
+    assert [len(batch) for _, _, batch in found] == [3, 2, 4, 4, 4, 2]
+    assert [row.seq for row in rows_of(batch for _, _, batch in found)] == list(range(10, 29))
 
 
 def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(
