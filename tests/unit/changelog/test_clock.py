@@ -1,0 +1,109 @@
+"""A clock that jumps: commits never seem older than those before them, nothing goes too soon, no lease is lost.
+
+What retention makes of it is in test_retention.py.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.keeper import Keeping, Unsealed
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.sealing import Sealer
+from tailrace.errors import LogBusy
+from tests.support.logs import Diary, inserts, read_all, seal, stored_files
+
+DAY = 86_400.0
+Jump = Callable[[float], None]
+
+
+@pytest.fixture
+def jump(monkeypatch: pytest.MonkeyPatch) -> Jump:
+    """Sets the machine's clock so many seconds forward or, mostly, back."""
+    real, real_ns = time.time, time.time_ns
+
+    def set_clock(seconds: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: real() + seconds)
+        monkeypatch.setattr(time, "time_ns", lambda: real_ns() + int(seconds * 1e9))
+
+    return set_clock
+
+
+def test_a_commit_is_never_older_than_the_one_before_it(diary: Diary, jump: Jump) -> None:
+    diary.commit(inserts(1))
+    jump(-DAY)
+    diary.commit(inserts(2))
+    diary.reopen()
+    diary.commit(inserts(3))
+    jump(-3 * DAY)
+    diary.commit(inserts(4))
+    jump(DAY)
+    diary.commit(inserts(5))
+    written = [header.written_at for header in ChangeLog.open(diary.path).headers(0)]
+    assert written == sorted(written)
+    assert written[-1] - written[-2] > 0.9 * DAY * 1e6, (
+        "and it goes on with the clock once that is ahead again"
+    )
+
+
+def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary: Diary, jump: Jump) -> None:
+    for step, seconds in enumerate((0.0, -DAY, 2 * DAY, -3 * DAY)):
+        jump(seconds)
+        diary.commit(inserts(step))
+        seal(diary.path, grace_seconds=None)
+    log = ChangeLog.open(diary.path)
+    log.cold.refresh()
+    times = [(seal.written_from, seal.written_to) for seal in log.cold.seals]
+    assert times == sorted(times)
+    assert read_all(diary.path) == diary.rows()
+
+
+@pytest.mark.parametrize("days", [-1, -400])
+def test_nothing_that_was_replaced_goes_before_its_time(diary: Diary, jump: Jump, days: float) -> None:
+    for key in range(3):
+        diary.commit(inserts(key))
+    seal(diary.path, grace_seconds=None)
+    hot = stored_files(diary.path, "hot/*")
+    jump(days * DAY)
+    with Sealer(diary.path) as sealer:
+        assert sealer.clean(60.0).removed == 0
+    assert stored_files(diary.path, "hot/*") == hot
+    jump(61.0)
+    with Sealer(diary.path) as sealer:
+        sealer.clean(60.0)
+    assert len(stored_files(diary.path, "hot/*")) == 1
+    assert read_all(diary.path) == diary.rows()
+
+
+def test_commits_wait_to_be_sealed_as_long_as_they_should(diary: Diary, jump: Jump) -> None:
+    keeping = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=0.4)
+    unsealed = Unsealed(ChangeLog.open(diary.path))
+    diary.commit(inserts(1))
+    assert not unsealed.due(keeping)
+    jump(DAY)
+    assert not unsealed.due(keeping), "the clock says a day"
+    jump(-DAY)
+    time.sleep(0.45)
+    assert unsealed.due(keeping), "the clock says it is not even written"
+
+
+def test_a_lease_is_neither_lost_nor_kept_for_ever_by_a_clock_that_jumps(tmp_path: Path, jump: Jump) -> None:
+    record = {
+        "pid": 1, "host": "elsewhere", "boot": "another", "token": "x", "since": time.time(), "renewed": 1,
+        "released": False,
+    }  # fmt: skip
+    (tmp_path / "owner.json").write_text(json.dumps(record))
+    jump(400 * DAY)
+    with pytest.raises(LogBusy):
+        Lease(tmp_path, wait_seconds=0.3, expiry_seconds=5.0)
+    jump(-400 * DAY)
+    lease = Lease(tmp_path, wait_seconds=5.0, expiry_seconds=0.3)
+    jump(400 * DAY)
+    assert not lease.lost()
+    lease.release()
