@@ -37,7 +37,7 @@ from tests.support.windows import SOURCE, named, rows_window
 KINDS = ("seal.", "clean.", "trim.")
 PLACES = [name for name in failpoints.NAMES if name.startswith(KINDS)]
 RENAMED = named("public", "renamed", SHOP.relation)
-TURNS = range(1, 100) if os.environ.get("TAILRACE_SOAK_ROUNDS") else (1, 2, 3, 5, 8, 13, 21, 34, 55)
+TURNS = range(1, 100) if os.environ.get("TAILRACE_SOAK_ROUNDS") else (1, 2, 4, 9, 20, 45)
 """At which passing of a place to kill; where there are many, not at each unless there is time."""
 
 

@@ -36,7 +36,7 @@ from tests.support.logs import (
 )
 
 ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
-SEEDS = range(4 + 20 * ROUNDS)
+SEEDS = range(3 + 20 * ROUNDS)
 STEPS = 200
 WIDER = replace(OTHER, columns=(*OTHER.columns, Column(name="added", source_type="int", type=pa.int32())))
 TABLES = (SHOP, OTHER, THIRD)

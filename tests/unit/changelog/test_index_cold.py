@@ -128,7 +128,9 @@ def test_a_grown_index_equals_a_new_one_whatever_happened_to_the_log_meanwhile(d
         diary.commit(inserts(round_), inserts(round_, schema=OTHER))
         if round_ % 2:
             grown.grow()
-        diary.commit()
+        diary.commit(*([inserts(100 + round_)] if round_ % 3 else []))
+        if round_ > 3:
+            grown.grow()
         if round_ % 3 == 2:
             seal(diary.path, limits=Limits(join_count=2))
         if round_ == 4:

@@ -89,6 +89,19 @@ def test_a_joined_seal_says_of_the_run_what_its_parts_said(diary: Diary) -> None
     assert index.commits(joined).commit.tolist() == [1, 2, 3, 4]
 
 
+def test_what_a_file_counts_is_counted_once_however_many_row_groups_it_had(diary: Diary) -> None:
+    for part in range(2):
+        for commit in range(3):
+            key = part * 10 + commit
+            diary.commit((SHOP, [*move(key, -key), insert(key, unfit=("n",)), truncate()]))
+        seal(diary.path, join=False, limits=Limits(sizes=Sizes(group_rows=1)))
+    assert [len(file.groups) for found in seals(diary.path) for file in found.files if file.table] == [3, 3]
+    seal(diary.path, limits=PAIRS)
+    (file,) = (file for found in seals(diary.path) for file in found.files if file.table)
+    assert (file.moves, file.truncates, file.unfit) == (6, 6, 6)
+    assert read_all(diary.path) == diary.rows()
+
+
 def test_commits_without_rows_at_the_border_of_two_seals_become_one_in_the_list(diary: Diary) -> None:
     for given in ((), (inserts(1),), (), ()):
         diary.commit(*given)

@@ -85,7 +85,7 @@ def test_a_row_is_the_same_before_sealing_in_the_grace_period_and_after(diary: D
     expected = diary.rows()
     assert read_all(diary.path) == expected
     seal(diary.path, grace_seconds=300)
-    assert stored_files(diary.path, "hot/*") != set()
+    assert len(stored_files(diary.path, "hot/*")) == 9
     assert read_all(diary.path) == expected
     seal(diary.path)
     assert stored_files(diary.path, "hot/*") == {f"hot/{9:020d}.arrow"}
@@ -93,7 +93,7 @@ def test_a_row_is_the_same_before_sealing_in_the_grace_period_and_after(diary: D
     assert_nothing_left_over(diary.path)
 
 
-@pytest.mark.parametrize("commits", [1, 2, 3, 100])
+@pytest.mark.parametrize("commits", [1, 3, 100])
 def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary: Diary, commits: int) -> None:
     write_everything(diary)
     seal(diary.path, join=False, limits=Limits(commits=commits))
@@ -103,7 +103,7 @@ def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary:
 
 
 @pytest.mark.parametrize("join", [False, True])
-@pytest.mark.parametrize("commits", [1, 2, 4, 100])
+@pytest.mark.parametrize("commits", [1, 4])
 def test_following_gives_the_same_tail_after_every_commit_hot_or_cold(
     diary: Diary, commits: int, join: bool
 ) -> None:
@@ -447,6 +447,15 @@ def test_columns_that_are_null_throughout_are_not_in_the_file_until_a_row_has_on
     files = ChangeLog.open(diary.path).files(SHOP.table)
     present = [set(change.OPTIONAL) & set(pq.read_schema(file).names) for file in files]
     assert present == [set(), {change.MOVED_FROM}]
+    assert read_all(diary.path) == diary.rows()
+
+
+def test_a_row_group_has_every_column_that_any_of_its_rows_has(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    diary.commit(rich(2))
+    diary.commit(inserts(3))
+    seal(diary.path)
+    assert len(ChangeLog.open(diary.path).files(SHOP.table)) == 1
     assert read_all(diary.path) == diary.rows()
 
 
