@@ -215,7 +215,15 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 def renew(path: Path) -> None:
     """Make a file durable under its name, whatever became of earlier tries. Its bytes stay the same."""
-    replace_durably(path, path.read_bytes())
+    try:
+        replace_durably(path, path.read_bytes())
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        # No room for another copy, and whoever is to make room must be able to begin. A disk that is only full has
+        # failed no sync before.
+        sync_file(path)
+        sync_folder(path.parent)
 
 
 def replace(path: Path, content: bytes) -> None:

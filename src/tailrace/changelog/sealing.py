@@ -312,11 +312,7 @@ class Sealer:
         if self.log.trimmed() != NOTHING:
             relied_on.append(self.path / TRIMMED)
         for path in relied_on:
-            try:
-                with files.explained(path):
-                    files.renew(path)
-            except LogFull:  # room is made by what follows
-                files.sync_folder(path.parent)
+            files.renew(path)
 
     def _sweep_views(self) -> None:
         """Remove folders of links that never got a table's name, or have lost it."""

@@ -219,20 +219,28 @@ def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path,
 
 
 @as_root
-def test_a_log_opened_on_a_full_disk_can_be_opened_again_once_there_is_room(
+def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(
     small_disk: Path, diary: Diary
 ) -> None:
     diary.close()
     filler = fill(small_disk)
+    diary.reopen()
     with pytest.raises(LogFull, match="No space left"):
-        diary.reopen()
-    with pytest.raises(LogFull, match="No space left"):
-        LogWriter(small_disk / "new", SOURCE)
+        diary.commit(inserts(70))
     assert whole(diary)
     filler.unlink()
-    diary.reopen()
-    LogWriter(small_disk / "new", SOURCE).close()
+    diary.commit(inserts(70))
     assert whole(diary)
+
+
+@as_root
+def test_a_log_that_cannot_be_begun_on_a_full_disk_is_begun_once_there_is_room(small_disk: Path) -> None:
+    filler = fill(small_disk)
+    with pytest.raises(LogFull, match="No space left") as caught:
+        LogWriter(small_disk / "new", SOURCE)
+    assert "Free space" in caught.value.hint
+    filler.unlink()
+    LogWriter(small_disk / "new", SOURCE).close()
 
 
 @as_root
