@@ -19,12 +19,15 @@ from tailrace.changelog.writer import LogWriter
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
-from tests.support.changes import SHOP, Change, insert
+from tailrace.model.schema import Column, TableSchema
+from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
 from tests.support.windows import SOURCE, batch, finishing_window, named, open_window, window
 
 OTHER = named("public", "other", 2)
 THIRD = named("sales", "third", 3)
+WIDER = replace(SHOP, columns=(*SHOP.columns, Column(name="added", source_type="bool", type=pa.bool_())))
+RETYPED = replace(SHOP, columns=(*SHOP.columns[:-1], Column(name="n", source_type="int8", type=pa.int64())))
+KEYLESS_OTHER = named("public", "keyless", 9, like=KEYLESS)
 STEP = 100
 """Positions between two commits of a diary."""
 
@@ -148,6 +151,33 @@ class Diary:
             for item in self.noted
             if item.commit > after and (schema is None or item.row.schema.relation == schema.relation)
         ]
+
+
+def rich(key: int) -> Given:
+    """Rows with everything a row can have."""
+    return SHOP, [
+        insert(key, name="né", big=None, n=-key),
+        update(key, unchanged=("big", "name"), before={"id": key, "name": "old", "big": "B" * 20, "n": None}),
+        *move(key, key + 1000, unchanged=("big",), n=3),
+        insert(key + 2000, unfit=("n", "name")),
+        delete(key + 2000),
+        truncate(),
+    ]
+
+
+def write_everything(diary: Diary) -> None:
+    """Commits with rows of several tables and versions, plain and rich ones, and empty ones between."""
+    diary.commit()
+    diary.commit(rich(1))
+    diary.commit(inserts(2, 3), (KEYLESS_OTHER, [insert({"a": 1}, b="x"), delete({"a": 1}, b="x")]))
+    diary.commit()
+    diary.commit()
+    diary.commit(inserts(4, schema=OTHER), inserts(5), (WIDER, [insert(6, added=True), insert(7)]))
+    diary.commit((WIDER, [insert(8, added=False)]), inserts(9, schema=OTHER))
+    diary.commit(
+        (RETYPED, [insert(10, n=1 << 40), *move(10, 11)]), (KEYLESS_OTHER, [insert({"a": None}, b=None)])
+    )
+    diary.commit()
 
 
 def _rows(batches: Sequence[ChangeBatch], first: int) -> list[Row]:
