@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.changelog.cold import ColdFile, CommitList, check_file, damaged
-from tailrace.changelog.rows import complete, counted
+from tailrace.changelog.rows import counted
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
@@ -75,7 +75,11 @@ class ColdReader:
                 for piece in self._pieces(parquet, place, rows_max or group.rows, self._log / file.file):
                     wanted = _cut(piece, span)
                     if wanted.num_rows:
-                        yield group.first - 1, file.table, counted(version.schema, complete(wanted, version))
+                        yield (
+                            group.first - 1,
+                            file.table,
+                            counted(version.schema, wanted.drop_columns([change.COMMIT])),
+                        )
 
     def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: Path) -> Iterator[pa.RecordBatch]:
         try:

@@ -259,7 +259,11 @@ class _Writer:
 
 def _without_empty(data: pa.RecordBatch) -> pa.RecordBatch:
     """The rows without the optional columns that are null throughout."""
-    empty = [name for name in change.OPTIONAL if data.column(name).null_count == data.num_rows]
+    empty = [
+        name
+        for name in change.OPTIONAL
+        if name in data.schema.names and data.column(name).null_count == data.num_rows
+    ]
     return data.drop_columns(empty) if empty else data
 
 

@@ -42,7 +42,9 @@ from tailrace.model.system import is_system
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
 _POLL_SECONDS = 0.002
+_LIVELY_SECONDS = 0.25
 _POLL_SECONDS_MAX = 0.1
+"""How often a follower looks: at first, while the last commit is so recent, and less and less after that."""
 _MISSES_MAX = 3
 """Of one file, looked up again each time, before it counts as missing."""
 SEQ_MAX = (1 << 63) - 1
@@ -485,4 +487,5 @@ class ChangeLog:
             elif wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
                 return
             time.sleep(pause)
-            pause = min(pause * 2, _POLL_SECONDS_MAX)
+            if time.monotonic() >= heard + _LIVELY_SECONDS:
+                pause = min(pause * 2, _POLL_SECONDS_MAX)

@@ -19,43 +19,32 @@ _SEQ_PLACE, _POSITION_PLACE = _ALWAYS.index(change.SEQ), _ALWAYS.index(change.PO
 
 
 def restore(stored: pa.RecordBatch, version: Version, body: Body, position: str | None) -> pa.RecordBatch:
-    """The rows of a body as the version's shape has them.
-
-    `_seq` is counted in the log instead of in the window the rows came in, `_position` is filled in where it was not
-    known when they were written, and other columns that were left out are put back as nulls.
-    """
-    rows = stored.num_rows
-    found, left_out = stored.columns, version.left_out(body.without)
+    """The rows of a body: `_seq` counted in the log instead of in the window the rows came in, and `_position` where it
+    was not known when they were written. Optional columns that were left out stay so."""
+    data = stored
     if body.base:
-        found[_SEQ_PLACE] = pa.array(found[_SEQ_PLACE].to_numpy() + body.base)
-    for place, kind, few in left_out:
-        if position is not None and place == _POSITION_PLACE:
-            found.insert(place, pa.repeat(pa.scalar(position, kind), rows))
-        else:
-            found.insert(place, few.slice(0, rows) if rows <= len(few) else pa.nulls(rows, kind))
-    return pa.RecordBatch.from_arrays(found, schema=version.arrow)
-
-
-def complete(data: pa.RecordBatch, version: Version) -> pa.RecordBatch:
-    """The rows as the version's shape has them: columns that were left out are put back as nulls."""
-    names = set(data.schema.names)
-    columns = [
-        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type)
-        for field in version.arrow
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=version.arrow)
+        seqs = pa.array(stored.column(_SEQ_PLACE).to_numpy() + body.base)
+        data = data.set_column(_SEQ_PLACE, version.arrow.field(_SEQ_PLACE), seqs)
+    if position is not None and change.POSITION in body.without:
+        field = version.arrow.field(_POSITION_PLACE)
+        data = data.add_column(
+            _POSITION_PLACE, field, pa.repeat(pa.scalar(position, field.type), data.num_rows)
+        )
+    return data
 
 
 def counted(schema: TableSchema, data: pa.RecordBatch) -> ChangeBatch:
     """Rows as a batch, with what a batch knows of its rows counted anew."""
-    moved, unfit = data.column(change.MOVED_FROM), data.column(change.UNFIT)
+    names = data.schema.names
+    moved = data.column(change.MOVED_FROM) if change.MOVED_FROM in names else None
+    unfit = data.column(change.UNFIT) if change.UNFIT in names else None
     truncates = pc.sum(pc.equal(data.column(change.OP), Operation.TRUNCATE.value)).as_py()
     return ChangeBatch(
         schema=schema,
         data=data,
-        moves=len(moved) - moved.null_count,
+        moves=len(moved) - moved.null_count if moved is not None else 0,
         truncates=truncates or 0,
-        unfit=0 if unfit.null_count == len(unfit) else pc.sum(pc.list_value_length(unfit)).as_py(),
+        unfit=(pc.sum(pc.list_value_length(unfit)).as_py() or 0) if unfit is not None else 0,
     )
 
 

@@ -22,11 +22,6 @@ FORMAT = 1
 _RECORDED_MAX = 10_000
 
 
-LeftOut = tuple[int, pa.DataType, pa.Array]
-FEW_NULLS = 1024
-"""Making nulls costs more than all other columns of a small batch, so some are kept at hand."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Version:
     """One version of one table's shape, as the log numbers it."""
@@ -39,23 +34,12 @@ class Version:
     ordinal: int = 0
     """Counts the versions of all tables, in the order they came; 0 for a system stream."""
     _stored: dict[tuple[str, ...], pa.Schema] = field(default_factory=dict, compare=False, repr=False)
-    _left_out: dict[tuple[str, ...], list[LeftOut]] = field(default_factory=dict, compare=False, repr=False)
 
     def stored(self, without: tuple[str, ...]) -> pa.Schema:
         """Of a body that leaves these columns out."""
         if without not in self._stored:
             self._stored[without] = pa.schema([kept for kept in self.arrow if kept.name not in without])
         return self._stored[without]
-
-    def left_out(self, without: tuple[str, ...]) -> list[LeftOut]:
-        """Where these columns belong, from left to right, and what to put there."""
-        if without not in self._left_out:
-            self._left_out[without] = [
-                (place, kind.type, pa.nulls(FEW_NULLS, kind.type))
-                for place, kind in enumerate(self.arrow)
-                if kind.name in without
-            ]
-        return self._left_out[without]
 
 
 class Schemas:

@@ -51,6 +51,15 @@ class ChangeBatch:
     def __len__(self) -> int:
         return int(self.data.num_rows)
 
+    def completed(self) -> pa.RecordBatch:
+        """The rows with every optional column in place, as nulls where this batch leaves one out."""
+        fields, names = self.schema.change_schema(), set(self.data.schema.names)
+        columns = [
+            self.data.column(field.name) if field.name in names else pa.nulls(len(self), field.type)
+            for field in fields
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=fields)
+
     def events(self) -> Iterator[Event]:
         """The rows one by one."""
         stored = [change.stored_name(name) for name in self.schema.names]

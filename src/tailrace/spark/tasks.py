@@ -131,7 +131,7 @@ def _changes(work: ApplyWork) -> pa.Table:
         for batch in log.read(
             item.first, item.last, tables=[item.table], after_seq=seq, to_seq=item.last_seq
         ):
-            data = _after(batch.data, work.expected.position)
+            data = _after(batch.completed(), work.expected.position)
             if data.num_rows:
                 if error := unusable(work.shape, batch.schema, item.first):
                     raise error

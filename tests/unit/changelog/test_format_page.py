@@ -79,7 +79,7 @@ def rows_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     log.schemas.load()
     found: dict[str, list[dict[str, Any]]] = {}
     for table in {str(version.schema.table) for version in log.schemas.latest()} | {"schema"}:
-        rows = [row for found in log.follow(table=table) for row in found.data.to_pylist()]
+        rows = [row for batch in log.follow(table=table) for row in batch.completed().to_pylist()]
         found[table] = json.loads(json.dumps(rows, default=str))
     return found
 

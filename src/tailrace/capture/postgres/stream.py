@@ -135,6 +135,8 @@ class PostgresStream:
         self._confirmed, self._reported, self._reported_at = after, after, 0.0
         self._filling, self._spare = _Buffer(), [_Buffer(), _Buffer()]
         self._ready: _Buffer | None = None
+        self._wanted = False
+        """Whether the caller is waiting for a window."""
         self._decoding = False
         self._end = after
         self._opened_at: float | None = None
@@ -164,7 +166,10 @@ class PostgresStream:
             return self._last  # the caller could not keep it
         self._last = None
         with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._ready is not None or self._failure is not None, wait_seconds)
+            self._wanted = False
             ready, self._ready = self._ready, None
             if ready is None and self._failure is not None:
                 raise self._failure
@@ -252,9 +257,10 @@ class PostgresStream:
         if got >= BUSY_BYTES and got >= BUSY_BYTES_PER_SECOND * (now - self._drained_at):
             self._behind_until = now + BUSY_SECONDS
         self._drained_at = now
-        self._hand_over(now, dry=why != wire.FULL and now >= self._behind_until)
+        ended = why in (wire.ENDED, wire.BROKEN)
+        self._hand_over(now, dry=why != wire.FULL and now >= self._behind_until, wanted=self._wanted or ended)
         self._report_if_due()
-        if why in (wire.ENDED, wire.BROKEN):
+        if ended:
             raise self._what_happened()
         if why == wire.DRY:
             self._rest(now)
@@ -262,22 +268,27 @@ class PostgresStream:
     def _rest(self, now: float) -> None:
         if now < self._behind_until:
             time.sleep(NAP_SECONDS)
-        elif self._ready is not None:
-            # Nothing can be handed over before the caller comes back: waking for each message would only cost.
+        elif self._filling.whole and not self._wanted:
+            # The caller is busy. What comes meanwhile is taken in one go: waking for each message only costs.
             with self._changed:
-                self._changed.wait_for(lambda: self._ready is None or self._stopping, IDLE_SECONDS)
+                self._changed.wait_for(lambda: self._wanted or self._stopping, BUSY_SECONDS)
         else:
             select.select([self._wire.socket], [], [], IDLE_SECONDS)
 
-    def _hand_over(self, now: float, *, dry: bool) -> None:
+    def _hand_over(self, now: float, *, dry: bool, wanted: bool) -> None:
         """Offer what is whole to the caller, if it is time and the last offer was taken; or a part of a
-        transaction, if nothing is whole and no more is to be held."""
+        transaction, if nothing is whole and no more is to be held.
+
+        Not before the caller comes for it, unless a window is full: what arrives meanwhile would wait for the next.
+        """
         buffer = self._filling
         if self._ready is not None:
             return
         if not buffer.whole and not buffer.big:
             if not buffer.state[wire.OPEN]:
                 self._end = max(self._end, Lsn(int(buffer.state[wire.END])))
+            return
+        if not (wanted or buffer.big or buffer.state[wire.WHOLE_BYTES] >= WINDOW_BYTES):
             return
         age = now - (self._opened_at or 0.0)
         limit = WINDOW_SECONDS_BEHIND if now < self._behind_until else WINDOW_SECONDS
