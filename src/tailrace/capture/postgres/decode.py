@@ -405,16 +405,28 @@ class Decoder:
         memory; as many at once as are not."""
         order = np.argsort(rows.slot, kind="stable")
         slots = rows.slot[order]
-        new_slot = np.diff(slots, prepend=-1) != 0
-        cells = np.cumsum(self._layout[0][_COLUMNS][slots])
-        # Where a batch of its own would begin for its size: pieces of the cells found so far, and of the bytes.
-        piece = cells // BATCH_CELLS_MAX
+        begins = np.flatnonzero(slots[1:] != slots[:-1]) + 1
+        types = list(self._kinds)
+        if (
+            b.size > BATCH_BYTES_MAX
+            or order.size * int(self._layout[0][_COLUMNS].max(initial=1)) > BATCH_CELLS_MAX
+        ):
+            yield from self._large_batches(b, rows, order, slots, types)
+        elif order.size:
+            cuts = np.concatenate([[0], begins, [order.size]])
+            shapes = [self._shapes[slot] for slot in slots[cuts[:-1]].tolist()]
+            yield from batches_of(b, shapes, types, rows, order, cuts)
+
+    def _large_batches(
+        self, b: Bytes, rows: Rows, order: Ints, slots: Ints, types: list[pa.DataType]
+    ) -> Iterator[ChangeBatch]:
+        # Where a batch of its own begins for its size: pieces of the cells found so far, and of the bytes.
+        piece = np.cumsum(self._layout[0][_COLUMNS][slots]) // BATCH_CELLS_MAX
         if b.size > BATCH_BYTES_MAX:
             piece = piece + np.maximum(rows.new, rows.old)[order] // BATCH_BYTES_MAX
         new_piece = np.diff(piece, prepend=-1) != 0
-        begins = np.flatnonzero(new_slot | new_piece)
+        begins = np.flatnonzero((np.diff(slots, prepend=-1) != 0) | new_piece)
         groups = np.flatnonzero(new_piece[begins])
-        types = list(self._kinds)
         for low, high in itertools.pairwise([*groups.tolist(), begins.size]):
             end = begins[high] if high < begins.size else order.size
             cuts = np.append(begins[low:high], end)

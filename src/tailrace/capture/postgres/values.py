@@ -534,6 +534,7 @@ _INTEGERS: dict[pa.DataType, type[np.signedinteger[Any]]] = {
     pa.int32(): np.int32,
     pa.int64(): np.int64,
 }
+_LIMITS = {number: (np.iinfo(number).min, np.iinfo(number).max) for number in _INTEGERS.values()}
 _INFINITY = np.frombuffer(b"infinity", np.uint8)
 _MINUS_INFINITY = np.frombuffer(b"-infinity", np.uint8)
 _NOTHING = np.empty(0, np.int64)
@@ -585,8 +586,7 @@ def _scalars(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:
     if kind in _INTEGERS:
         number = _INTEGERS[kind]
         out: npt.NDArray[Any] = np.zeros(n, number)
-        limits = np.iinfo(number)
-        _integers(b, at, size, out, state, limits.min, limits.max)
+        _integers(b, at, size, out, state, *_LIMITS[number])
     elif pa.types.is_decimal(kind):
         out = np.zeros(2 * n, np.uint64)
         _decimals(b, at, size, out, state, kind.precision, kind.scale)
