@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of
@@ -418,7 +419,7 @@ class Decoder:
             yield from batches_of(b, shapes, types, rows, order, cuts)
 
     def _large_batches(
-        self, b: Bytes, rows: Rows, order: Ints, slots: Ints, types: list[pa.DataType]
+        self, b: Bytes, rows: Rows, order: Ints, slots: npt.NDArray[np.int32], types: list[pa.DataType]
     ) -> Iterator[ChangeBatch]:
         # Where a batch of its own begins for its size: pieces of the cells found so far, and of the bytes.
         piece = np.cumsum(self._layout[0][_COLUMNS][slots]) // BATCH_CELLS_MAX
