@@ -96,7 +96,9 @@ def test_a_commit_says_what_it_holds(writer: LogWriter, folder: Path) -> None:
     assert header.log == writer.log_id
 
 
-def test_optional_columns_without_a_value_are_left_out_until_they_are_asked_for(writer: LogWriter, folder: Path) -> None:
+def test_optional_columns_without_a_value_are_left_out_until_asked_for(
+    writer: LogWriter, folder: Path
+) -> None:
     writer.append(window(0, 100, batch(SHOP, insert(1, name="a"), update(1, name="b"))))
     (header,) = ChangeLog.open(folder).headers(0)
     assert header.bodies[0].without == change.OPTIONAL
