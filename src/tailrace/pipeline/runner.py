@@ -6,6 +6,7 @@ the source's connection. All processes stay in one process group and none outliv
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -60,6 +61,9 @@ def capture(
         die_with_parent()
     with stop_signal() as asked:
         capturing = Capturing(settings, until_caught_up=until_caught_up, take_over=take_over)
+        # What the libraries made stays for ever; looking through it again and again holds up a window for 100 ms.
+        gc.collect()
+        gc.freeze()
         observer.event(
             "capture started", position=capturing.log.position, slot=capturing.source.settings.slot
         )
