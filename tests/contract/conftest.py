@@ -10,7 +10,7 @@ import pytest
 from tailrace.demo.server import EmbeddedPostgres
 from tests.support.benches import Bench, MemoryBench, PostgresBench, Streams
 
-KEEPALIVE_SECONDS = 2
+KEEPALIVE_SECONDS = 3
 """The server cuts a connection that does not answer for so long."""
 
 

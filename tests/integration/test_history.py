@@ -54,7 +54,7 @@ def content(pipeline: Pipeline) -> dict[str, bytes]:
     return {
         str(path): path.read_bytes()
         for path in files
-        if not path.name.startswith("owner.") and path.parent.name != "status"
+        if not path.name.startswith(("owner.", "sealer.")) and path.parent.name != "status"
     }
 
 

@@ -287,6 +287,17 @@ class ColdIndex:
             self._lists[seal.stem] = read_commits(self._log, seal)
         return self._lists[seal.stem]
 
+    def commits_near(self, seal: Seal) -> CommitList:
+        """The commits of a seal, or of the one that has replaced it. Of one that is gone, only its end is left."""
+        try:
+            return self.commits(seal)
+        except FileNotFoundError:
+            self.refresh()
+            wider = self.covering(seal.last)
+            if wider is not None and wider.stem != seal.stem:
+                return self.commits_near(wider)
+            return CommitList(np.array([seal.last]), np.array([seal.end.value]), np.array([seal.next_seq]))
+
 
 def _chain(found: list[tuple[int, int, str]]) -> list[str]:
     """Seals one after another, each time the one that reaches furthest: it stands for those inside it.

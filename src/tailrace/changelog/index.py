@@ -156,7 +156,7 @@ class LogIndex:
             if commit == seal.last:
                 return seal.end
             if seal.first <= commit < seal.last:
-                commits = self._log.cold.commits(seal)
+                commits = self._log.cold.commits_near(seal)
                 return Lsn(int(commits.end[commits.place(commit)]))
         return self._gone.position if commit else ZERO
 
@@ -173,7 +173,7 @@ class LogIndex:
             if commit == seal.last:
                 return seal.next_seq
             if seal.first <= commit < seal.last:
-                commits = self._log.cold.commits(seal)
+                commits = self._log.cold.commits_near(seal)
                 return int(commits.next_seq[commits.place(commit)])
         return self._gone.next_seq if commit else 1
 
@@ -187,7 +187,7 @@ class LogIndex:
             if seal.end <= position:
                 return seal.last
             if seal.start < position:
-                commits = self._log.cold.commits(seal)
+                commits = self._log.cold.commits_near(seal)
                 place = int(commits.end.searchsorted(position.value, side="right"))
                 return int(commits.commit[place - 1]) if place else seal.first - 1
         return self._gone.commit if self._gone.position <= position else 0

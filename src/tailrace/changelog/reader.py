@@ -460,7 +460,7 @@ class ChangeLog:
         if self.cold.seals and position < self.cold.seals[-1].end:
             for seal in self.cold.seals:
                 if position < seal.end:
-                    commits = self.cold.commits(seal)
+                    commits = self.cold.commits_near(seal)
                     place = int(commits.end.searchsorted(position.value, side="right"))
                     return int(commits.commit[place - 1]) if place else seal.first - 1
         low = max(low, self.cold.last)

@@ -198,3 +198,22 @@ def test_a_commit_that_is_really_missing_is_said_to_be(diary: Diary) -> None:
     commit_path(diary.path, 5).unlink()
     with pytest.raises(LogCorrupt):
         index_of(diary.path)
+
+
+def test_an_index_answers_for_seals_that_were_joined_or_trimmed_since_it_grew(diary: Diary) -> None:
+    write(diary)
+    with Sealer(diary.path, limits=PAIRS) as sealer:
+        sealer.seal()
+        index = index_of(diary.path)
+        ends = [index.end_of(commit) for commit in range(1, index.commit + 1)]
+        fresh = LogIndex(ChangeLog.open(diary.path))
+        fresh.grow()
+        sealer.join()
+        sealer.clean(0.0)
+        assert [fresh.commit_at(end) for end in ends[1:]] == [index.commit_at(end) for end in ends[1:]]
+        late = LogIndex(ChangeLog.open(diary.path))
+        late.grow()
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    for commit, end in enumerate(ends, start=1):
+        assert late.end_of(commit) >= end
+        assert late.commit_at(end) <= commit
