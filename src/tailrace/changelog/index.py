@@ -87,6 +87,8 @@ class LogIndex:
             table: [item for item in found if item.first > sealed] for table, found in self._slices.items()
         }
         slices: dict[int, list[Slice]] = {}
+        if gone.tables:
+            self._log.schemas.load()  # a table all of whose rows are gone is still known by its name
         captured = {number: table.rows for number, table in gone.tables.items()}
         for file in (file for seal in seals for file in seal.files):
             if not gone.covers(file.table, file.last_seq):

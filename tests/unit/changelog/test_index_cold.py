@@ -217,3 +217,15 @@ def test_an_index_answers_for_seals_that_were_joined_or_trimmed_since_it_grew(di
     for commit, end in enumerate(ends, start=1):
         assert late.end_of(commit) >= end
         assert late.commit_at(end) <= commit
+
+
+def test_a_table_whose_rows_are_all_gone_is_still_known(diary: Diary) -> None:
+    write(diary)
+    with Sealer(diary.path, limits=PAIRS) as sealer:
+        sealer.seal()
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    log = ChangeLog.open(diary.path)
+    index = LogIndex(log)
+    index.grow()
+    assert OTHER.table in {version.schema.table for version in log.schemas.latest()}
+    assert sum(index.captured(version.table) for version in log.schemas.latest()) == index.rows
