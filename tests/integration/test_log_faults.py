@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
+from tests.support.disks import mounted
 from tests.support.pipelines import Pipeline, Running, eventually, execute
 
 pytestmark = pytest.mark.skipif(
@@ -20,19 +20,6 @@ pytestmark = pytest.mark.skipif(
 SEALING = "log: {path: ./changes, seal: {commits: 3, age: 1s}, grace: 1s}"
 TEXT = "(SELECT string_agg(md5(random()::text || g || n), '') FROM generate_series(1, {size}) n)"
 """32 times so many bytes, which no compression makes smaller."""
-
-
-@contextmanager
-def mounted(folder: Path, *what: str) -> Iterator[Path]:
-    """The file system, as long as it is needed."""
-    folder.mkdir(exist_ok=True)
-    made = subprocess.run(["mount", *what, str(folder)], capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"SKIPPED LOUDLY: not tried, for mounting is not allowed here: {made.stderr}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

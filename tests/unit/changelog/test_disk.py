@@ -22,6 +22,7 @@ from tailrace.changelog.sealing import Sealer
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable
 from tests.support.changes import SHOP, insert
+from tests.support.disks import mounted
 from tests.support.logs import Diary, Given, assert_nothing_left_over, inserts, read_all, stored_files
 from tests.support.pipelines import eventually
 from tests.support.windows import SOURCE, named, rows_window
@@ -38,19 +39,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own that holds 1 MiB."""
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as disk:
         yield disk
-
-
-@contextmanager
-def mounted(folder: Path, *what: str) -> Iterator[Path]:
-    """The file system, as long as it is needed."""
-    folder.mkdir(exist_ok=True)
-    made = subprocess.run(["mount", *what, str(folder)], capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"SKIPPED LOUDLY: not tried, for mounting is not allowed here: {made.stderr}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @contextmanager

@@ -94,13 +94,6 @@ def sink(source: Source) -> Sink:
     return Sink(source)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loop with short waits."""
-    monkeypatch.setattr(loop, "READ_SECONDS", 0.02)
-    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.05)
-
-
 def inserts(*keys: int) -> ChangeBatch:
     return batch_of(SHOP, *[(Operation.INSERT, {"id": key}) for key in keys])
 

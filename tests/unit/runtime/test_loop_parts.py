@@ -65,12 +65,6 @@ def sink(source: MemoryCapture) -> Sink:
     return Sink(source)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "READ_SECONDS", 0.02)
-    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.05)
-
-
 def inserts(*keys: int) -> ChangeBatch:
     return batch_of(SHOP, *[(Operation.INSERT, {"id": key}) for key in keys])
 
