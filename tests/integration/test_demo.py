@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ from tests.support.pipelines import Running, eventually
 
 def servers_below(folder: Path) -> list[str]:
     """PostgreSQL servers started by this test: their temporary files lie below its folder."""
-    found = subprocess.run(
-        ["pgrep", "-af", f"postgres -D {folder}"], capture_output=True, text=True, check=False
-    )
-    return found.stdout.splitlines()
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it ended meanwhile
+            said = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if f"postgres -D {folder}" in said:
+                found.append(said)
+    return found
 
 
 def start_demo(folder: Path, *flags: str) -> Running:
