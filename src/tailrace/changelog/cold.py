@@ -133,11 +133,8 @@ def commits_path(log: Path, stem: str) -> Path:
 def stems(log: Path) -> list[tuple[int, int, str]]:
     """First commit, last commit and name of every seal there is."""
     folder = log / "cold"
-    try:
-        with files.explained(folder):
-            names = os.listdir(folder) if folder.is_dir() else []
-    except NotADirectoryError:
-        names = []
+    with files.explained(folder):
+        names = os.listdir(folder) if folder.is_dir() else []
     found = [match for name in names if (match := _NAME.fullmatch(name))]
     return sorted((int(match[1]), int(match[2]), match[0][:-5]) for match in found)
 
@@ -313,9 +310,8 @@ def _chain(found: list[tuple[int, int, str]]) -> list[str]:
             if best is None or found[place][1] > best[1]:
                 best = found[place]
             place += 1
-        if best is None or best[1] <= reached:
-            if best is None:
-                return chain
-            continue
-        chain.append(best[2])
-        reached = best[1]
+        if best is None:
+            return chain
+        if best[1] > reached:
+            chain.append(best[2])
+            reached = best[1]

@@ -6,7 +6,7 @@ A file is checked as a whole before its first row is delivered. Rows come in bou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +124,7 @@ class _Source:
                 yield counted(held.schema, held.data.slice(0, rows))
             self._held = None
             if rows < len(seqs):
-                self._held = counted(held.schema, held.data.slice(rows))
+                self._held = replace(held, data=held.data.slice(rows))  # counted when it is given out
                 self._next_seq = int(seqs[rows])
 
 

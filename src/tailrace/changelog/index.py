@@ -90,21 +90,20 @@ class LogIndex:
         if gone.tables:
             self._log.schemas.load()  # a table all of whose rows are gone is still known by its name
         captured = {number: table.rows for number, table in gone.tables.items()}
-        for file in (file for seal in seals for file in seal.files):
-            if not gone.covers(file.table, file.last_seq):
-                self._know(file.table, file.schema)
-                captured[file.table] = captured.get(file.table, 0) + file.rows
-                slices.setdefault(file.table, []).extend(
-                    Slice(
-                        file.table, group.first, group.last, file.schema, group.rows, group.last_seq,
-                        group.committed_at,
-                    )
-                    for group in file.groups
-                )  # fmt: skip
+        kept = [file for seal in seals for file in seal.files if not gone.covers(file.table, file.last_seq)]
+        for file in kept:
+            self._know(file.table, file.schema)
+            captured[file.table] = captured.get(file.table, 0) + file.rows
+            slices.setdefault(file.table, []).extend(
+                Slice(
+                    file.table, group.first, group.last, file.schema, group.rows, group.last_seq,
+                    group.committed_at,
+                )
+                for group in file.groups
+            )  # fmt: skip
         for table, found in later.items():
             slices.setdefault(table, []).extend(found)
             captured[table] = captured.get(table, 0) + sum(item.rows for item in found)
-        kept = [file for seal in seals for file in seal.files if not gone.covers(file.table, file.last_seq)]
         self.bytes = sum(file.size for file in kept) + sum(item.bytes for item in hot)
         # A seal that is gone as a whole may still be there for a moment; the record counts what it held.
         commits: list[Seal | _Hot] = [*(seal for seal in seals if seal.last > gone.commit), *hot]

@@ -234,7 +234,7 @@ class ChangeLog:
     # Reading rows.
 
     def batch(self, header: Header, body: Body) -> ChangeBatch:
-        """One table's rows of a commit that is not sealed, with every optional column in place."""
+        """One table's rows of a commit that is not sealed; optional columns that were left out stay so."""
         try:
             return self._hot_batch(header, body)
         except FileNotFoundError as error:

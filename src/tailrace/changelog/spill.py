@@ -1,7 +1,7 @@
 """A transaction too large for memory, on its way into the log: its rows are written out as they arrive.
 
 The files lie in `big/<commit>/`, under the number of the commit that will name them. Until that commit exists they
-are nobody's: no reader looks for them, and what a crash left is swept when the log is next opened for writing.
+are nobody's: no reader looks for them, and what a crash left is swept by the next writer's first commit.
 Each writer's files bear a token of their own, so a writer that was overtaken cannot touch its successor's.
 """
 

@@ -44,8 +44,8 @@ class OwnLog(LogWriter):
             raise
         except LogUnusable as error:
             self.check()
-            # Only a writer that opens the log sweeps away what was written aside. Where its lock does not reach
-            # us, this is how we learn of it.
+            # Only another writer, at its first commit, sweeps away what was written aside. Where its lock does not
+            # reach us, this is how we learn of it.
             if isinstance(error.__cause__, FileNotFoundError) and (self.path / "hot").is_dir():
                 raise LogFenced(
                     "another writer has swept away the commit we were writing",

@@ -2,8 +2,8 @@
 
 The input is messages laid end to end: whole transactions, or a part of one that is too large to hold. Three
 compiled passes: *survey* finds the few messages that need Python (a relation's description), *assign* gives
-every change its row (table, operation, transaction, where its tuples lie), *cells* finds every value. Then each
-column is converted in one pass. Types and offsets are data: one kernel serves every table.
+every change its row (table, operation, transaction, where its tuples lie), *cells* (in `batches.py`) finds every
+value. Then all columns of one type are converted in one pass. Types and offsets are data: one kernel serves every table.
 
 What must hold: rows keep the order of the wire; a transaction gives the same rows in parts as whole; one that
 ends at or before `after` is dropped whole; any bytes give rows or a `ProtocolViolation`, never a read outside
@@ -406,7 +406,6 @@ class Decoder:
         memory; as many at once as are not."""
         order = np.argsort(rows.slot, kind="stable")
         slots = rows.slot[order]
-        begins = np.flatnonzero(slots[1:] != slots[:-1]) + 1
         types = list(self._kinds)
         if (
             b.size > BATCH_BYTES_MAX
@@ -414,7 +413,7 @@ class Decoder:
         ):
             yield from self._large_batches(b, rows, order, slots, types)
         elif order.size:
-            cuts = np.concatenate([[0], begins, [order.size]])
+            cuts = np.concatenate([[0], np.flatnonzero(slots[1:] != slots[:-1]) + 1, [order.size]])
             shapes = [self._shapes[slot] for slot in slots[cuts[:-1]].tolist()]
             yield from batches_of(b, shapes, types, rows, order, cuts)
 

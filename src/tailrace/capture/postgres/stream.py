@@ -288,11 +288,12 @@ class PostgresStream:
             if not buffer.state[wire.OPEN]:
                 self._end = max(self._end, Lsn(int(buffer.state[wire.END])))
             return
-        if not (wanted or buffer.big or buffer.state[wire.WHOLE_BYTES] >= WINDOW_BYTES):
+        full = buffer.big or buffer.state[wire.WHOLE_BYTES] >= WINDOW_BYTES
+        if not (wanted or full):
             return
         age = now - (self._opened_at or 0.0)
         limit = WINDOW_SECONDS_BEHIND if now < self._behind_until else WINDOW_SECONDS
-        if not (dry or buffer.big or buffer.state[wire.WHOLE_BYTES] >= WINDOW_BYTES or age >= limit):
+        if not (dry or full or age >= limit):
             return
         with self._changed:
             following = self._spare.pop() if self._spare else _Buffer()
