@@ -3,7 +3,8 @@
 The input is messages laid end to end: whole transactions, or a part of one that is too large to hold. Three
 compiled passes: *survey* finds the few messages that need Python (a relation's description), *assign* gives
 every change its row (table, operation, transaction, where its tuples lie), *cells* (in `batches.py`) finds every
-value. Then all columns of one type are converted in one pass. Types and offsets are data: one kernel serves every table.
+value. Then all columns of one type are converted in one pass. Types and offsets are data: one kernel serves
+every table.
 
 What must hold: rows keep the order of the wire; a transaction gives the same rows in parts as whole; one that
 ends at or before `after` is dropped whole; any bytes give rows or a `ProtocolViolation`, never a read outside
