@@ -20,6 +20,7 @@ from tests.support.benches import (
     PostgresBench,
     Streams,
     keys,
+    next_rows,
     numbers,
     quiet_window,
     rows_of,
@@ -98,7 +99,7 @@ def test_opened_again_between_two_parts_the_transaction_begins_again(bench: Benc
     bench.write_many(0, 2000)
     first = streams.open(bench.begin)
     for continues in (False, True):
-        window = quiet_window(first, bench.begin)
+        window = next_rows(first, bench.begin)
         assert (window.open, window.continues) == (True, continues)
     streams.close(first)
     assert bench.confirmed() == bench.begin
@@ -112,9 +113,9 @@ def test_the_end_that_was_not_made_durable_comes_again(bench: Bench, streams: St
     bench.write_many(0, 2000)
     stream = streams.open(bench.begin)
     kept = take(stream, bench.begin, 2000)[:-1]
-    again = [quiet_window(stream, bench.begin)]
+    again = [next_rows(stream, bench.begin)]
     while again[-1].open:
-        again.append(quiet_window(stream, bench.begin))
+        again.append(next_rows(stream, bench.begin))
     assert keys(*kept if again[0].continues else (), *again) == list(range(2000))
 
 
@@ -135,7 +136,7 @@ def test_a_large_transaction_is_confirmed_as_a_whole(bench: Bench, streams: Stre
     bench.write_many(0, 2000)
     stream = streams.open(bench.begin)
     stream.confirm(bench.begin)
-    window = quiet_window(stream, bench.begin)
+    window = next_rows(stream, bench.begin)
     assert window.open
     time.sleep(0.3)
     assert bench.confirmed() == bench.begin
@@ -149,7 +150,7 @@ def test_a_large_transaction_is_confirmed_as_a_whole(bench: Bench, streams: Stre
 
 def _rest(stream: Stream, after: Lsn) -> Lsn:
     """Read a transaction to its end."""
-    while (window := quiet_window(stream, after)).open:
+    while (window := next_rows(stream, after)).open:
         assert window.continues
     assert window.continues
     return window.end
@@ -227,7 +228,7 @@ def test_a_connection_that_breaks_between_two_parts_loses_nothing(
     postgres.give_in_parts(PART)
     stream = postgres_streams.open(postgres.begin)
     postgres.write_many(0, LARGE)
-    assert quiet_window(stream, postgres.begin).open
+    assert next_rows(stream, postgres.begin).open
     postgres.execute(f"select pg_terminate_backend({postgres.walsender()})")
     with pytest.raises(SourceUnreachable):
         _rest(stream, postgres.begin)
@@ -247,9 +248,9 @@ def test_what_could_not_be_decoded_is_not_read_over(
     )
     postgres.write(("items", 1))
     with pytest.raises(SourceUnreachable):
-        quiet_window(stream, postgres.begin)
+        next_rows(stream, postgres.begin)
     postgres.write(("items", 2))
     with pytest.raises(SourceUnreachable, match="not decoded"):
-        quiet_window(stream, postgres.begin)
+        next_rows(stream, postgres.begin)
     postgres_streams.close(stream)
     assert keys(*take(postgres_streams.open(postgres.begin), postgres.begin, 2)) == [1, 2]

@@ -25,7 +25,7 @@ def pipeline_with(folder: Path, url: str, log: str) -> Pipeline:
 
 
 def asked(pipeline: Pipeline, command: str, *flags: str, code: int = 0) -> dict[str, Any]:
-    done = pipeline.call(command, *flags, "--json")
+    done = pipeline.ask(command, *flags, "--json")
     assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -239,9 +240,19 @@ def numbers(name: str, *windows: Window) -> npt.NDArray[np.int64]:
 
 
 def quiet_window(stream: Stream, after: Lsn) -> Window:
+    """The next window, with rows or without."""
+    return _next(stream, after, lambda window: True)
+
+
+def next_rows(stream: Stream, after: Lsn) -> Window:
+    """The next window with rows; the position may have moved before, and the caller has not made that durable."""
+    return _next(stream, after, lambda window: not window.empty)
+
+
+def _next(stream: Stream, after: Lsn, wanted: Callable[[Window], bool]) -> Window:
     deadline = time.monotonic() + COME_SECONDS_MAX
     while time.monotonic() < deadline:
         window = stream.read(after, 0.2)
-        if window is not None:
+        if window is not None and wanted(window):
             return window
-    pytest.fail("the position never moved")
+    pytest.fail("nothing came")

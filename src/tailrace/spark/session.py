@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pyspark import SparkConf, SparkContext
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-from tailrace.spark.java import find_java
+from tailrace.spark.java import archive_path, find_java
 
 TASK_SLOTS_MIN = 3
 """Two loads may keep a slot each for long; there is always one for applying."""
@@ -23,8 +24,6 @@ _SETTINGS = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "1g",
-    # Spark redacts long error texts with regular expressions that overflow the usual stack.
-    "spark.driver.extraJavaOptions": "-Xss8m",
     "spark.python.worker.reuse": "true",
     # On a busy machine a worker takes its time to start.
     "spark.python.authenticate.socketTimeout": "120s",
@@ -42,6 +41,13 @@ _SETTINGS = {
     "spark.sql.streaming.pollingDelay": "50ms",
 }
 
+_JAVA_OPTIONS = (
+    # Spark redacts long error texts with regular expressions that overflow the usual stack.
+    "-Xss8m",
+    # Rows never pass the JVM. It plans and wakes, and the better compiler costs more than it brings.
+    "-XX:TieredStopAtLevel=1",
+)
+
 
 class Jvm:
     """Spark's Java process, and the session in it. What it prints goes to the file.
@@ -49,8 +55,11 @@ class Jvm:
     Starting takes seconds, so it may be done in one thread and ended by another.
     """
 
-    def __init__(self, name: str, scratch: Path, log_file: Path) -> None:
-        os.environ["JAVA_HOME"] = str(find_java())
+    def __init__(
+        self, name: str, scratch: Path, log_file: Path, *, java_options: Sequence[str] | None = None
+    ) -> None:
+        java = find_java()
+        os.environ["JAVA_HOME"] = str(java)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         os.environ["PYSPARK_PYTHON"] = str(_worker_python(scratch))
         os.environ["PYSPARK_DRIVER_PYTHON"] = os.environ["PYSPARK_PYTHON"]
@@ -58,6 +67,9 @@ class Jvm:
         settings.setMaster(f"local[{max(TASK_SLOTS_MIN, (os.cpu_count() or 1) + 1)}]")
         settings.setAll([*_SETTINGS.items(), ("spark.local.dir", str(scratch))])
         settings.set("spark.sql.warehouse.dir", str(scratch / "warehouse"))
+        if java_options is None:
+            java_options = _archived(archive_path(java))
+        settings.set("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, *java_options]))
         self._settings = settings
         with log_file.open("wb") as said:  # the workers inherit it from the JVM
             popen = {"stdout": said, "stderr": said}
@@ -70,6 +82,12 @@ class Jvm:
         context._accumulatorServer.handle_error = _say_nothing  # type: ignore[assignment, method-assign] # Spark's own
         return SparkSession(context)
 
+    def end(self, wait_seconds: float) -> None:
+        """Let the process end by itself, as Java likes it."""
+        self._gateway.shutdown()
+        self._gateway.proc.stdin.close()
+        self._gateway.proc.wait(wait_seconds)
+
     def kill(self) -> None:
         """End the process and, with it, everything it started."""
         self._gateway.proc.kill()
@@ -78,6 +96,10 @@ class Jvm:
         with SparkContext._lock:
             if SparkContext._gateway is self._gateway:
                 SparkContext._gateway = SparkContext._jvm = None
+
+
+def _archived(path: Path) -> tuple[str, ...]:
+    return (f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off") if path.exists() else ()
 
 
 def _say_nothing(*_: object) -> None:
