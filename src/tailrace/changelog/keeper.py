@@ -1,15 +1,25 @@
 """Keeps the log in order beside the one who writes it: seals, joins, cleans up and trims, at low priority.
 
 Nothing depends on it but the number of files and the room they take: it may fail, fall behind or be killed, and
-capture goes on. It runs in a thread of the capture process; the work itself is done outside the interpreter's lock.
+capture goes on. It has a process of its own: in a thread of the capture process, one that is to wait for others would
+keep the interpreter's lock from them while it waits.
+
+What the process is to do comes on its stdin, what it has to say goes to its stdout, and it ends when its stdin does.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +30,16 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
 from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
 from tailrace.errors import LogBusy, LogCorrupt, LogFull, TailraceError
+from tailrace.processes import die_with_parent
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 1.0
 TRIM_SECONDS = 10.0
-RETRY_SECONDS = 30.0
 STOP_SECONDS_MAX = 10.0
 """For the round under way. What it leaves unfinished is swept and done again."""
 NICE = 10
+_MAIN = f"from {__name__} import main; main()"
+_USUAL = frozenset(vars(logging.makeLogRecord({})))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +52,9 @@ class Keeping:
     """The unsealed commits are sealed when they pass one of these; the last is the age of the oldest."""
     grace_seconds: float = GRACE_SECONDS
     policy: Policy = field(default_factory=Policy)
+    look_seconds: float = 1.0
+    retry_seconds: float = 30.0
+    """How often to look whether something is due, and how long to wait after a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,44 +100,119 @@ def _size_of(path: Path, commit: int) -> int:
 
 
 class Keeper:
-    """The thread. Rounds are bounded; `stop` waits for the one under way."""
+    """The process, seen from the one who captures. Rounds are bounded; `stop` waits for the one under way."""
 
     def __init__(self, path: Path, keeping: Keeping) -> None:
-        self._path = path
+        self._work = (path, keeping, log.getEffectiveLevel())
         self._keeping = keeping
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tailrace-keeper", daemon=True)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._watch, name="tailrace-keeper", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stopping.set()
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None and self._process.stdin is not None:
+                self._process.stdin.close()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS_MAX)
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._thread.join()
 
-    def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # only Linux has a priority per thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        tended: _Tended | None = None
-        wait = TICK_SECONDS
+    def _watch(self) -> None:
+        """Have a process as long as one is wanted. The kernel ends it with this thread, if nothing else does."""
+        wait = self._keeping.look_seconds
         while not self._stopping.wait(wait):
-            wait = TICK_SECONDS
+            wait = self._keeping.retry_seconds
             try:
-                tended = tended or _Tended(self._path, self._keeping)
-                tended.look()
-            except LogBusy:
-                continue  # someone seals by hand
-            except TailraceError as error:
-                tended = None  # sweep what was begun before beginning again
-                level = logging.ERROR if isinstance(error, LogCorrupt) else logging.WARNING
-                said = {"code": error.code, "reason": error.message}
-                log.log(level, "the log could not be put in order, tried again", extra=said)
-                wait = RETRY_SECONDS
-            except Exception as error:  # the thread's boundary: capture must go on
-                tended = None
-                log.exception("keeper failed", extra={"reason": type(error).__name__})
-                wait = RETRY_SECONDS
+                code = self._attend()
+            except OSError as error:  # too many processes or files, or too little memory
+                log.warning("keeper could not be started, tried again", extra={"reason": str(error)})
+                continue
+            if not self._stopping.is_set():
+                log.warning("keeper ended, started again", extra={"exit_code": code})
+
+    def _attend(self) -> int:
+        """Start a process and log what it says until it ends; its exit code."""
+        with self._lock:
+            if self._stopping.is_set():
+                return 0
+            command = [sys.executable, "-c", _MAIN]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = process
+        assert process.stdin is not None, "a pipe"
+        assert process.stdout is not None, "a pipe"
+        with process:
+            with suppress(OSError, ValueError):  # it has ended already, or is to end
+                pickle.dump(self._work, process.stdin)
+                process.stdin.flush()
+            for line in process.stdout:
+                with suppress(ValueError):  # not ours: something printed
+                    said = json.loads(line)
+                    logging.getLogger(said["logger"]).log(said["level"], said["message"], extra=said["extra"])
+        return process.returncode
+
+
+class _Relay(logging.Handler):
+    """Hands what is logged to the process that started us."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = {
+            "logger": record.name,
+            "level": record.levelno,
+            "message": record.getMessage(),
+            "extra": {name: value for name, value in vars(record).items() if name not in _USUAL},
+        }
+        with suppress(OSError, ValueError):  # nobody listens any more
+            os.write(sys.stdout.fileno(), json.dumps(said, default=str).encode() + b"\n")
+
+
+def main() -> None:
+    """The process."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the one who started us, who then ends us
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(NICE)
+    path, keeping, level = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the one who started us
+    logging.getLogger("tailrace").setLevel(level)
+    logging.getLogger().addHandler(_Relay())
+    tend(path, keeping, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
+
+
+def tend(path: Path, keeping: Keeping, stopped: Callable[[float], bool]) -> None:
+    """Keep the log in order until `stopped`, which waits so many seconds for the answer."""
+    tended: _Tended | None = None
+    wait = 0.0
+    while not stopped(wait):
+        wait = keeping.look_seconds
+        try:
+            tended = tended or _Tended(path, keeping)
+            tended.look()
+        except LogBusy:
+            continue  # someone seals by hand
+        except TailraceError as error:
+            tended = None  # sweep what was begun before beginning again
+            level = logging.ERROR if isinstance(error, LogCorrupt) else logging.WARNING
+            said = {"code": error.code, "reason": error.message}
+            log.log(level, "the log could not be put in order, tried again", extra=said)
+            wait = keeping.retry_seconds
+        except Exception as error:  # the process's boundary: it is to go on
+            tended = None
+            log.exception("keeper failed", extra={"reason": f"{type(error).__name__}: {error}", "at": _place(error)})
+            wait = keeping.retry_seconds
+
+
+def _place(error: Exception) -> str:
+    """The line it came from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
 
 
 class _Tended:

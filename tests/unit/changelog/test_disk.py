@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import keeper as keeper_module
 from tailrace.changelog.keeper import Keeper, Keeping, keep
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
@@ -287,11 +286,11 @@ def test_a_keeper_on_a_full_disk_makes_the_room_that_the_writer_needs(small_disk
 
 @as_root
 def test_a_keeper_that_finds_no_room_stops_nobody_and_seals_when_there_is_some(
-    small_disk: Path, diary: Diary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small_disk: Path, diary: Diary, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper_module, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(keeper_module, "RETRY_SECONDS", 0.1)
-    keeping = Keeping(seal_commits=1, grace_seconds=0.0, policy=Policy(age_seconds=None))
+    keeping = Keeping(
+        seal_commits=1, grace_seconds=0.0, policy=Policy(age_seconds=None), look_seconds=0.05, retry_seconds=0.1
+    )
     filler = fill(small_disk, 20 << 10)  # enough for a commit, not for a seal
     keeper = Keeper(diary.path, keeping)
     keeper.start()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +24,7 @@ from tailrace.changelog.sealing import Sealer
 from tailrace.errors import LogBusy, LogTrimmed
 from tests.support.changes import SHOP, insert
 from tests.support.logs import OTHER, Diary, inserts, read_all, rows_of, seal, stored_files
+from tests.support.pipelines import descendants
 
 FOR_EVER = Policy(age_seconds=None)
 NEVER = Keeping(seal_bytes=1 << 40, seal_commits=1 << 40, seal_seconds=1e9, policy=FOR_EVER)
@@ -30,6 +35,22 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
     return condition()
+
+
+def sealed_to(diary: Diary) -> int:
+    log = ChangeLog.open(diary.path)
+    log.cold.refresh()
+    return log.cold.last
+
+
+def keeper_pids(parent: int | None = None) -> list[int]:
+    """The keepers that run below a process, this one if none is named."""
+    above, found = parent or os.getpid(), []
+    for pid in descendants(above) - {above}:
+        with suppress(OSError):
+            if b"tailrace.changelog.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 # --- when it is time -----------------------------------------------------------------------------------------
@@ -137,10 +158,10 @@ def test_a_round_yields_to_one_who_seals_by_hand(diary: Diary) -> None:
     assert keep(ChangeLog.open(diary.path), NEVER, seal=True).sealed.seals == 1
 
 
-# --- the thread ----------------------------------------------------------------------------------------------
+# --- the process ---------------------------------------------------------------------------------------------
 
 
-def test_the_thread_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
+def test_the_process_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
     keeper = Keeper(diary.path, Keeping(seal_commits=5, grace_seconds=0.0, policy=FOR_EVER))
     keeper.start()
     try:
@@ -162,7 +183,7 @@ def test_the_thread_seals_beside_a_writer_that_goes_on(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_thread_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
+def test_a_process_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
     diary: Diary, caplog: pytest.LogCaptureFixture
 ) -> None:
     diary.commit(inserts(1, big="x" * 1000))
@@ -184,6 +205,37 @@ def test_a_thread_that_finds_damage_says_so_loudly_and_leaves_the_writer_alone(
     (record,) = (record for record in caplog.records if record.levelno == logging.ERROR)
     assert record.code == "log-corrupt"  # type: ignore[attr-defined] # an extra
     assert rows_of(ChangeLog.open(diary.path).follow(1)) == diary.rows(1)
+
+
+def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
+    keeping = Keeping(seal_commits=1, grace_seconds=0.0, policy=FOR_EVER, look_seconds=0.05, retry_seconds=0.1)
+    keeper = Keeper(diary.path, keeping)
+    keeper.start()
+    try:
+        diary.commit(inserts(1))
+        assert eventually(lambda: sealed_to(diary) == 1)
+        (pid,) = keeper_pids()
+        os.kill(pid, signal.SIGKILL)
+        diary.commit(inserts(2))
+        assert eventually(lambda: sealed_to(diary) == 2)
+    finally:
+        keeper.stop()
+    assert "keeper ended, started again" in caplog.messages
+    assert keeper_pids() == []
+
+
+def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from tailrace.changelog.keeper import Keeper, Keeping\n"
+        "Keeper(Path(sys.argv[1]), Keeping(look_seconds=0.01)).start(); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(diary.path)]) as starter:
+        try:
+            assert eventually(lambda: len(keeper_pids(starter.pid)) == 1)
+            (pid,) = keeper_pids(starter.pid)
+        finally:
+            starter.kill()
+    assert eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_keeper_that_was_never_started_or_finds_no_log_can_be_stopped(tmp_path: Path) -> None:
