@@ -10,6 +10,7 @@ go of them, and would say yes. What is to be made durable after that is written 
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from tailrace.errors import LogFull, LogUnusable
 
 _PARTS_AT_ONCE = 1024
 """The kernel takes no more in one call."""
+_TOKEN, _NUMBERS = uuid.uuid4().hex, itertools.count()
 
 _HINTS = {
     errno.ENOSPC: "Free space on that disk; capture goes on where it stopped, nothing is lost.",
@@ -113,7 +115,7 @@ def is_there(path: Path) -> bool:
 
 def aside_of(path: Path) -> Path:
     """A name beside the file that no other writer uses, on this host or another."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    return path.with_name(f".{path.name}.{_TOKEN}-{os.getpid()}-{next(_NUMBERS)}.tmp")
 
 
 def sync_file(path: Path) -> None:

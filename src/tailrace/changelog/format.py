@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import struct
 import zlib
 from dataclasses import dataclass, fields
@@ -33,8 +34,8 @@ from tailrace.model.position import Lsn
 FORMAT = 1
 MAGIC = b"TAILRACE"
 ALIGNMENT = 64
-HEADER_GUESS = 16 << 10
-"""Read at once in the hope that the whole header is in it."""
+HEADER_GUESS = 64 << 10
+"""Read at once in the hope that the whole header is in it, or even the whole commit."""
 HEADER_BYTES_MAX = 64 << 20
 DAMAGED = "a commit of the log is damaged"
 _PREFIX = struct.Struct("<8sII")
@@ -59,6 +60,10 @@ class Body(NamedTuple):
     """The file it lies in: 0 is the commit's own, n the n-th of `big`."""
     base: int = 0
     """To be added to every `_seq` that is stored: rows are numbered before it is known where the log stands."""
+
+
+_body_values = operator.itemgetter(*Body._fields)
+_WITHOUT = Body._fields.index("without")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +137,11 @@ def encode_header(header: Header) -> bytes:
 
 def read_header(path: Path) -> Header:
     """The header of a commit file, checked."""
+    return read_commit(path)[0]
+
+
+def read_commit(path: Path) -> tuple[Header, bytes]:
+    """The same, and the bytes that the file begins with: all of it, if it is small."""
     with path.open("rb", buffering=0) as file:
         start = file.read(HEADER_GUESS)
         if len(start) < _PREFIX.size:
@@ -144,7 +154,7 @@ def read_header(path: Path) -> Header:
             text += file.read(size - len(text))
     if len(text) != size or zlib.crc32(text) != crc:
         raise corrupt(path, "its header does not match its checksum")
-    return _header(path, json.loads(text), align(_PREFIX.size + size))
+    return _header(path, json.loads(text), align(_PREFIX.size + size)), start
 
 
 def _header(path: Path, stored: dict[str, Any], bodies_at: int) -> Header:
@@ -170,8 +180,12 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def _body(stored: dict[str, Any]) -> Body:
-    known = {name: stored[name] for name in Body._fields if name in stored}
-    return Body(**{**known, "without": tuple(known["without"])})
+    try:
+        values = _body_values(stored)
+    except KeyError:  # the first logs had fewer
+        known = {name: stored[name] for name in Body._fields if name in stored}
+        return Body(**{**known, "without": tuple(known["without"])})
+    return Body._make((*values[:_WITHOUT], tuple(values[_WITHOUT]), *values[_WITHOUT + 1 :]))
 
 
 def corrupt(path: Path, why: str) -> LogCorrupt:

@@ -42,9 +42,11 @@ from tailrace.model.system import is_system
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
 _POLL_SECONDS = 0.001
+_LOOK_SECONDS = 0.02
 _LIVELY_SECONDS = 0.25
-_POLL_SECONDS_MAX = 0.1
-"""How often a follower looks: at first, while the last commit is so recent, and less and less after that."""
+_LOOK_SECONDS_MAX = 0.1
+"""How often a follower looks for the next file, and for what else may have become of it; and, when the last commit is
+not so recent any more, for both."""
 _MISSES_MAX = 3
 """Of one file, looked up again each time, before it counts as missing."""
 SEQ_MAX = (1 << 63) - 1
@@ -149,7 +151,7 @@ class ChangeLog:
     def _hot_header(self, commit: int) -> Header:
         path = commit_path(self.path, commit)
         try:
-            found = format.read_header(path)
+            found, start = format.read_commit(path)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -160,6 +162,8 @@ class ChangeLog:
             ) from error
         if found.commit != commit or found.log != self.log_id:
             raise corrupt(path, "it belongs to another place")
+        if len(start) < format.HEADER_GUESS:  # that was all of it
+            self._mapped = ((commit, 0), memoryview(start))
         return found
 
     def _missing(self, commit: int, error: FileNotFoundError) -> LogError:
@@ -472,7 +476,7 @@ class ChangeLog:
     def _follow(
         self, reached: Reached, wanted: Wanted | None, wait_seconds: float | None, covered: Mapping[int, int]
     ) -> Iterator[ChangeBatch]:
-        pause, heard = _POLL_SECONDS, time.monotonic()
+        heard = time.monotonic()
         while True:
             newest, before = self.newest(), reached.commit
             for done, batch in self._read(before + 1, newest, wanted, reached.seq, covered=covered):
@@ -483,10 +487,17 @@ class ChangeLog:
                 reached.up_to(done, batch.data.column(change.SEQ)[-1].as_py() if one else reached.seq)
             if newest > before:
                 reached.up_to(newest, reached.seq)
-                pause, heard = _POLL_SECONDS, time.monotonic()
+                heard = time.monotonic()
                 continue  # the next may have come meanwhile
             if wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
                 return
-            time.sleep(pause)
-            if time.monotonic() >= heard + _LIVELY_SECONDS:
-                pause = min(pause * 2, _POLL_SECONDS_MAX)
+            self._rest(newest + 1, time.monotonic() - heard)
+
+    def _rest(self, commit: int, quiet_seconds: float) -> None:
+        """Wait a while for a commit: while it may come any moment by looking for its file, which costs little."""
+        if quiet_seconds >= _LIVELY_SECONDS:
+            time.sleep(_LOOK_SECONDS_MAX)
+            return
+        path, until = f"{self.path}/hot/{commit:020d}.arrow", time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < until and not os.path.exists(path):
+            time.sleep(_POLL_SECONDS)

@@ -26,6 +26,7 @@ from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.loop import CdcRuntime
 
 FENCE_TRIES_MAX = 5
+CHECK_SECONDS = 0.1
 
 
 class OwnLog(LogWriter):
@@ -133,8 +134,13 @@ class Capturing:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Capture until told to stop, then let go of slot and log."""
 
+        checked_at = 0.0
+
         def stopping_or_taken_over() -> bool:
-            self.log.check()
+            nonlocal checked_at
+            if time.monotonic() >= checked_at + CHECK_SECONDS:  # whoever appends checks each time
+                self.log.check()
+                checked_at = time.monotonic()
             return stopping()
 
         self._keeper.start()
