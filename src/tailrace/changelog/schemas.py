@@ -157,8 +157,10 @@ class Schemas:
         stored |= schema.to_json()
         path = self._path(table, version.version)
         with files.explained(path):
-            files.make_folder(path.parent)
-            files.sync_folder(self._folder)  # one who died may have made it
+            if files.is_there(path.parent):
+                files.sync_folder(self._folder)  # one who died may have made it
+            else:
+                files.make_folder(path.parent)
             files.create(path, records.encode(stored))
         failpoints.hit("log.schema_recorded")
         self._keep(version)

@@ -55,20 +55,20 @@ where i.indrelid = %s and i.indisvalid and i.indimmediate and case when %s then 
 order by a.attnum
 """
 
-# A domain is replaced by what it stands on, which cannot change once it is made.
-_TYPES = """
-with recursive base(n, oid, typmod) as (
-  select n, t.oid, t.typmod from unnest(%s::oid[], %s::int4[]) with ordinality t(oid, typmod, n)
+# A domain is replaced by what it stands on, which cannot change once it is made. All in one question: a database may
+# have thousands of tables, and each is described once at every start.
+_TYPES = f"""
+with recursive given as (
+  select * from unnest(%(types)s::oid[], %(modifiers)s::int4[]) with ordinality t(oid, typmod, n)
+), base(n, oid, typmod) as (
+  select n, oid, typmod from given
   union all
   select b.n, t.typbasetype, case when t.typtypmod >= 0 then t.typtypmod else b.typmod end
   from base b join pg_type t on t.oid = b.oid where t.typtype = 'd'
 )
-select b.n, b.oid::int8, b.typmod from base b
-left join pg_type t on t.oid = b.oid where t.typtype is distinct from 'd' order by b.n
-"""
-
-_NAMES = """
-select format_type(oid, typmod) from unnest(%s::oid[], %s::int4[]) with ordinality t(oid, typmod, n) order by n
+select format_type(g.oid, g.typmod), b.oid::int8, b.typmod, (select {_USABLE.format(table="%(table)s::oid")})
+from given g join base b using (n) left join pg_type t on t.oid = b.oid
+where t.typtype is distinct from 'd' order by n
 """
 
 
@@ -166,14 +166,13 @@ class Catalogue:
         key: tuple[str, ...],
     ) -> TableSchema:
         oids, modifiers = [column[1] for column in columns], [column[2] for column in columns]
-        bases = {n: (base, modifier) for n, base, modifier in self._rows(_TYPES, (oids, modifiers))}
-        names = [row[0] for row in self._rows(_NAMES, (oids, modifiers))]
+        types = self._rows(_TYPES, {"types": oids, "modifiers": modifiers, "table": oid})
+        usable = types[0][3] if types else self._usable(oid)
         return TableSchema(
-            table=table, relation=oid, key=key, identity=_identity(replica, self._usable(oid)),
+            table=table, relation=oid, key=key, identity=_identity(replica, usable),
             columns=tuple(
-                Column(name=name, source_type=source_type or "unknown",
-                       type=arrow_type(*bases.get(n, (0, -1))))
-                for n, ((name, _, _), source_type) in enumerate(zip(columns, names, strict=True), start=1)
+                Column(name=name, source_type=source_type or "unknown", type=arrow_type(base, modifier))
+                for (name, _, _), (source_type, base, modifier, _) in zip(columns, types, strict=True)
             ),
         )  # fmt: skip
 
