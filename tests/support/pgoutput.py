@@ -106,9 +106,13 @@ def transaction(*changes: bytes, xid: int = 7, end: int = 0x100, at: int = EPOCH
     return [begin(xid, end, at), *changes, commit(end, at)]
 
 
-def describe(message: bytes) -> TableSchema:
-    """The shape a relation message announces, without a catalogue: the flagged columns are the key, or the
-    first one where the server flags none."""
+def describe(messages: Sequence[bytes]) -> list[TableSchema]:
+    """The shapes that relation messages announce, without a catalogue."""
+    return [describe_one(message) for message in messages]
+
+
+def describe_one(message: bytes) -> TableSchema:
+    """The flagged columns are the key, or the first one where the server flags none."""
     oid, table, replica, columns, flagged = parse_relation(message)
     key = flagged or tuple(name for name, _, _ in columns[:1])
     return shape(oid, table, columns, key, Identity.FULL if replica == "f" else Identity.KEY)

@@ -55,21 +55,34 @@ where i.indrelid = %s and i.indisvalid and i.indimmediate and case when %s then 
 order by a.attnum
 """
 
-# A domain is replaced by what it stands on, which cannot change once it is made. All in one question: a database may
-# have thousands of tables, and each is described once at every start.
-_TYPES = f"""
+# A domain is replaced by what it stands on, which cannot change once it is made.
+_TYPES = """
 with recursive given as (
-  select * from unnest(%(types)s::oid[], %(modifiers)s::int4[]) with ordinality t(oid, typmod, n)
+  select * from unnest(%s::oid[], %s::int4[]) with ordinality t(oid, typmod, n)
 ), base(n, oid, typmod) as (
   select n, oid, typmod from given
   union all
   select b.n, t.typbasetype, case when t.typtypmod >= 0 then t.typtypmod else b.typmod end
   from base b join pg_type t on t.oid = b.oid where t.typtype = 'd'
 )
-select format_type(g.oid, g.typmod), b.oid::int8, b.typmod, (select {_USABLE.format(table="%(table)s::oid")})
+select format_type(g.oid, g.typmod), b.oid::int8, b.typmod
 from given g join base b using (n) left join pg_type t on t.oid = b.oid
 where t.typtype is distinct from 'd' order by n
 """
+
+_USABLE_OF = f"select t.oid::int8, {_USABLE.format(table='t.oid')} from unnest(%s::oid[]) t(oid)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What is known of a table before the catalogue is asked for its types."""
+
+    table: TableId
+    oid: int
+    replica: str
+    columns: Sequence[tuple[str, int, int]]
+    """Name, type and modifier of each."""
+    key: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +138,9 @@ class Catalogue:
             )
         oid, replica = found[0]
         published = self._published(table, publications)
-        columns = [tuple(row) for row in self._rows(_COLUMNS, (oid,)) if row[0] in published]
-        return self._shape(table, oid, replica, columns, self._key(oid, replica, None))
+        columns = [(name, kind, modifier) for name, kind, modifier in self._rows(_COLUMNS, (oid,)) if name in published]
+        key = self._key(oid, replica, None)
+        return self._shapes([_Told(table=table, oid=oid, replica=replica, columns=columns, key=key)])[0]
 
     def _published(self, table: TableId, publications: Sequence[str]) -> set[str]:
         rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
@@ -138,43 +152,39 @@ class Catalogue:
             )
         return {name for names, _ in rows for name in names}
 
-    def describe_message(self, message: bytes) -> TableSchema:
-        """The shape that a relation message announces.
+    def describe_messages(self, messages: Sequence[bytes]) -> list[TableSchema]:
+        """The shapes that relation messages announce; asked at once, for at a start each of many tables is announced.
 
         The key under REPLICA IDENTITY FULL, and that of a table whose updates are not published, is not in
         the message, so it is the catalogue's; elsewhere the message's own flags decide.
         """
-        oid, table, replica, columns, flagged = parse_relation(message)
-        key = self._key(oid, replica, flagged)
-        names = {name for name, _, _ in columns}
-        return self._shape(table, oid, replica, columns, key if names.issuperset(key) else ())
+        told = []
+        for oid, table, replica, columns, flagged in map(parse_relation, messages):
+            key = self._key(oid, replica, flagged)
+            known = {name for name, _, _ in columns}.issuperset(key)
+            told.append(_Told(table=table, oid=oid, replica=replica, columns=columns, key=key if known else ()))
+        return self._shapes(told)
 
     def _key(self, oid: int, replica: str, flagged: tuple[str, ...] | None) -> tuple[str, ...]:
         if flagged is not None and replica in ("d", "i") and flagged:
             return flagged
         return tuple(row[0] for row in self._rows(_INDEX_KEY, (oid, replica == "i")))
 
-    def _usable(self, oid: int) -> bool:
-        return bool(self._rows("select " + _USABLE.format(table="%(oid)s::oid"), {"oid": oid})[0][0])
-
-    def _shape(
-        self,
-        table: TableId,
-        oid: int,
-        replica: str,
-        columns: list[tuple[str, int, int]],
-        key: tuple[str, ...],
-    ) -> TableSchema:
-        oids, modifiers = [column[1] for column in columns], [column[2] for column in columns]
-        types = self._rows(_TYPES, {"types": oids, "modifiers": modifiers, "table": oid})
-        usable = types[0][3] if types else self._usable(oid)
-        return TableSchema(
-            table=table, relation=oid, key=key, identity=_identity(replica, usable),
-            columns=tuple(
-                Column(name=name, source_type=source_type or "unknown", type=arrow_type(base, modifier))
-                for (name, _, _), (source_type, base, modifier, _) in zip(columns, types, strict=True)
-            ),
-        )  # fmt: skip
+    def _shapes(self, told: Sequence[_Told]) -> list[TableSchema]:
+        columns = [column for item in told for column in item.columns]
+        kinds, modifiers = [kind for _, kind, _ in columns], [modifier for _, _, modifier in columns]
+        types = iter(self._rows(_TYPES, (kinds, modifiers)))
+        usable = dict(self._rows(_USABLE_OF, ([item.oid for item in told],)))
+        return [
+            TableSchema(
+                table=item.table, relation=item.oid, key=item.key, identity=_identity(item.replica, usable[item.oid]),
+                columns=tuple(
+                    Column(name=name, source_type=source_type or "unknown", type=arrow_type(base, modifier))
+                    for (name, _, _), (source_type, base, modifier) in zip(item.columns, types, strict=False)
+                ),
+            )
+            for item in told
+        ]  # fmt: skip
 
     def _rows(self, query: str, arguments: tuple[object, ...] | dict[str, object] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape
         try:

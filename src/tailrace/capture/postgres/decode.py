@@ -17,7 +17,7 @@ The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-messag
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ BATCH_BYTES_MAX = 256 << 20
 """Of wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""
 BATCH_CELLS_MAX = 4 << 20
 """A value takes 16 bytes while it is looked for, and on the wire a null takes one."""
+Describe = Callable[[Sequence[bytes]], Sequence[TableSchema]]
 EPOCH_2000 = 946_684_800_000_000
 
 _INSERT, _UPDATE, _DELETE = Operation.INSERT.code, Operation.UPDATE.code, Operation.DELETE.code
@@ -294,10 +295,10 @@ class Decoder:
     comes in parts what its beginning told. A new connection begins with a new decoder, and so does one whose
     bytes were refused.
 
-    `describe` turns a relation message into a shape; it may look into the catalogue, so it is the caller's.
+    `describe` turns relation messages into shapes; it may look into the catalogue, so it is the caller's.
     """
 
-    def __init__(self, describe: Callable[[bytes], TableSchema], xid_near: int = 0) -> None:
+    def __init__(self, describe: Describe, xid_near: int = 0) -> None:
         self._describe = describe
         self._shapes: list[Shape] = []
         self._kinds: dict[pa.DataType, int] = {}
@@ -386,9 +387,8 @@ class Decoder:
     def _announced(self, b: Bytes, starts: Ints, special: Ints) -> Ints:
         """Learn the shapes described in this window; a shape seen before keeps its slot."""
         announced = np.empty((2, special.size), np.int64)
-        for k, m in enumerate(special):
-            message = b[starts[m] : starts[m + 1]].tobytes()
-            schema = self._describe(message)
+        messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special]
+        for k, schema in enumerate(self._describe(messages) if messages else ()):
             known = self._slot_of_oid.get(schema.relation)
             if known is None or self._shapes[known].schema != schema:
                 known = len(self._shapes)

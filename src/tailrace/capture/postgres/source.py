@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import psycopg
 
 from tailrace.capture.base import Capabilities, Lag, SourceId
@@ -80,7 +82,7 @@ class PostgresCapture:
                 session,
                 server.timeline,
                 after,
-                catalogue.describe_message,
+                catalogue.describe_messages,
                 catalogue.next_transaction(),
                 catalogue.close,
             )
@@ -123,8 +125,8 @@ class _LazyCatalogue:
         if self._connection is not None:
             self._connection.close()
 
-    def describe_message(self, message: bytes) -> TableSchema:
-        return Catalogue(self.connection()).describe_message(message)
+    def describe_messages(self, messages: Sequence[bytes]) -> list[TableSchema]:
+        return Catalogue(self.connection()).describe_messages(messages)
 
     def next_transaction(self) -> int:
         """The server's next 64-bit transaction id: transactions in the stream lie near it."""

@@ -24,13 +24,12 @@ from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres import wire
 from tailrace.capture.postgres.connect import command, explain_text
-from tailrace.capture.postgres.decode import EPOCH_2000, Decoder
+from tailrace.capture.postgres.decode import EPOCH_2000, Decoder, Describe
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceError, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
 
 WINDOW_BYTES = 8 << 20
 """A window closes at this size,"""
@@ -122,7 +121,7 @@ class PostgresStream:
 
     def __init__(
         self, settings: PostgresSettings, session: PGconn, timeline: int, after: Lsn,
-        describe: Callable[[bytes], TableSchema], xid_near: int, release: Callable[[], None],
+        describe: Describe, xid_near: int, release: Callable[[], None],
     ) -> None:  # fmt: skip
         self._decoder, self._release = Decoder(describe, xid_near), release
         self._last: Window | None = None

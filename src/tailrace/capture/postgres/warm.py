@@ -56,7 +56,7 @@ def warm_kernels() -> None:
     starts = np.zeros(1024, np.int64)
     starts[1 : len(messages) + 1] = np.cumsum([len(message) for message in messages])
     b = np.frombuffer(b"".join(messages), np.uint8).copy()
-    window = decode.Decoder(lambda _: schema).decode(b, starts, len(messages), ZERO, Lsn(2))
+    window = decode.Decoder(lambda _: [schema]).decode(b, starts, len(messages), ZERO, Lsn(2))
     assert window.rows == 6, window.rows
     line = b"\t".join(text.replace(b"\\", b"\\\\") for _, text in _TEXTS) + b"\n"
     copied = np.frombuffer(line, np.uint8).copy()
