@@ -82,7 +82,7 @@ def explained_but_missing(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """The folder and those above it, durable, unless they are there."""
+    """The folder and those above it, durable, also where somebody else has just made one."""
     with explained(path):
         missing = [path]
         while not is_there(missing[-1].parent):
@@ -95,12 +95,11 @@ def make_folder(path: Path) -> None:
                     raise NotADirectoryError(
                         errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
                     ) from error
-                continue
             try:
                 sync_folder(folder.parent)
             except BaseException:
                 with suppress(OSError):
-                    folder.rmdir()  # so that it is made anew
+                    folder.rmdir()  # if it is empty, so that it is made anew
                 raise
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import os
 import struct
 import zlib
 from dataclasses import dataclass, fields
@@ -141,7 +142,7 @@ def read_header(path: Path) -> Header:
 
 
 def read_commit(path: Path) -> tuple[Header, bytes]:
-    """The same, and the bytes that the file begins with: all of it, if it is small."""
+    """The same, and all bytes of the file if it is small, else none."""
     with path.open("rb", buffering=0) as file:
         start = file.read(HEADER_GUESS)
         if len(start) < _PREFIX.size:
@@ -152,9 +153,10 @@ def read_commit(path: Path) -> tuple[Header, bytes]:
         text = start[_PREFIX.size : _PREFIX.size + size]
         if len(text) < size:
             text += file.read(size - len(text))
+        whole = os.fstat(file.fileno()).st_size == len(start)
     if len(text) != size or zlib.crc32(text) != crc:
         raise corrupt(path, "its header does not match its checksum")
-    return _header(path, json.loads(text), align(_PREFIX.size + size)), start
+    return _header(path, json.loads(text), align(_PREFIX.size + size)), start if whole else b""
 
 
 def _header(path: Path, stored: dict[str, Any], bodies_at: int) -> Header:

@@ -38,7 +38,8 @@ TRIM_SECONDS = 10.0
 STOP_SECONDS_MAX = 10.0
 """For the round under way. What it leaves unfinished is swept and done again."""
 NICE = 10
-_MAIN = f"from {__name__} import main; main()"
+_MAIN = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from {__name__} import main; main()"
+"""Ctrl-C is meant for the one who starts it, also while it imports."""
 _USUAL = frozenset(vars(logging.makeLogRecord({})))
 
 
@@ -117,7 +118,8 @@ class Keeper:
         with self._lock:
             self._stopping.set()
             if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.close()
+                with suppress(OSError):  # it died before it read what it is to do
+                    self._process.stdin.close()
         if self._thread.is_alive():
             self._thread.join(STOP_SECONDS_MAX)
         if self._process is not None and self._process.poll() is None:
@@ -132,10 +134,11 @@ class Keeper:
             try:
                 code = self._attend()
             except OSError as error:  # too many processes or files, or too little memory
-                log.warning("keeper could not be started, tried again", extra={"reason": str(error)})
+                said = {"reason": str(error), "wait": wait}
+                log.warning("keeper could not be started, will be tried again", extra=said)
                 continue
             if not self._stopping.is_set():
-                log.warning("keeper ended, started again", extra={"exit_code": code})
+                log.warning("keeper ended, will be started again", extra={"exit_code": code, "wait": wait})
 
     def _attend(self) -> int:
         """Start a process and log what it says until it ends; its exit code."""
@@ -152,7 +155,7 @@ class Keeper:
                 pickle.dump(self._work, process.stdin)
                 process.stdin.flush()
             for line in process.stdout:
-                with suppress(ValueError):  # not ours: something printed
+                with suppress(ValueError, KeyError, TypeError):  # not ours: something printed
                     said = json.loads(line)
                     logging.getLogger(said["logger"]).log(said["level"], said["message"], extra=said["extra"])
         return process.returncode
@@ -175,8 +178,7 @@ class _Relay(logging.Handler):
 def main() -> None:
     """The process."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the one who started us, who then ends us
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the one who started us, who then ends us
     os.nice(NICE)
     path, keeping, level = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the one who started us
     logging.getLogger("tailrace").setLevel(level)

@@ -42,11 +42,13 @@ from tailrace.model.system import is_system
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
 _POLL_SECONDS = 0.001
+"""How often a follower looks for the next commit's file,"""
 _LOOK_SECONDS = 0.02
+"""and for what else may have become of that commit,"""
 _LIVELY_SECONDS = 0.25
-_LOOK_SECONDS_MAX = 0.1
-"""How often a follower looks for the next file, and for what else may have become of it; and, when the last commit is
-not so recent any more, for both."""
+"""while the last one is so recent;"""
+_IDLE_SECONDS = 0.1
+"""and how often for either after that."""
 _MISSES_MAX = 3
 """Of one file, looked up again each time, before it counts as missing."""
 SEQ_MAX = (1 << 63) - 1
@@ -151,7 +153,7 @@ class ChangeLog:
     def _hot_header(self, commit: int) -> Header:
         path = commit_path(self.path, commit)
         try:
-            found, start = format.read_commit(path)
+            found, content = format.read_commit(path)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -162,8 +164,8 @@ class ChangeLog:
             ) from error
         if found.commit != commit or found.log != self.log_id:
             raise corrupt(path, "it belongs to another place")
-        if len(start) < format.HEADER_GUESS:  # that was all of it
-            self._mapped = ((commit, 0), memoryview(start))
+        if content:
+            self._mapped = ((commit, 0), memoryview(content))
         return found
 
     def _missing(self, commit: int, error: FileNotFoundError) -> LogError:
@@ -267,13 +269,14 @@ class ChangeLog:
     def _bytes_of(self, header: Header, piece: int) -> memoryview:
         """A file's bytes; the last file is kept at hand, for a commit has many bodies."""
         which = (header.commit, piece)
-        if self._mapped[0] != which:
+        known = self._mapped
+        if known[0] != which:
             path = self._file_of(header, piece)
             with files.explained_but_missing(path), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            self._mapped = (which, memoryview(mapped))
-        return self._mapped[1]
+            known = self._mapped = (which, memoryview(mapped))
+        return known[1]
 
     def read(
         self, first: int, last: int, *, tables: Collection[int] | Wanted | None = None, after_seq: int = 0,
@@ -496,7 +499,7 @@ class ChangeLog:
     def _rest(self, commit: int, quiet_seconds: float) -> None:
         """Wait a while for a commit: while it may come any moment by looking for its file, which costs little."""
         if quiet_seconds >= _LIVELY_SECONDS:
-            time.sleep(_LOOK_SECONDS_MAX)
+            time.sleep(_IDLE_SECONDS)
             return
         path, until = f"{self.path}/hot/{commit:020d}.arrow", time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < until and not os.path.exists(path):

@@ -157,10 +157,7 @@ class Schemas:
         stored |= schema.to_json()
         path = self._path(table, version.version)
         with files.explained(path):
-            if files.is_there(path.parent):
-                files.sync_folder(self._folder)  # one who died may have made it
-            else:
-                files.make_folder(path.parent)
+            files.make_folder(path.parent)
             files.create(path, records.encode(stored))
         failpoints.hit("log.schema_recorded")
         self._keep(version)

@@ -3,7 +3,7 @@
 The order of a first start is the log's meta.json, publication, slot, first commit; after any crash in between
 the next start finds its place. A later start, and every opening of the stream, refuses to go on unless the
 log's position is a point of the server's own past and the slot can still give everything after it. Once the log
-was taken over by another process, nothing more is read, written or confirmed.
+was taken over by another process, nothing more is written or confirmed, and soon nothing more is read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tailrace.runtime.loop import CdcRuntime
 
 FENCE_TRIES_MAX = 5
 CHECK_SECONDS = 0.1
+"""Between two looks at the lease while nothing is appended; every append looks for itself."""
 
 
 class OwnLog(LogWriter):
@@ -138,7 +139,7 @@ class Capturing:
 
         def stopping_or_taken_over() -> bool:
             nonlocal checked_at
-            if time.monotonic() >= checked_at + CHECK_SECONDS:  # whoever appends checks each time
+            if time.monotonic() >= checked_at + CHECK_SECONDS:
                 self.log.check()
                 checked_at = time.monotonic()
             return stopping()

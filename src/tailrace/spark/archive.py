@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace.capture.base import SourceId
+from tailrace.changelog import files
 from tailrace.changelog.writer import LogWriter
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
@@ -33,13 +35,14 @@ def make_archive() -> None:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             _make(Path(scratch), aside)
+        files.sync_file(aside)  # Java does not check what it maps
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
 
 
 def _make(scratch: Path, path: Path) -> None:
-    jvm = Jvm("archive", scratch, scratch / "spark.log", java_options=(f"-XX:ArchiveClassesAtExit={path}",))
+    jvm = Jvm("archive", scratch, scratch / "spark.log", java_options=(f'"-XX:ArchiveClassesAtExit={path}"',))
     try:
         session = jvm.open_session()
         _work(session, scratch)
@@ -65,6 +68,9 @@ def _work(session: SparkSession, scratch: Path) -> None:
     wakes = session.readStream.format(FORMAT).option("log", str(log.path)).option("after", "0").load()
     writer = wakes.writeStream.foreachBatch(on_batch).option("checkpointLocation", str(scratch / "checkpoint"))
     query = writer.start()
-    done.wait(WAIT_SECONDS_MAX)
+    until = time.monotonic() + WAIT_SECONDS_MAX
+    while not done.wait(0.1):
+        if not query.isActive or time.monotonic() >= until:
+            raise RuntimeError(f"Spark did not do its work: {query.exception()}")
     query.stop()
     log.close()

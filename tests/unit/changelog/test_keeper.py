@@ -220,7 +220,7 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
         assert eventually(lambda: sealed_to(diary) == 2)
     finally:
         keeper.stop()
-    assert "keeper ended, started again" in caplog.messages
+    assert "keeper ended, will be started again" in caplog.messages
     assert keeper_pids() == []
 
 

@@ -1,11 +1,12 @@
 """The server's catalogue, asked for what the replication stream does not say.
 
-The shape of a table is put together in one place (`_shape`) from names, type numbers and key, whether these
+The shape of a table is put together in one place (`_shapes`) from names, type numbers and key, whether these
 come from a relation message or from the catalogue, so that stream and snapshot cannot disagree.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -180,7 +181,9 @@ class Catalogue:
                 table=item.table, relation=item.oid, key=item.key, identity=_identity(item.replica, usable[item.oid]),
                 columns=tuple(
                     Column(name=name, source_type=source_type or "unknown", type=arrow_type(base, modifier))
-                    for (name, _, _), (source_type, base, modifier) in zip(item.columns, types, strict=False)
+                    for (name, _, _), (source_type, base, modifier) in zip(
+                        item.columns, itertools.islice(types, len(item.columns)), strict=True
+                    )
                 ),
             )
             for item in told
