@@ -32,8 +32,6 @@ PIECES = ("capture.piece_read", "log.piece_written")
 # Passed only by whoever puts the log in order, which has a crash test of its own (test_kill_the_sealer).
 IN_ORDER = ("seal.", "clean.", "trim.")
 PLACES = [name for name in failpoints.NAMES if not name.startswith(IN_ORDER)]
-# Passed without Spark, which takes most of the time to start. A soak passes them beside it.
-CAPTURING = ("capture.", "log.")
 ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
 
 
@@ -51,15 +49,15 @@ def shop(tmp_path: Path):  # type: ignore[no-untyped-def] # a generator of one p
         )
 
 
-def run_into(pipeline: Pipeline, command: str, name: str, turn: int, hits: Path) -> None:
+def run_into(pipeline: Pipeline, name: str, turn: int, hits: Path) -> None:
     """Run the pipeline with one failpoint armed until it has killed everything."""
     armed = {"TAILRACE_FAILPOINT": f"{name}:{turn}", "TAILRACE_FAILPOINT_LOG": str(hits)}
-    running = pipeline.start(command, environment=armed)
+    running = pipeline.start("run", environment=armed)
     try:
         assert running.wait(KILL_SECONDS_MAX) == -9, f"{name} was not reached\n{running.said()}"
         assert eventually(lambda: not running.alive(), seconds=5), running.alive()
     except subprocess.TimeoutExpired:
-        pytest.fail(f"{command} did not reach {name}:{turn}\n{pipeline.status()}\n{running.said()}")
+        pytest.fail(f"{name}:{turn} was not reached\n{pipeline.status()}\n{running.said()}")
     finally:
         running.end()
 
@@ -87,13 +85,12 @@ def test_killed_at_every_named_place_the_tables_equal_the_source_in_the_end(shop
                 write_large_transaction(pipeline.url)
             # Loading happens once a table and in several workers, so only the others can wait for a later turn.
             turns = 1 if name.startswith(("load.", "log.schema")) else 2 if name in PIECES else 4
-            command = "capture" if name.startswith(CAPTURING) else "run"
-            run_into(pipeline, command, name, chance.randint(1, turns), hits)
+            run_into(pipeline, name, chance.randint(1, turns), hits)
         for _ in range(ROUNDS):
             name = chance.choice(later)
             if name in PIECES:
                 write_large_transaction(pipeline.url)
-            run_into(pipeline, "run", name, chance.randint(1, 2 if name in PIECES else 20), hits)
+            run_into(pipeline, name, chance.randint(1, 2 if name in PIECES else 20), hits)
     counted = Counter(hits.read_text().split())
     assert set(counted) == set(PLACES), counted
     pipeline.catch_up()

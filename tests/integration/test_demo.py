@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipelines import Running, eventually
+
+FIRST_CHANGE_SECONDS_MAX = 60
+LAG_SECONDS_MAX = 10.0
 
 
 def servers_below(folder: Path) -> list[str]:
@@ -51,6 +55,10 @@ def test_the_demo_survives_a_killed_capture_and_ends_green(folder: Path) -> None
         assert "every table equals its source" in said
         assert "capture was killed once" in said
         assert said.count("equal") >= 4
+        figures = re.search(r"first change applied after (\d+) s; largest lag while live ([\d.]+) s", said)
+        assert figures, said
+        assert int(figures[1]) < FIRST_CHANGE_SECONDS_MAX, said
+        assert float(figures[2]) < LAG_SECONDS_MAX, said
         assert "Traceback" not in said
         assert not running.alive()
         assert not servers_below(folder)
