@@ -88,9 +88,11 @@ def make_folder(path: Path) -> None:
         while not is_there(missing[-1].parent):
             missing.append(missing[-1].parent)
         for folder in reversed(missing):
+            made = True
             try:
                 folder.mkdir()
             except FileExistsError as error:
+                made = False
                 if not folder.is_dir():
                     raise NotADirectoryError(
                         errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
@@ -98,8 +100,9 @@ def make_folder(path: Path) -> None:
             try:
                 sync_folder(folder.parent)
             except BaseException:
-                with suppress(OSError):
-                    folder.rmdir()  # if it is empty, so that it is made anew
+                if made:
+                    with suppress(OSError):
+                        folder.rmdir()  # so that it is made anew
                 raise
 
 

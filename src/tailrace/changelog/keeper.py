@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -180,7 +181,10 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # meant for the one who started us, who then ends us
     os.nice(NICE)
-    path, keeping, level = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the one who started us
+    try:
+        path, keeping, level = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the one who started us
+    except EOFError:  # stopped before it began
+        return
     logging.getLogger("tailrace").setLevel(level)
     logging.getLogger().addHandler(_Relay())
     tend(path, keeping, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
@@ -205,16 +209,10 @@ def tend(path: Path, keeping: Keeping, stopped: Callable[[float], bool]) -> None
             wait = keeping.retry_seconds
         except Exception as error:  # the process's boundary: it is to go on
             tended = None
-            log.exception("keeper failed", extra={"reason": f"{type(error).__name__}: {error}", "at": _place(error)})
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{Path(last.filename).name}:{last.lineno}"
+            log.exception("keeper failed", extra={"reason": type(error).__name__, "at": place})
             wait = keeping.retry_seconds
-
-
-def _place(error: Exception) -> str:
-    """The line it came from."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else "?"
 
 
 class _Tended:

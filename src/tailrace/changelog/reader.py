@@ -501,6 +501,6 @@ class ChangeLog:
         if quiet_seconds >= _LIVELY_SECONDS:
             time.sleep(_IDLE_SECONDS)
             return
-        path, until = f"{self.path}/hot/{commit:020d}.arrow", time.monotonic() + _LOOK_SECONDS
+        path, until = commit_path(self.path, commit), time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < until and not os.path.exists(path):
             time.sleep(_POLL_SECONDS)

@@ -21,9 +21,7 @@ class Spill:
     """The rows of one open transaction that are on disk already."""
 
     def __init__(self, log: Path, commit: int, shapes: int) -> None:
-        self._log = log
-        self._folder = log / "big" / f"{commit:020d}"
-        self._token = uuid.uuid4().hex[:12]
+        self._log, self._commit = log, commit
         self._files: list[Path] = []
         self.bodies: list[Body] = []
         self.rows = 0
@@ -34,9 +32,12 @@ class Spill:
         self, bodies: Sequence[Body], parts: Sequence[bytes | memoryview], rows: int, shapes: int
     ) -> None:
         """Make one piece of the transaction durable."""
+        if not self._files:
+            self._folder = self._log / "big" / f"{self._commit:020d}"
+            self._token = uuid.uuid4().hex[:12]
+            files.make_folder(self._folder)
         path = self._folder / f"{self._token}-{len(self._files) + 1}.arrow"
         with files.explained(path):
-            files.make_folder(self._folder)
             files.write_aside(path, parts)
         self._files.append(path)
         self.bodies += [body._replace(piece=len(self._files)) for body in bodies]

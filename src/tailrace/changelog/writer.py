@@ -163,24 +163,21 @@ class LogWriter:
             )
         if not window.continues:
             self._forget_pieces()
-        if window.open and self._spill is None:
-            self._spill = Spill(self.path, self.commit + 1, self._announced)
-        spilled = self._spill
-        before, announced = (spilled.rows, spilled.shapes) if spilled else (0, self._announced)
-        bodies, parts, shapes = self._encode(window, self.next_seq + before, announced)
+        spilled = self._spill or Spill(self.path, self.commit + 1, self._announced)
+        bodies, parts, shapes = self._encode(window, self.next_seq + spilled.rows, spilled.shapes)
         if window.open:
-            assert spilled is not None, "made above"
+            self._spill = spilled
             spilled.write(bodies, parts, window.rows, shapes)
             return None
-        pieces = spilled.pieces(window.continued_end) if spilled and window.continued_end is not None else ()
+        pieces = spilled.pieces(window.continued_end) if window.continued_end is not None else ()
         # A clock that was set back must not make a later commit look older than an earlier one.
         self._written_at = max(self._written_at, time.time_ns() // 1000)
-        rows = before + window.rows
+        rows = spilled.rows + window.rows
         header = format.Header(
             log=self.log_id, commit=self.commit + 1, start=window.start, end=window.end,
             transactions=window.transactions, rows=rows, next_seq=self.next_seq + rows,
             written_at=self._written_at, committed_at=window.last_committed_at,
-            bodies=(*spilled.bodies, *bodies) if spilled else bodies, big=pieces, shapes=shapes, timeline=self.timeline,
+            bodies=(*spilled.bodies, *bodies), big=pieces, shapes=shapes, timeline=self.timeline,
         )  # fmt: skip
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq

@@ -6,7 +6,6 @@ Spark's jars; a Java to which it does not fit starts without it.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
@@ -31,7 +30,7 @@ def make_archive() -> None:
     path = archive_path(find_java())
     if path.exists():
         return
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = files.aside_of(path)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             _make(Path(scratch), aside)

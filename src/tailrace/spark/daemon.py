@@ -7,7 +7,6 @@ is gone. `session.py` has Spark start this one.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from tailrace.processes import die_with_parent
 def main() -> None:
     """Run PySpark's daemon with its process-group handling replaced by ours."""
     if "pyspark.worker" in sys.argv:  # those run our tasks: what they need is loaded once, here, and forked
-        importlib.import_module("tailrace.spark.tasks")
+        import tailrace.spark.tasks  # noqa: F401
     kill = os.kill
 
     def kill_one(pid: int, number: int) -> None:
