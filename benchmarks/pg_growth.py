@@ -12,8 +12,8 @@ For this to be fair:
 - the CPU time is that of all threads of the process from opening the connection to the last confirmed commit.
   Imports and loading compiled kernels come before, or the small backlog would look dear for them. Sealing is
   not in it: it can wait, so a short run would have none of it and a long one all. The bench `seal` has it;
-- what a table costs once in its life, describing it and recording its shape durably, is in it, and 4 M changes share it:
-  about 2 ms a table. Over a single million, 200 tables cost 1.6 times as much as one because of it;
+- what a table costs once in its life, describing it and recording its shape durably, is in it, and 4 M changes share
+  it: about 2 ms a table. Over a single million, 200 tables cost 1.6 times as much as one because of it;
 - no log is removed before the end: ext4 is slow to make files where others have just been removed, and a log of 200
   tables begins with hundreds of them.
 """
