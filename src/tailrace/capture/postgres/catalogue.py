@@ -18,15 +18,23 @@ from tailrace.capture.postgres.types import arrow_type
 from tailrace.errors import ProtocolViolation, SourceError, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
+# Generated columns are published by 18 and newer alone, and only the stored ones.
+_SENT = "(a.attgenerated = '' or a.attgenerated = 's' and current_setting('server_version_num')::int >= 180000)"
+_KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts from 0
+
 # A table can be updated while it publishes updates only if its replica identity can be used: of a partitioned
-# table that of every leaf, since REPLICA IDENTITY does not reach them, and a deferrable key is none.
-_USABLE = """not exists (
-  select from (select {table} as oid union select relid from pg_partition_tree({table}) where isleaf) m
+# table that of every leaf, since REPLICA IDENTITY does not reach them. A deferrable key is none, and neither is one
+# with a column that is never sent: 18 refuses the application's updates then, also of a virtual column under FULL.
+_USABLE = f"""not exists (
+  select from (select {{table}} as oid union select relid from pg_partition_tree({{table}}) where isleaf) m
   join pg_class p on p.oid = m.oid
-  where p.relreplident <> (select relreplident from pg_class where oid = {table})
+  where p.relreplident <> (select relreplident from pg_class where oid = {{table}})
+     or exists (select from pg_attribute a where p.relreplident = 'f' and a.attrelid = p.oid and a.attgenerated = 'v')
      or not (p.relreplident = 'f' or exists (
        select from pg_index i where i.indrelid = p.oid and i.indisvalid and i.indimmediate
-       and case p.relreplident when 'd' then i.indisprimary when 'i' then i.indisreplident else false end)))"""
+       and case p.relreplident when 'd' then i.indisprimary when 'i' then i.indisreplident else false end
+       and not exists (
+         select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({_KEY_OF_INDEX}) and not {_SENT}))))"""
 
 _TABLES = f"""
 select c.oid::int8, n.nspname, c.relname, c.relpersistence = 'p', c.relreplident::text,
@@ -37,10 +45,11 @@ where c.relkind in ('r', 'p') and n.nspname !~ '^pg_' and n.nspname <> 'informat
 order by 2, 3
 """
 
-_COLUMNS = """
-select attname, atttypid::int8, atttypmod from pg_attribute
-where attrelid = %s and attnum > 0 and not attisdropped and attgenerated = ''
-order by attnum
+# 15 lists the generated columns as published, and does not send them.
+_COLUMNS = f"""
+select a.attname, a.atttypid::int8, a.atttypmod from pg_attribute a
+where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and {_SENT}
+order by a.attnum
 """
 
 _PUBLISHED = """
@@ -71,7 +80,14 @@ from given g join base b using (n) left join pg_type t on t.oid = b.oid
 where t.typtype is distinct from 'd' order by n
 """
 
-_USABLE_OF = f"select t.oid::int8, {_USABLE.format(table='t.oid')} from unnest(%s::oid[]) t(oid)"
+# The last column says whether the key is sent whole: a message flags what is left of it.
+_USABLE_OF = f"""
+select t.oid::int8, {_USABLE.format(table="t.oid")}, not exists (
+  select from pg_class c join pg_index i on i.indrelid = c.oid
+  join pg_attribute a on a.attrelid = c.oid and a.attnum = any({_KEY_OF_INDEX})
+  where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end and not {_SENT})
+from unnest(%s::oid[]) t(oid)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +154,40 @@ class Catalogue:
                 hint="Was it dropped or renamed? Check `source.tables`.",
             )
         oid, replica = found[0]
-        published = self._published(table, publications)
-        columns = [(name, kind, modifier) for name, kind, modifier in self._rows(_COLUMNS, (oid,)) if name in published]
+        columns = self._rows(_COLUMNS, (oid,))
+        published = self._published(table, publications, {name for name, _, _ in columns})
+        columns = [column for column in columns if column[0] in published]
         key = self._key(oid, replica, None)
-        return self._shapes([_Told(table=table, oid=oid, replica=replica, columns=columns, key=key)])[0]
+        return self._shapes([
+            _Told(table=table, oid=oid, replica=replica, columns=columns, key=key if published.issuperset(key) else ())
+        ])[0]  # fmt: skip
 
-    def _published(self, table: TableId, publications: Sequence[str]) -> set[str]:
+    def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
+        """The SQL condition of the rows that these publications speak of; None if they speak of all.
+
+        The server combines the conditions of several publications with OR, for inserts, updates and deletes apart;
+        one without a condition lets everything pass. A load takes every row that any of the three can be told
+        of: the base of a later update must be there. That is also what a native subscriber copies.
+        """
         rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
-        if any(row_filter is not None for _, row_filter in rows):
+        conditions = [condition for _, condition in rows]
+        if not conditions or None in conditions:
+            return None
+        return " OR ".join(sorted(set(conditions)))
+
+    def _published(self, table: TableId, publications: Sequence[str], columns: set[str]) -> set[str]:
+        """Which of the columns are sent."""
+        rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
+        lists = {frozenset(columns.intersection(names)) for names, _ in rows}
+        if len(lists) > 1:
             raise Unsupported(
-                "the publication filters the table's rows, which a load does not do yet",
+                "the publications list different columns of the table, which the server does not send",
                 table=table,
-                hint="Publish the table without a WHERE, or exclude it.",
+                publications=", ".join(publications),
+                hint="Give the table the same column list in each, or take it out of one: "
+                "ALTER PUBLICATION … DROP TABLE …;",
             )
-        return {name for names, _ in rows for name in names}
+        return set().union(*lists)
 
     def describe_messages(self, messages: Sequence[bytes]) -> list[TableSchema]:
         """The shapes that relation messages announce; asked at once, for at a start each of many tables is announced.
@@ -175,10 +211,12 @@ class Catalogue:
         columns = [column for item in told for column in item.columns]
         kinds, modifiers = [kind for _, kind, _ in columns], [modifier for _, _, modifier in columns]
         types = iter(self._rows(_TYPES, (kinds, modifiers)))
-        usable = dict(self._rows(_USABLE_OF, ([item.oid for item in told],)))
+        found = self._rows(_USABLE_OF, ([item.oid for item in told],))
+        usable, whole = {oid: is_so for oid, is_so, _ in found}, {oid: is_so for oid, _, is_so in found}
         return [
             TableSchema(
-                table=item.table, relation=item.oid, key=item.key, identity=_identity(item.replica, usable[item.oid]),
+                table=item.table, relation=item.oid, key=item.key if whole[item.oid] else (),
+                identity=_identity(item.replica, usable[item.oid]),
                 columns=tuple(
                     Column(name=name, source_type=source_type or "unknown", type=arrow_type(base, modifier))
                     for (name, _, _), (source_type, base, modifier) in zip(

@@ -106,11 +106,12 @@ class SnapshotReader:
         name = sql.Identifier(schema.table.schema, schema.table.name)
         # The children of an inheritance parent are tables of their own; those of a partitioned one are not.
         source = name if self._partitioned(schema) else sql.SQL("only {}").format(name)
-        text = (
-            sql.SQL("copy (select {} from {}) to stdout").format(columns, source).as_string(self._connection)
-        )
+        picked = Catalogue(self._connection).row_filter(schema.table, self._publications)
+        # The condition is the server's own text of what it keeps, every name in it qualified.
+        which = sql.SQL(" where " + picked if picked else "")
+        text = sql.SQL("copy (select {} from {}{}) to stdout").format(columns, source, which)
         connection = self._connection.pgconn
-        connection.send_query(text.encode())
+        connection.send_query(text.as_bytes(self._connection))
         _await_copy(connection)
         yield from batches_of(schema, _pieces(connection, self._deadline))
         _finish(connection)
