@@ -5,8 +5,8 @@
     python -m benchmarks all [--json] [--rounds 5] [--write docs/benchmarks.md]
 
 Results go to stdout, progress to stderr. With `--json` the last line of stdout is one object. `--scale 0.02`
-shrinks the work of the benches that take long to see whether they run; what comes out is no figure, says so,
-and cannot be written to a page. Exit codes:
+shrinks the work to see whether a bench runs; what comes out is no figure, says so, and cannot be written to a
+page. Exit codes:
 
     0  every figure was reached
     2  the command line was wrong
@@ -33,6 +33,7 @@ from benchmarks import (
     pg_mixed,
     pg_oltp,
     pg_stream,
+    pg_types,
     report,
     seal,
 )
@@ -40,6 +41,7 @@ from benchmarks.measure import Bench, BenchError, Outcome
 
 BENCHES: tuple[Bench, ...] = (
     pg_stream.BENCH,
+    pg_types.BENCH,
     pg_oltp.BENCH,
     pg_mixed.BENCH,
     pg_debezium.BENCH,

@@ -70,7 +70,10 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a bench found. `setup` holds what was prepared, and how long that took."""
+    """What a bench found. `setup` holds what was prepared, and how long that took.
+
+    `scale` below 1 says that it was a try and no figure.
+    """
 
     name: str
     peer_name: str
@@ -79,6 +82,7 @@ class Result:
     rounds: tuple[Round, ...]
     machine: dict[str, Any]
     setup: dict[str, Any]
+    scale: float = 1.0
 
     @property
     def ours(self) -> float:
@@ -132,6 +136,7 @@ class Result:
                 {"ratio": round(r.ratio, 4), "ours": r.ours.as_json(), "peer": r.peer.as_json()}
                 for r in self.rounds
             ],
+            "scale": self.scale,
             "peer_name": self.peer_name,
             "setup": self.setup,
             "machine": self.machine,

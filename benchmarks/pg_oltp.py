@@ -19,7 +19,8 @@ BENCH = PostgresBench(
     name="pg-oltp",
     must_reach=0.9,
     unit="transactions/s",
-    workload=workloads.OLTP,
+    workload=workloads.oltp,
+    rows=200_000,
     peer=PgRecvlogical(),
     about=__doc__,
 )

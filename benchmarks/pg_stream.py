@@ -1,9 +1,10 @@
 """pg-stream: how fast a backlog of large transactions is brought into the durable change log.
 
-Ours reads 500,000 inserts of 8 columns (100 transactions of 5,000 rows) from a slot, decodes them into
+Ours reads 1,000,000 inserts of 8 columns (200 transactions of 5,000 rows) from a slot, decodes them into
 typed columns and commits them to the change log. The peer is PostgreSQL's own `pg_recvlogical`, which
-decodes nothing and writes the same bytes to /dev/null: reaching nine tenths of it means that decoding and
-durability cost next to nothing.
+decodes nothing and writes the same bytes to /dev/null. Ours must be a tenth faster all the same: the server wakes a
+client that waits at every message, and one that is behind need not wait. It reads what has gathered, and decoding
+and durability fit into the time that this leaves to the server.
 
 For this to be fair:
 - both read the same backlog with the same plug-in, options and transport (TCP on 127.0.0.1), each from a
@@ -24,9 +25,10 @@ from benchmarks.recvlogical import PgRecvlogical
 
 BENCH = PostgresBench(
     name="pg-stream",
-    must_reach=0.9,
+    must_reach=1.1,
     unit="rows/s",
-    workload=workloads.STREAM,
+    workload=workloads.inserts,
+    rows=1_000_000,
     peer=PgRecvlogical(),
     about=__doc__,
 )

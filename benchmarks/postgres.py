@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import psycopg
 
 from benchmarks import machine, ours
-from benchmarks.measure import BenchError, Measured, Result, Round, progress
+from benchmarks.measure import BenchError, Measured, Result, Round, progress, scaled
 from benchmarks.workloads import PUBLICATION, Workload
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
@@ -86,7 +86,8 @@ class PostgresBench:
     name: str
     must_reach: float
     unit: str
-    workload: Workload
+    workload: Callable[[int], Workload]
+    rows: int
     peer: Peer
     about: str
 
@@ -96,33 +97,62 @@ class PostgresBench:
         return {"": self.must_reach}
 
     def run(self, rounds: int, scale: float) -> Result:
-        """Write the backlog once, then measure ours and the peer `rounds` times in turn; always in full."""
-        try:
-            return self._measure(rounds)
-        except (ServerFailed, psycopg.Error) as exc:
-            raise BenchError(f"the embedded PostgreSQL failed: {exc}", hint="Its log says more.") from exc
-
-    def _measure(self, rounds: int) -> Result:
+        """Measure, and describe what was measured."""
         described = machine.describe(ours.log_parent_folder())
-        described["versions"].update(self.peer.prepare())
-        slots = [f"bench_{side}_{number}" for number in range(1, rounds + 1) for side in ("ours", "peer")]
-        with (
-            EmbeddedPostgres(settings=server_settings(slots=len(slots) + 1)) as server,
-            server.connect(DATABASE, autocommit=True) as admin,
-        ):
-            described["versions"]["postgresql"] = str(ask(admin, "show server_version"))
-            backlog = write_backlog(admin, self.workload, slots)
-            startup = self._peer_startup(server, admin, backlog)
-            measured = tuple(self._round(server, admin, backlog, number) for number in range(1, rounds + 1))
+        comparison = Comparison(workload=self.workload(scaled(self.rows, scale)), peer=self.peer, unit=self.unit)
+        measured = comparison.measure(rounds)
+        described["versions"].update(measured.versions)
         return Result(
             name=self.name,
             peer_name=self.peer.name,
             unit=self.unit,
             must_reach=self.must_reach,
-            rounds=measured,
+            rounds=measured.rounds,
             machine=described,
+            setup={"ours": ours.SUBJECT, **measured.setup},
+            scale=scale,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The rounds of a comparison, the versions of what took part, and what was prepared."""
+
+    rounds: tuple[Round, ...]
+    versions: dict[str, str]
+    setup: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One workload, read by ours and by the peer."""
+
+    workload: Workload
+    peer: Peer
+    unit: str
+
+    def measure(self, rounds: int) -> Compared:
+        """Write the backlog once, then measure ours and the peer `rounds` times in turn."""
+        try:
+            return self._measure(rounds)
+        except (ServerFailed, psycopg.Error) as exc:
+            raise BenchError(f"the embedded PostgreSQL failed: {exc}", hint="Its log says more.") from exc
+
+    def _measure(self, rounds: int) -> Compared:
+        versions = self.peer.prepare()
+        slots = [f"bench_{side}_{number}" for number in range(1, rounds + 1) for side in ("ours", "peer")]
+        with (
+            EmbeddedPostgres(settings=server_settings(slots=len(slots) + 1)) as server,
+            server.connect(DATABASE, autocommit=True) as admin,
+        ):
+            versions["postgresql"] = str(ask(admin, "show server_version"))
+            backlog = write_backlog(admin, self.workload, slots)
+            startup = self._peer_startup(server, admin, backlog)
+            measured = tuple(self._round(server, admin, backlog, number) for number in range(1, rounds + 1))
+        return Compared(
+            rounds=measured,
+            versions=versions,
             setup={
-                "ours": ours.SUBJECT,
                 "workload": self.workload.title,
                 "transport": f"TCP {server.host}",
                 "generation_seconds": round(backlog.generation_seconds, 2),

@@ -36,7 +36,7 @@ def _rates_lines(result: Result) -> list[str]:
     return [
         (
             f"{result.name}: {result.ratio:.2f} × {result.peer_name} (rounds {low:.2f}–{high:.2f}), "
-            f"must reach {result.must_reach:g}: {_verdict(result.reached)}"
+            f"must reach {result.must_reach:g}: {_verdict(result.reached)}{_reduced(result)}"
         ),
         f"  ours {result.ours:,.0f}, {result.peer_name} {result.peer:,.0f} {result.unit}",
         f"  CPU-seconds: {_cpu(result)}",
@@ -44,8 +44,7 @@ def _rates_lines(result: Result) -> list[str]:
 
 
 def _cells_lines(result: CellsResult) -> list[str]:
-    reduced = "" if result.scale == 1 else f" (a try at {result.scale:g} of the size, no figure)"
-    lines = [f"{result.name}: {_verdict(result.reached)}{reduced}"]
+    lines = [f"{result.name}: {_verdict(result.reached)}{_reduced(result)}"]
     for cell in result.cells:
         low, high = cell.spread
         lines.append(
@@ -144,6 +143,10 @@ def _seconds(value: float | None) -> str:
 
 def _value(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _reduced(result: Outcome) -> str:
+    return "" if result.scale == 1 else f" (a try at {result.scale:g} of the size, no figure)"
 
 
 def _verdict(reached: bool) -> str:

@@ -2,15 +2,15 @@
 
 Ours turns the commits of a log into cold Parquet files (`Sealer.seal`) in a process that may use one core only, timed
 from opening the log to the return, when every file and the seal that names it are durable. The peer is our own
-capture of pg-stream, which wrote that log just before, in the same round: its 500,000 inserts of 8 columns, timed
-as there. Sealing must reach three times the capture's rate, or a log under full load would never be cold.
+capture, which wrote that log just before, in the same round: 500,000 inserts of pg-stream's 8 columns, timed as
+there. Sealing must reach three times the capture's rate, or a log under full load would never be cold.
 
 For this to be fair:
 - the capture is not held to one core, and the server it reads from runs beside it as ever;
 - nothing else runs while the log is sealed. The commits were just written, so they are read from memory, as in
   a pipeline that keeps up;
 - the cold files must hold exactly the rows captured. Rows are counted in the Parquet files' own footers;
-- the workload is pg-stream's as it stands, and its values count upwards, so they compress well. As many rows with
+- the values are pg-stream's as they stand, and they count upwards, so they compress well. As many rows with
   the values of log-scan came to four times the bytes, and were sealed 5 to 8 % slower.
 """
 
@@ -22,7 +22,7 @@ import psycopg
 
 from benchmarks import machine, ours, workloads
 from benchmarks.cells import Cell, CellsResult, Pair
-from benchmarks.measure import BenchError, Measured, progress
+from benchmarks.measure import BenchError, Measured, progress, scaled
 from benchmarks.postgres import (
     DATABASE,
     Admin,
@@ -36,6 +36,7 @@ from benchmarks.postgres import (
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
 RATE_TIMES_MIN = 3.0
+ROWS = 500_000
 CELL = "one core"
 SUBJECT = "Sealer.seal on one core: hot commits to durable Parquet"
 
@@ -49,8 +50,9 @@ class Seal:
     limits: dict[str, float] = field(default_factory=lambda: {CELL: RATE_TIMES_MIN})
 
     def run(self, rounds: int, scale: float) -> CellsResult:
-        """Write the backlog of pg-stream once, then capture and seal it in every round; always in full."""
+        """Write the backlog once, then capture and seal it in every round."""
         described = machine.describe(ours.log_parent_folder())
+        workload = workloads.inserts(scaled(ROWS, scale))
         slots = [f"bench_{number}" for number in range(1, rounds + 1)]
         try:
             with (
@@ -58,7 +60,7 @@ class Seal:
                 server.connect(DATABASE, autocommit=True) as admin,
             ):
                 described["versions"]["postgresql"] = str(ask(admin, "show server_version"))
-                backlog = write_backlog(admin, workloads.STREAM, slots)
+                backlog = write_backlog(admin, workload, slots)
                 pairs = [_round(server, admin, slot, backlog) for slot in slots]
         except (ServerFailed, psycopg.Error) as exc:
             raise BenchError(f"the embedded PostgreSQL failed: {exc}", hint="Its log says more.") from exc
@@ -69,7 +71,8 @@ class Seal:
                 Cell(name=CELL, unit="rows/s", must_reach=RATE_TIMES_MIN, pairs=tuple(pairs), costs=False),
             ),
             machine=described,
-            setup={"ours": SUBJECT, "workload": workloads.STREAM.title, "transport": f"TCP {server.host}"},
+            setup={"ours": SUBJECT, "workload": workload.title, "transport": f"TCP {server.host}"},
+            scale=scale,
         )
 
 
