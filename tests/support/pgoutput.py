@@ -106,6 +106,13 @@ def transaction(*changes: bytes, xid: int = 7, end: int = 0x100, at: int = EPOCH
     return [begin(xid, end, at), *changes, commit(end, at)]
 
 
+def message(prefix: str, content: bytes, *, lsn: int = 0x90, outside_at: int | None = None) -> bytes:
+    """What an application wrote; outside of a transaction it is followed by the server's clock."""
+    head = b"M" + struct.pack(">BQ", outside_at is None, lsn) + prefix.encode() + b"\0"
+    clock = b"" if outside_at is None else struct.pack(">q", outside_at - EPOCH_2000)
+    return head + struct.pack(">I", len(content)) + content + clock
+
+
 def describe(messages: Sequence[bytes]) -> list[TableSchema]:
     """The shapes that relation messages announce, without a catalogue."""
     return [describe_one(message) for message in messages]

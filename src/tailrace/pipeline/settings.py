@@ -149,12 +149,17 @@ def _splits(glob: str) -> Iterator[tuple[str, str]]:
             yield glob[:at], glob[at + 1 :]
 
 
-def _check_glob(glob: str) -> str:
+def _check_brackets(glob: str) -> str:
     if "[" in _BRACKETS.sub("", glob):
         raise _refusal(
             f"holds `{glob}`, which opens a bracket and does not close it",
             "Close it, or write `[[]` for a bracket that is part of a name.",
         )
+    return glob
+
+
+def _check_glob(glob: str) -> str:
+    _check_brackets(glob)
     splits = list(_splits(glob))
     if not splits:
         raise _refusal(
@@ -249,6 +254,7 @@ SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
 Url = Annotated[SecretStr, AfterValidator(lambda secret: SecretStr(_check_url(secret.get_secret_value())))]
 Glob = Annotated[str, AfterValidator(_check_glob)]
+PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
 Folder = Annotated[Path, BeforeValidator(_check_folder)]
 
 
@@ -298,6 +304,9 @@ class SourceSettings(BaseModel):
     secret_url: Url = Field(alias="url")
     tables: tuple[Glob, ...] = Field(min_length=1)
     exclude: tuple[Glob, ...] = ()
+    messages: tuple[PrefixGlob, ...] = ("*",)
+    origin: Literal["any", "none"] = "any"
+    invalid_text: Literal["refuse", "replace"] = "refuse"
     slot: SlotSettings = SlotSettings()
     publication: PublicationSettings = PublicationSettings()
 
@@ -427,6 +436,17 @@ def matches(source: SourceSettings, table: TableId) -> bool:
         )
 
     return matched(source.tables) and not matched(source.exclude)
+
+
+def names(source: SourceSettings, table: TableId) -> bool:
+    """Whether an entry of `tables` is this table's name, and no pattern."""
+    plain = [glob for glob in source.tables if not re.search(r"[*?[]", glob)]
+    return any((table.schema, table.name) in _splits(glob) for glob in plain)
+
+
+def matches_message(source: SourceSettings, prefix: str) -> bool:
+    """Whether the pipeline keeps what an application wrote under this prefix."""
+    return any(fnmatch.fnmatchcase(prefix, glob) for glob in source.messages)
 
 
 # ---- loading and checking --------------------------------------------------------------------------------

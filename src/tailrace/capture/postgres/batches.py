@@ -185,6 +185,20 @@ def batches_of(
     return found
 
 
+def message_batch(b: Bytes, shape: Shape, rows: Rows, order: Ints) -> ChangeBatch:
+    """The batch of the `message` stream: of such a row `new` is where its prefix begins, and `old` its content."""
+    prefix, content = rows.new[order], rows.old[order]
+    sizes = b[content[:, None] + np.arange(-4, 0)].view(">u4").astype(np.int64).reshape(-1)
+    arrays = [
+        *_about(rows, order, rows.op[order]),
+        values.text_column(Cells(b, prefix, content - prefix - 5)),
+        values.text_column(Cells(b, content, sizes)).cast(pa.binary()),
+        pa.array(b[prefix - 9] & 1 == 1),
+    ]
+    fields = shape.fields_with((), position=rows.tx_end is not None)
+    return ChangeBatch(schema=shape.schema, data=pa.RecordBatch.from_arrays(arrays, schema=fields))
+
+
 def _about(rows: Rows, order: Ints, op: npt.NDArray[np.int32]) -> list[pa.Array]:
     """The columns that every change has, for all rows at once."""
     tx = rows.tx[order]

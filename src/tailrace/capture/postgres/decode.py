@@ -1,21 +1,23 @@
 """pgoutput messages to columnar batches: bytes in, Arrow out, no socket and no clock.
 
 The input is messages laid end to end: whole transactions, or a part of one that is too large to hold. Three
-compiled passes: *survey* finds the few messages that need Python (a relation's description), *assign* gives
-every change its row (table, operation, transaction, where its tuples lie), *cells* (in `batches.py`) finds every
-value. Then all columns of one type are converted in one pass. Types and offsets are data: one kernel serves
-every table.
+compiled passes: *survey* finds the few messages that need Python (a relation's description, an application's own
+message), *assign* gives every change its row (table, operation, transaction, where its tuples lie), *cells* (in
+`batches.py`) finds every value. Then all columns of one type are converted in one pass. Types and offsets are data:
+one kernel serves every table.
 
 What must hold: rows keep the order of the wire; a transaction gives the same rows in parts as whole; one that
 ends at or before `after` is dropped whole; any bytes give rows or a `ProtocolViolation`, never a read outside
 the buffer. A primary-key change becomes two neighbouring rows, the delete of the old key and the insert of the
-new.
+new. A message that an application wrote is a row of the `message` stream; outside of a transaction it counts as
+one of its own.
 
 The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,24 +26,30 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of
+from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of, message_batch
 from tailrace.capture.postgres.values import Bytes, Ints, Word, u16, u32, u64
+from tailrace.capture.postgres.wire import CLOCK_SIZE
 from tailrace.errors import ProtocolViolation
 from tailrace.kernels import kernel
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
+from tailrace.model.system import MESSAGE_STREAM
 
 BATCH_BYTES_MAX = 256 << 20
 """Of wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""
 BATCH_CELLS_MAX = 4 << 20
 """A value takes 16 bytes while it is looked for, and on the wire a null takes one."""
+PREFIXES_MAX = 1024
+"""Of messages whose prefix was asked for before."""
 Describe = Callable[[Sequence[bytes]], Sequence[TableSchema]]
 EPOCH_2000 = 946_684_800_000_000
 
 _INSERT, _UPDATE, _DELETE = Operation.INSERT.code, Operation.UPDATE.code, Operation.DELETE.code
-_TRUNCATE = Operation.TRUNCATE.code
+_TRUNCATE, _MESSAGE = Operation.TRUNCATE.code, Operation.MESSAGE.code
+_MESSAGE_SLOT = 0
+"""Where the `message` stream stands among the shapes."""
 
 # What is known of the transaction under way; a decoder carries it from one part to the next.
 _INSIDE = 0
@@ -76,10 +84,11 @@ def _survey(b: Bytes, starts: Ints, messages: Word, special: Ints) -> tuple[Word
             rows += 2
         elif kind == 84:  # Truncate: a row a table
             rows += (starts[m + 1] - starts[m]) // 4
-        elif kind == 82:  # Relation
+        elif kind == 82 or kind == 77:  # Relation, Message
             if found < special.size:
                 special[found] = m
             found += 1
+            rows += kind == 77
     return found, rows
 
 
@@ -210,6 +219,19 @@ def _truncate(
 
 
 @kernel
+def _message(b: Bytes, i: Word, end: Word, inside: bool) -> tuple[Word, Word]:
+    """Where prefix and content of the message at `i` begin; or `_MALFORMED`, twice."""
+    prefix = i + 10
+    at = prefix
+    while at < end and b[at] != 0:
+        at += 1
+    content, end = at + 5, end if inside else end - CLOCK_SIZE
+    if content > end or content + u32(b, at + 1) > end or (b[i + 1] & 1 != 0) != inside:
+        return _MALFORMED, _MALFORMED
+    return prefix, content
+
+
+@kernel
 def _assign(
     b: Bytes, starts: Ints, messages: Word, after: Word, under_way: Ints, known: Ints, announced: Ints,
     shapes: Ints, keys: Bytes, what: Any, where: Ints, ended: Ints,
@@ -272,7 +294,22 @@ def _assign(
         elif kind == 82:  # Relation
             known[_SLOT_OF, np.searchsorted(known[_OID], announced[_OID, heard])] = announced[_SLOT_OF, heard]
             heard += 1
-        elif kind != 79 and kind != 89 and kind != 77:  # Origin, Type and Message carry no row
+        elif kind == 77:  # Message
+            prefix, content = _message(b, i, end, inside)
+            wanted = announced[_SLOT_OF, heard] == _MESSAGE_SLOT
+            heard += 1
+            if prefix < 0:
+                made = _MALFORMED
+            elif wanted and (inside or np.uint64(u64(b, i + 2)) > np.uint64(after)):
+                if not inside:
+                    ended[_TX_END, txs], ended[_TX_ID, txs] = u64(b, i + 2), 0
+                    ended[_TX_TIME, txs] = u64(b, end - CLOCK_SIZE) + EPOCH_2000
+                    first = rows
+                _put(what, where, rows, _MESSAGE_SLOT, _MESSAGE, 0, txs, rows - first)
+                where[_NEW, rows], where[_OLD, rows] = prefix, content
+                made = rows + 1
+                txs += not inside
+        elif kind != 79 and kind != 89:  # Origin and Type carry no row
             made = _MALFORMED
         if made < 0:
             return rows, txs, m * 4 - made
@@ -295,15 +332,16 @@ class Decoder:
     comes in parts what its beginning told. A new connection begins with a new decoder, and so does one whose
     bytes were refused.
 
-    `describe` turns relation messages into shapes; it may look into the catalogue, so it is the caller's.
+    `describe` turns relation messages into shapes; it may look into the catalogue, so it is the caller's. `wanted`
+    tells by its prefix whether an application's message is kept.
     """
 
-    def __init__(self, describe: Describe, xid_near: int = 0) -> None:
+    def __init__(self, describe: Describe, xid_near: int = 0, wanted: Callable[[str], bool] | None = None) -> None:
         self._describe = describe
-        self._shapes: list[Shape] = []
+        self._wanted = functools.lru_cache(PREFIXES_MAX)(wanted) if wanted else None
         self._kinds: dict[pa.DataType, int] = {}
-        self._layout: tuple[Ints, Bytes] = (np.empty((2, 0), np.int64), np.empty(0, np.uint8))
-        """Of all shapes, for the kernels: how many columns each has and where its keys begin; which are keys."""
+        self._shapes = [Shape(MESSAGE_STREAM, self._kinds)]
+        self._layout = _layout(self._shapes)
         self._slot_of_oid: dict[int, int] = {}
         self._under_way = np.zeros(5, np.int64)
         self._under_way[_XID] = xid_near
@@ -386,20 +424,23 @@ class Decoder:
 
     def _announced(self, b: Bytes, starts: Ints, special: Ints) -> Ints:
         """Learn the shapes described in this window; a shape seen before keeps its slot."""
-        announced = np.empty((2, special.size), np.int64)
-        messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special]
-        for k, schema in enumerate(self._describe(messages) if messages else ()):
+        announced = np.full((2, special.size), _MESSAGE_SLOT, np.int64)
+        kinds = b[starts[special]]
+        if self._wanted:
+            for k in np.flatnonzero(kinds == 77):
+                if not self._wanted(_prefix(b[starts[special[k]] : starts[special[k] + 1]])):
+                    announced[_SLOT_OF, k] = _UNKNOWN
+        relations = np.flatnonzero(kinds == 82)
+        messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special[relations]]
+        for k, schema in zip(relations, self._describe(messages) if messages else (), strict=True):
             known = self._slot_of_oid.get(schema.relation)
             if known is None or self._shapes[known].schema != schema:
                 known = len(self._shapes)
                 self._shapes.append(Shape(schema, self._kinds))
             self._slot_of_oid[schema.relation] = known
             announced[_OID, k], announced[_SLOT_OF, k] = schema.relation, known
-        if special.size:
-            schemas = [shape.schema for shape in self._shapes]
-            columns = [len(schema.columns) for schema in schemas]
-            keys = np.array([name in schema.key for schema in schemas for name in schema.names], np.uint8)
-            self._layout = np.array([columns, np.cumsum([0, *columns])[:-1]], np.int64), keys
+        if relations.size:
+            self._layout = _layout(self._shapes)
         return announced
 
     def _batches(self, b: Bytes, rows: Rows) -> Iterator[ChangeBatch]:
@@ -408,6 +449,10 @@ class Decoder:
         order = np.argsort(rows.slot, kind="stable")
         slots = rows.slot[order]
         types = list(self._kinds)
+        said = int(np.searchsorted(slots, _MESSAGE_SLOT, side="right"))
+        if said:
+            yield message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said])
+            order, slots = order[said:], slots[said:]
         if (
             b.size > BATCH_BYTES_MAX
             or order.size * int(self._layout[0][_COLUMNS].max(initial=1)) > BATCH_CELLS_MAX
@@ -433,6 +478,18 @@ class Decoder:
             cuts = np.append(begins[low:high], end)
             shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
             yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0])
+
+
+def _layout(shapes: Sequence[Shape]) -> tuple[Ints, Bytes]:
+    """Of all shapes, for the kernels: how many columns each has and where its keys begin; which are keys."""
+    schemas = [shape.schema for shape in shapes]
+    columns = [len(schema.columns) for schema in schemas]
+    keys = np.array([name in schema.key for schema in schemas for name in schema.names], np.uint8)
+    return np.array([columns, np.cumsum([0, *columns])[:-1]], np.int64), keys
+
+
+def _prefix(message: Bytes) -> str:
+    return message[10:].tobytes().partition(b"\0")[0].decode(errors="replace")
 
 
 def _signed(word: int) -> int:

@@ -15,6 +15,16 @@ class PostgresSettings:
     url: str = field(repr=False)
     wanted: Callable[[TableId], bool]
     """Whether a table is to be captured."""
+    named: Callable[[TableId], bool] | None = None
+    """Whether a table is wanted by its very name, not only by a pattern: then one that cannot be captured is an
+    error."""
+    messages: Callable[[str], bool] | None = None
+    """Whether an application's message with this prefix is captured; None: none is, and the server is not asked."""
+    origins: bool = True
+    """Whether what was itself replicated to this server is captured too, or only what was written here."""
+    invalid_text_replaced: bool = False
+    """What becomes of bytes that are no text, which a database without an encoding may hold: characters that stand for
+    them, or values that do not fit their column."""
     slot: str
     slot_create: bool = True
     publication: str

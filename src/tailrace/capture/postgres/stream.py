@@ -27,7 +27,7 @@ from tailrace.capture.postgres.connect import command, explain_text
 from tailrace.capture.postgres.decode import EPOCH_2000, Decoder, Describe
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.values import Bytes, Ints
-from tailrace.errors import SourceError, SourceUnreachable, TailraceError
+from tailrace.errors import SourceError, SourceNotReady, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
 
@@ -58,6 +58,7 @@ STATUS_SECONDS = 0.1
 """Confirmations are sent at most this often,"""
 STATUS_SECONDS_MAX = 10.0
 """and at least this often, or three times in the server's time-out."""
+_ORIGIN_VERSION_MIN = 160000
 
 
 class _Buffer:
@@ -123,7 +124,7 @@ class PostgresStream:
         self, settings: PostgresSettings, session: PGconn, timeline: int, after: Lsn,
         describe: Describe, xid_near: int, release: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._decoder, self._release = Decoder(describe, xid_near), release
+        self._decoder, self._release = Decoder(describe, xid_near, settings.messages), release
         self._last: Window | None = None
         self._connection = session
         self.timeline = timeline
@@ -148,11 +149,17 @@ class PostgresStream:
 
     def _start(self, settings: PostgresSettings, after: Lsn) -> None:
         names = ",".join(f'"{name}"' for name in settings.publications)
-        command(
-            self._connection,
-            f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} '
-            f"(proto_version '1', publication_names '{names}')",
-        )
+        options = f"proto_version '1', publication_names '{names}', messages '{settings.messages is not None}'"
+        if not settings.origins:
+            if self._connection.server_version < _ORIGIN_VERSION_MIN:
+                raise SourceNotReady(
+                    "the server cannot leave out what was replicated to it",
+                    version=self._connection.server_version // 10000,
+                    needed=_ORIGIN_VERSION_MIN // 10000,
+                    hint="Upgrade it, or remove `source.origin`.",
+                )
+            options += ", origin 'none'"
+        command(self._connection, f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} ({options})')
 
     # The caller's side.
 

@@ -46,7 +46,8 @@ def _messages() -> list[bytes]:
     return [
         b"B" + struct.pack(">QQI", 1, 1, 7), b"R" + relation, b"I" + relation + _tuple(b"N", b"1"),
         b"U" + relation + unsent, b"U" + relation + old + new, b"D" + relation + old,
-        b"T" + struct.pack(">IBI", 1, 0, 1), b"C" + struct.pack(">BQQQ", 0, 1, 2, 1),
+        b"T" + struct.pack(">IBI", 1, 0, 1), b"M" + struct.pack(">BQ2sI", 1, 1, b"m", 0),
+        b"C" + struct.pack(">BQQQ", 0, 1, 2, 1),
     ]  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def warm_kernels() -> None:
     starts[1 : len(messages) + 1] = np.cumsum([len(message) for message in messages])
     b = np.frombuffer(b"".join(messages), np.uint8).copy()
     window = decode.Decoder(lambda _: [schema]).decode(b, starts, len(messages), ZERO, Lsn(2))
-    assert window.rows == 6, window.rows
+    assert window.rows == 7, window.rows
     line = b"\t".join(text.replace(b"\\", b"\\\\") for _, text in _TEXTS) + b"\n"
     copied = np.frombuffer(line, np.uint8).copy()
     for _ in snapshot.batches_of(schema, [(copied, copied.size)]):

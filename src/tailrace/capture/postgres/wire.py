@@ -32,7 +32,7 @@ DRY, FULL, ENDED, BROKEN = 0, 1, 2, 3
 BYTES, MESSAGES = 0, 1
 """Filled so far."""
 WHOLE_BYTES, WHOLE_MESSAGES = 2, 3
-"""Filled up to the end of the last whole transaction."""
+"""Filled up to the end of the last whole transaction, or message outside of one."""
 END = 4
 """The position behind the last whole transaction, or behind everything if none is open."""
 OPEN = 5
@@ -44,8 +44,10 @@ STATE_SIZE = 9
 
 _ASYNC = 1
 _ENVELOPE = 25  # 'w', start, end, clock
+_CLOCK_AT, CLOCK_SIZE = 17, 8
 _KEEPALIVE_SIZE = 18
-_BEGIN, _COMMIT, _XLOG_DATA, _KEEPALIVE = ord("B"), ord("C"), ord("w"), ord("k")
+_BEGIN, _COMMIT, _MESSAGE, _XLOG_DATA, _KEEPALIVE = ord("B"), ord("C"), ord("M"), ord("w"), ord("k")
+_MESSAGE_LSN_AT = 2
 
 
 @functools.cache
@@ -119,6 +121,10 @@ def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
         state[WHOLE_BYTES] = at + body
         state[WHOLE_MESSAGES] = n + 1
         state[END] = u64(b, at + 10)  # the commit's end: restarting at its start repeats the transaction
+    elif b[at] == _MESSAGE and state[OPEN] == 0 and body >= _MESSAGE_LSN_AT + 8:
+        state[WHOLE_BYTES] = at + body
+        state[WHOLE_MESSAGES] = n + 1
+        state[END] = u64(b, at + _MESSAGE_LSN_AT)  # where its record ends, as a commit's
 
 
 @kernel
@@ -127,7 +133,8 @@ def drain_messages(
 ) -> Word:
     """Append replication messages to `b` until `bytes_max` are there or nothing more can be read.
 
-    `starts[k]` is where message k begins, without its envelope, and `starts[k + 1]` where it ends.
+    `starts[k]` is where message k begins, without its envelope, and `starts[k + 1]` where it ends. One that an
+    application wrote outside of a transaction is followed by the server's clock: nothing else says when it was.
     """
     out = np.zeros(1, np.int64)
     head = np.zeros(_KEEPALIVE_SIZE, np.uint8)
@@ -139,13 +146,16 @@ def drain_messages(
         if size <= 0:
             return _why(size)
         body = size - _ENVELOPE
-        if at + body > b.size:
+        if at + body + CLOCK_SIZE > b.size:
             state[PENDING] = out[0]
             state[PENDING_SIZE] = size
             return FULL
         _call(libpq[3], head.ctypes.data, out[0], min(size, _KEEPALIVE_SIZE))
         if head[0] == _XLOG_DATA and body > 0:
             _call(libpq[3], b.ctypes.data + at, out[0] + _ENVELOPE, body)
+            if b[at] == _MESSAGE and state[OPEN] == 0:
+                _call(libpq[3], b.ctypes.data + at + body, out[0] + _CLOCK_AT, CLOCK_SIZE)
+                body += CLOCK_SIZE
             _note(b, at, body, starts, state)
         elif head[0] == _KEEPALIVE and size >= _KEEPALIVE_SIZE:
             if state[OPEN] == 0:

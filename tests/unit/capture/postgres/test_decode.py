@@ -449,10 +449,8 @@ def test_an_error_holds_no_row_values() -> None:
 
 
 def test_messages_that_carry_no_row_are_passed_over() -> None:
-    origin, kind, message = b"O" + b"\0" * 9, b"Y" + b"\0" * 7, b"M" + b"\0" * 20
-    window = decode(
-        [*transaction(origin, kind, ITEMS.relation(), message, ITEMS.insert(1, None, None)), message]
-    )
+    origin, kind = b"O" + b"\0" * 9, b"Y" + b"\0" * 7
+    window = decode(transaction(origin, kind, ITEMS.relation(), ITEMS.insert(1, None, None)))
     assert window.rows == 1
 
 
