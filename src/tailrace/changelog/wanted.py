@@ -5,6 +5,7 @@ from __future__ import annotations
 from tailrace.changelog.schemas import Schemas
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
+from tailrace.model.system import SYSTEM_STREAMS
 
 
 class Wanted:
@@ -21,7 +22,7 @@ class Wanted:
             found, name = [table], str(schemas.latest_of(table).schema.table)
         else:
             found, name = schemas.named(table), str(table)
-        if not found:
+        if not found and name not in SYSTEM_STREAMS:  # those are always there, if only with nothing in them yet
             raise ConfigError(
                 "the log has no rows of such a table",
                 table=table,

@@ -42,6 +42,9 @@ MESSAGE_STREAM = _stream("message", -2, [
 ])  # fmt: skip
 """One record for each message, in the order of the source's log."""
 
+SYSTEM_STREAMS = frozenset(stream.table.name for stream in (SCHEMA_STREAM, MESSAGE_STREAM))
+"""What they are asked for by."""
+
 
 def is_system(schema: TableSchema) -> bool:
     """Whether this is one of the streams above."""

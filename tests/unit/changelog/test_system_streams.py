@@ -193,10 +193,16 @@ def test_a_writer_finds_the_streams_again(diary: Diary) -> None:
     assert sorted(path.name for path in (diary.path / "schemas").iterdir()) == ["0", "1", "2"]
 
 
-def test_a_stream_that_has_nothing_yet_is_told_apart_from_one_that_is_not_there(diary: Diary) -> None:
+def test_a_stream_that_has_nothing_yet_can_be_followed_already(diary: Diary) -> None:
     diary.commit(inserts(1))
+    log = ChangeLog.open(diary.path)
+    assert list(log.follow(table="message")) == []
+    following = log.follow(table="message", wait_seconds=None, consumer="listener")
+    diary.commit(said(("a", b"1")))
+    assert rows_of([next(following)]) == diary.rows(schema=MESSAGE_STREAM)
+    following.close()
     with pytest.raises(ConfigError, match="no rows of such a table"):
-        list(ChangeLog.open(diary.path).follow(table="message"))
+        list(log.follow(table="messages"))
 
 
 def test_tables_of_the_source_named_like_the_streams_are_tables(diary: Diary) -> None:
