@@ -31,6 +31,7 @@ class CountingHandler(BasePythonChangeHandler):  # type: ignore[misc]  # the bas
         self._rows_wanted = rows_wanted
         self._rows = 0
         self._wall = 0.0
+        self._half: tuple[int, float] | None = None
         self._cpu = 0.0
 
     def handleJsonBatch(self, records: list[Any]) -> None:  # noqa: N802  # the engine calls it by this name
@@ -38,11 +39,13 @@ class CountingHandler(BasePythonChangeHandler):  # type: ignore[misc]  # the bas
         if self._rows == 0:
             self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
         before, self._rows = self._rows, self._rows + len(records)
+        now = time.perf_counter()
+        if self._half is None and 2 * self._rows >= self._rows_wanted:
+            self._half = self._rows, now
         if before < self._rows_wanted <= self._rows:
-            took = {
-                "wall_seconds": time.perf_counter() - self._wall,
-                "cpu_seconds": _cpu_seconds() - self._cpu,
-            }
+            took = {"wall_seconds": now - self._wall, "cpu_seconds": _cpu_seconds() - self._cpu}
+            if self._half is not None and self._half[1] < now:
+                took["warm_rate"] = (self._rows - self._half[0]) / (now - self._half[1])
             threading.Timer(AFTERWARDS_SECONDS, self._report, [took]).start()
 
     def _report(self, took: dict[str, float]) -> None:

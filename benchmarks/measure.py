@@ -33,6 +33,8 @@ class Measured:
     cpu_seconds: float
     memory_peak_bytes: int | None = None
     server_cpu_seconds: float | None = None
+    warm_rate: float | None = None
+    """Rows per second over the second half, of a side that grows faster as it runs."""
 
     def __post_init__(self) -> None:
         if self.rows <= 0 or self.wall_seconds <= 0:
@@ -52,6 +54,7 @@ class Measured:
             "cpu_seconds": round(self.cpu_seconds, 3),
             "server_cpu_seconds": _rounded(self.server_cpu_seconds),
             "memory_peak_bytes": self.memory_peak_bytes,
+            "warm_rate": _rounded(self.warm_rate),
         }
 
 
