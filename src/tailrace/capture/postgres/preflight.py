@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import psycopg
 from psycopg import sql
@@ -18,7 +19,7 @@ from tailrace.capture.postgres import history
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.connect import command, connect_replication, explain
 from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.errors import NEW_LOG_HINT, PositionLost, SlotBusy, SourceNotReady, SourceRefused
+from tailrace.errors import NEW_LOG_HINT, ConfigError, PositionLost, SlotBusy, SourceNotReady, SourceRefused
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 SLOT_WAIT_SECONDS_MAX = 30.0
 VERSION_MIN = 150000
+GENERATED_VERSION_MIN = 180000
+"""From here on a publication can publish generated columns: the stored ones."""
 _PAUSE_SECONDS = 0.2
 
 
@@ -73,19 +76,100 @@ def check_history(url: str, origin: SourceId, position: Lsn) -> None:
 
 
 def wanted_tables(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
-    """The tables to capture: a partition is covered by its root if that is wanted too."""
-    found = [table for table in Catalogue(connection).tables() if settings.wanted(table.table)]
-    oids = {table.oid for table in found}
-    covered = [table for table in found if not oids.intersection(table.ancestors)]
-    for table in covered:
-        if not table.logged:
-            log.warning("an unlogged table cannot be captured", extra={"table": str(table.table)})
-    return [table for table in covered if table.logged]
+    """The tables to capture: of a partitioned one its root, if that is wanted, and not the partitions.
+
+    A publication that is not ours decides for itself. Without `publish_via_partition_root` it publishes the
+    partitions, each as a table of its own, and then those are captured and the root is not.
+    """
+    found = [
+        table for table in Catalogue(connection).tables() if table.logged and settings.wanted(table.table)
+    ]
+    known = set() if settings.publication_create else set(published(connection, settings))
+    spoken_of = {table.oid for table in found if table.table in known}
+    divided = {oid for table in found if table.oid in spoken_of for oid in table.ancestors}
+    roots = {table.oid for table in found if table.oid not in divided} | spoken_of
+    return [table for table in found if table.oid in roots and not roots.intersection(table.ancestors)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Uncapturable:
+    """Something that a pattern can match and that the server's log does not hold."""
+
+    table: TableId
+    kind: str
+    remedy: str
+    roots: tuple[int, ...]
+    """If it is a partition, what it is one of."""
+
+
+def _uncapturable(connection: psycopg.Connection) -> list[_Uncapturable]:
+    query = """
+      select n.nspname, c.relname, c.relkind::text,
+             array(select a.relid::oid::int8 from pg_partition_ancestors(c.oid) a(relid) where a.relid <> c.oid)
+      from pg_class c join pg_namespace n on n.oid = c.relnamespace
+      where (c.relkind in ('v', 'm', 'f') or c.relkind in ('r', 'p') and c.relpersistence = 'u')
+      and n.nspname !~ '^pg_' and n.nspname <> 'information_schema' order by 1, 2
+    """
+    try:
+        rows = connection.execute(query, prepare=False).fetchall()
+    except psycopg.Error as error:
+        raise explain(error) from error
+    found = []
+    for schema, name, kind, roots in rows:
+        what, remedy = _KINDS[kind]
+        quoted = sql.Identifier(schema, name).as_string(connection)
+        found.append(
+            _Uncapturable(
+                table=TableId(schema, name), kind=what, remedy=remedy.format(name=quoted), roots=tuple(roots)
+            )
+        )
+    return found
+
+
+_LOGGED = "Its changes are not in the server's log. Run ALTER TABLE {name} SET LOGGED; or exclude it."
+_KINDS = {
+    "r": ("an unlogged table", _LOGGED),
+    "p": ("an unlogged table", "Make {name} anew without UNLOGGED, or exclude it."),
+    "f": ("a foreign table", "Its rows are on another server: capture {name} there."),
+    "v": ("a view", "It has no rows of its own: name the tables that {name} reads."),
+    "m": ("a materialized view", "The server does not publish it: name the tables that {name} reads."),
+}
+
+
+def explain_uncapturable(
+    connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
+) -> None:
+    """Say what the settings ask for and cannot have: an error if it is named or all there is, else a warning.
+
+    A pattern that also matches views is nothing to warn of: they are not tables.
+    """
+    found = _uncapturable(connection)
+    matched = [item for item in found if settings.wanted(item.table)]
+    named = [item for item in matched if settings.named is not None and settings.named(item.table)]
+    if named or (matched and not tables):
+        first = (named or matched)[0]
+        others = len(named or matched) - 1
+        raise ConfigError(
+            f"{first.kind} cannot be captured",
+            table=first.table,
+            **({"and_others": others} if others else {}),
+            hint=first.remedy,
+        )
+    captured = {table.oid for table in tables}
+    for item in found:
+        if captured.intersection(item.roots):
+            log.warning(
+                "a partition cannot be captured, its rows are left out",
+                extra={"table": str(item.table), "kind": item.kind, "hint": item.remedy},
+            )
+        elif item in matched and item.kind in ("an unlogged table", "a foreign table"):
+            log.warning("%s cannot be captured", item.kind, extra={"table": str(item.table), "hint": item.remedy})
 
 
 def ensure_publications(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
     """Make both publications hold exactly the wanted tables; return those."""
     tables = wanted_tables(connection, settings)
+    explain_uncapturable(connection, settings, tables)
     if not settings.publication_create:
         if not _publication_exists(connection, settings.publication):
             raise SourceNotReady(
@@ -93,13 +177,67 @@ def ensure_publications(connection: psycopg.Connection, settings: PostgresSettin
                 publication=settings.publication,
                 hint=_publication_sql(connection, settings, tables),
             )
+        _explain_partitions(connection, settings, tables)
         return tables
     told = [table for table in tables if table.identity is not Identity.NONE]
+    for table in (unsent := _identity_unsent(connection, settings.publication, told)):
+        log.warning(
+            "table left out: its replica identity has a generated column, which the publication does not publish",
+            extra={
+                "table": str(table.table),
+                "hint": f'Run ALTER PUBLICATION "{settings.publication}" SET (publish_generated_columns = stored);',
+            },
+        )
+    told = [table for table in told if table not in unsent]
     silent = [table for table in tables if table.identity is Identity.NONE]
     # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
     _reconcile(connection, settings.publication, told, "insert, update, delete, truncate")
     _reconcile(connection, settings.publication_inserts, silent, "insert, truncate")
     return tables
+
+
+def _explain_partitions(
+    connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
+) -> None:
+    """Warn of a table that the publication only publishes in pieces, none of which is wanted."""
+    known = published(connection, settings)
+    missing = {table.oid: table for table in tables if table.table not in known}
+    pieces = [table for table in Catalogue(connection).tables() if table.table in known]
+    for oid in missing.keys() & {oid for table in pieces for oid in table.ancestors}:
+        log.warning(
+            "the publication publishes the table's partitions and not the table",
+            extra={
+                "table": str(missing[oid].table),
+                "hint": f'Name the partitions in `source.tables`, or run ALTER PUBLICATION "{settings.publication}" '
+                "SET (publish_via_partition_root = true);",
+            },
+        )
+
+
+def _identity_unsent(
+    connection: psycopg.Connection, publication: str, tables: list[SourceTable]
+) -> list[SourceTable]:
+    """Tables whose updates the server would refuse while they are in this publication.
+
+    It is one that was made without generated columns; it is left as it is, since its tables would change shape.
+    """
+    if connection.info.server_version < GENERATED_VERSION_MIN:
+        return []
+    query = """
+      select c.oid::int8 from pg_class c
+      where exists (select from pg_publication where pubname = %s and pubgencols <> 's') and c.oid = any(%s::oid[])
+      and exists (
+        select from pg_attribute a where a.attrelid = c.oid and a.attgenerated = 's'
+        and (c.relreplident = 'f' or exists (
+          select from pg_index i where i.indrelid = c.oid and a.attnum = any((i.indkey::int2[])[0:i.indnkeyatts - 1])
+          and case c.relreplident when 'd' then i.indisprimary else i.indisreplident end)))
+    """
+    try:
+        rows = connection.execute(query, (publication, [table.oid for table in tables]), prepare=False)
+        unsent = {oid for (oid,) in rows}
+    except psycopg.Error as error:
+        raise explain(error) from error
+    return [table for table in tables if table.oid in unsent]
 
 
 def published(connection: psycopg.Connection, settings: PostgresSettings) -> dict[TableId, set[str]]:
@@ -118,10 +256,18 @@ def _publication_sql(
     connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
 ) -> str:
     names = sql.SQL(", ").join(sql.Identifier(t.table.schema, t.table.name) for t in tables)
-    text = sql.SQL("CREATE PUBLICATION {} FOR TABLE {} WITH (publish_via_partition_root = true);").format(
-        sql.Identifier(settings.publication), names
+    text = sql.SQL("CREATE PUBLICATION {} FOR TABLE {} WITH ({});").format(
+        sql.Identifier(settings.publication), names, _options(connection)
     )
     return "Run " + text.as_string(connection)
+
+
+def _options(connection: psycopg.Connection) -> sql.SQL:
+    """How a publication of ours publishes: roots, not partitions, and generated columns where the server can."""
+    generated = connection.info.server_version >= GENERATED_VERSION_MIN
+    return sql.SQL(
+        "publish_via_partition_root = true" + (", publish_generated_columns = stored" if generated else "")
+    )
 
 
 def _publication_exists(connection: psycopg.Connection, name: str) -> bool:
@@ -132,9 +278,8 @@ def _reconcile(connection: psycopg.Connection, name: str, tables: list[SourceTab
     publication = sql.Identifier(name)
     try:
         if not _publication_exists(connection, name):
-            connection.execute(sql.SQL(
-                "create publication {} with (publish = {}, publish_via_partition_root = true)"
-            ).format(publication, publish))  # fmt: skip
+            connection.execute(sql.SQL("create publication {} with (publish = {}, {})").format(
+                publication, publish, _options(connection)))  # fmt: skip
         members = {row[0]: row[1:] for row in connection.execute(
             "select r.prrelid::int8, n.nspname, c.relname from pg_publication_rel r "
             "join pg_publication p on p.oid = r.prpubid join pg_class c on c.oid = r.prrelid "

@@ -96,20 +96,35 @@ class SnapshotReader:
     def describe(self, table: TableId) -> TableSchema:
         return Catalogue(self._connection).describe(table, self._publications)
 
-    def _partitioned(self, schema: TableSchema) -> bool:
-        query = "select relkind = 'p' from pg_class where oid = %s::oid"
+    def _partitions(self, schema: TableSchema) -> tuple[bool, list[int]]:
+        """Whether the table is partitioned, and the partitions whose changes are never in the server's log."""
+        query = """
+          select c.relkind = 'p', array(
+            select l.oid::int8 from pg_partition_tree(c.oid) t join pg_class l on l.oid = t.relid
+            where t.isleaf and (l.relpersistence <> 'p' or l.relkind = 'f'))
+          from pg_class c where c.oid = %s::oid
+        """
         row = self._connection.execute(query, (schema.relation,)).fetchone()
-        return bool(row and row[0])
+        return (row[0], row[1]) if row else (False, [])
 
-    def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
+    def _query(self, schema: TableSchema) -> sql.Composed:
+        """The rows of the table that the stream speaks of."""
         columns = sql.SQL(", ").join(sql.Identifier(name) for name in schema.names)
         name = sql.Identifier(schema.table.schema, schema.table.name)
+        partitioned, unlogged = self._partitions(schema)
         # The children of an inheritance parent are tables of their own; those of a partitioned one are not.
-        source = name if self._partitioned(schema) else sql.SQL("only {}").format(name)
-        picked = Catalogue(self._connection).row_filter(schema.table, self._publications)
-        # The condition is the server's own text of what it keeps, every name in it qualified.
-        which = sql.SQL(" where " + picked if picked else "")
-        text = sql.SQL("copy (select {} from {}{}) to stdout").format(columns, source, which)
+        source = name if partitioned else sql.SQL("only {}").format(name)
+        conditions: list[sql.Composable] = []
+        if picked := Catalogue(self._connection).row_filter(schema.table, self._publications):
+            # The server's own text, every name in it qualified.
+            conditions.append(sql.SQL(f"({picked})"))
+        if unlogged:
+            conditions.append(sql.SQL("tableoid <> all ({}::oid[])").format(unlogged))
+        query = sql.SQL("select {} from {}").format(columns, source)
+        return sql.SQL(" where ").join([query, sql.SQL(" and ").join(conditions)]) if conditions else query
+
+    def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
+        text = sql.SQL("copy ({}) to stdout").format(self._query(schema))
         connection = self._connection.pgconn
         connection.send_query(text.as_bytes(self._connection))
         _await_copy(connection)
