@@ -9,6 +9,7 @@ import pytest
 
 from tailrace.demo.server import EmbeddedPostgres
 from tests.support.benches import Bench, MemoryBench, PostgresBench, Streams
+from tests.support.tables import Scene
 
 KEEPALIVE_SECONDS = 3
 """The server cuts a connection that does not answer for so long."""
@@ -17,7 +18,9 @@ KEEPALIVE_SECONDS = 3
 @pytest.fixture(scope="session")
 def server() -> Iterator[EmbeddedPostgres]:
     version = int(os.environ.get("TAILRACE_TEST_PG", "16"))
-    settings = {"wal_sender_timeout": f"{KEEPALIVE_SECONDS}s", "fsync": "off"}
+    settings = {
+        "wal_sender_timeout": f"{KEEPALIVE_SECONDS}s", "fsync": "off", "max_prepared_transactions": "10",
+    }  # fmt: skip
     with EmbeddedPostgres(version=version, settings=settings) as running:
         yield running
 
@@ -51,3 +54,10 @@ def postgres_streams(postgres: PostgresBench) -> Iterator[Streams]:
     opened = Streams(postgres.capture)
     yield opened
     opened.close_all()
+
+
+@pytest.fixture
+def scene(server: EmbeddedPostgres) -> Iterator[Scene]:
+    made = Scene(server)
+    yield made
+    made.close()
