@@ -10,8 +10,8 @@ For this to be fair:
 - the peer is timed from the first batch it hands over to the last, so that neither its JVM's start nor its
   connecting counts, and the rows of the first batch count although their time does not. Ours is timed as in
   pg-stream;
-- not to the peer's advantage: Java compiles while it runs, so the first 50,000 records take it as long as the next
-  300,000, and this counts as it would after every restart. Ours has its kernels compiled beforehand.
+- not to the peer's advantage: Java compiles while it runs, so its first 50,000 records take it as long as some 300,000
+  later ones, and this counts as it would after every restart. Ours has its kernels compiled beforehand.
   `setup.when_warm` holds the rate of the peer's second half, and how many times that ours is over the whole
   backlog: that, and not the ratio, is what a process that has run for long would show;
 - Debezium gets larger batches and queues than its defaults, a short poll interval, values without schemas,
