@@ -25,8 +25,12 @@ CONNECT_SECONDS_MAX = 10
 SESSION = (
     "SET datestyle = 'ISO, YMD'; SET intervalstyle = 'postgres'; SET timezone = 'UTC'; SET extra_float_digits = 3; "
     "SET bytea_output = 'hex'; SET xmlbinary = 'base64'; SET client_encoding = 'UTF8'; "
-    "SET search_path = 'pg_catalog'; SET statement_timeout = 0; SET lock_timeout = 0; "
-    "SET idle_in_transaction_session_timeout = 0; SET lc_monetary = 'C'; "
+    "SET search_path = 'pg_catalog'; SET quote_all_identifiers = off; SET lc_monetary = 'C'; "
+    "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0; "
+    "SET idle_session_timeout = 0; "
+    # Only PostgreSQL 17 and later have it.
+    "SELECT set_config('transaction_timeout', '0', false) "
+    "WHERE current_setting('transaction_timeout', true) IS NOT NULL; "
     # A load that a policy filters would be wrong; with this the server refuses instead.
     "SET row_security = off"
 )

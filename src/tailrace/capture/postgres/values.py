@@ -39,7 +39,8 @@ DAY = 86_400 * SECOND
 FIRST_DAY, LAST_DAY = -719_162, 2_932_896  # 0001-01-01 and 9999-12-31, in days from 1970
 FIRST_INSTANT, LAST_INSTANT = FIRST_DAY * DAY, (LAST_DAY + 1) * DAY - 1
 _UNCOMMON = -(1 << 63)
-_DAY_LIMIT = 106_751_990  # days whose microseconds fit 64 bits
+_DAY_LIMIT = 106_751_991  # the last day whose first instant fits 64 bits of microseconds
+_INSTANT_LIMIT = (1 << 63) - 1
 _DATE_LIMIT = 1 << 31  # days that fit 32 bits
 
 
@@ -365,8 +366,9 @@ def _timestamps(
         if not good or (not bc and i != end):
             continue
         good, days = _packed_days(packed, bc)
-        if good and -_DAY_LIMIT < days < _DAY_LIMIT:
-            out[r] = days * DAY + micros - east * SECOND
+        micros -= east * SECOND
+        if good and -_DAY_LIMIT < days <= _DAY_LIMIT and days * DAY <= _INSTANT_LIMIT - max(micros, 0):
+            out[r] = days * DAY + micros
             state[r] = _VALID
 
 

@@ -153,6 +153,8 @@ EXACT: list[tuple[pa.DataType, str | bytes, Any]] = [
     (MICROS, "0044-03-15 12:00:00.5 BC", micros("-0043-03-15T12:00:00.5")),
     (MICROS, "10000-01-01 00:00:00", values.LAST_INSTANT + 1),
     (MICROS, "294246-12-31 23:59:59", micros("294246-12-31T23:59:59")),
+    (MICROS, "294247-01-10 04:00:54.775807", 2**63 - 1),
+    (MICROS, "294247-01-09 23:59:59.999999", micros("294247-01-09T23:59:59.999999")),
     (MICROS, "infinity", values.LAST_INSTANT),
     (MICROS, "-infinity", values.FIRST_INSTANT),
     (UTC, "2026-01-02 03:04:05+00", micros("2026-01-02T03:04:05")),
@@ -247,6 +249,9 @@ UNFIT: list[tuple[pa.DataType, str | bytes]] = [
     (MICROS, "2026-01-02 03:04"),
     (MICROS, "2026-01-02 03:04:05 pm"),
     (MICROS, "294276-12-31 23:59:59.999999"),  # the server's last instant; 64 bits from 1970 end in 294247
+    (MICROS, "294247-01-10 04:00:54.775808"),
+    (MICROS, "294247-01-11 00:00:00"),
+    (UTC, "294247-01-10 04:00:54-01"),
     (pa.list_(pa.int32()), "{{1,2},{3,4}}"),
     (pa.list_(pa.int32()), "[0:1]={1,2}"),
     (pa.list_(pa.int32()), "{1,x}"),
