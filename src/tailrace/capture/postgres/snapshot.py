@@ -202,7 +202,7 @@ def _copy_cells(b: Bytes, end: Word, columns: Word, at: Ints, size: Ints) -> Wor
         i += 1
         whole = c == 10
         if c == 9 or c == 10:
-            if cells >= at.size:
+            if cells >= at.size or (null and w > start):
                 return -1
             at[cells] = start
             size[cells] = NULL if null else w - start
@@ -216,7 +216,7 @@ def _copy_cells(b: Bytes, end: Word, columns: Word, at: Ints, size: Ints) -> Wor
         elif c == 92 and i < end:
             c = b[i]
             i += 1
-            if c == 78 and w == start:
+            if c == 78 and w == start and not null:
                 null = True
                 continue
             if c == 98:
@@ -267,6 +267,8 @@ def _rows_of(schema: TableSchema, fields: pa.Schema, buffer: Bytes, size: int) -
             type=column.source_type,
             hint=UNFIT_HINT,
         )
+    if not columns:  # then nothing else would say how many rows there are
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))
     return pa.RecordBatch.from_arrays([own[change.stored_name(name)] for name in schema.names], schema=fields)
 
 
