@@ -13,7 +13,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.postgres.connect import connect
+from tailrace.capture.postgres.connect import command, connect, connect_replication
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.capture.postgres.types import is_known
@@ -40,9 +40,13 @@ HOSTILE = {
     "extra_float_digits": "-15", "bytea_output": "'escape'", "xmlbinary": "'hex'", "xmloption": "'document'",
     "search_path": "odd, public", "quote_all_identifiers": "on", "client_encoding": "'LATIN1'",
     "standard_conforming_strings": "off", "array_nulls": "off", "lc_monetary": "'C.utf8'",
-    "statement_timeout": "'1ms'", "lock_timeout": "'1ms'", "idle_in_transaction_session_timeout": "'1ms'",
-    "idle_session_timeout": "'20ms'", "row_security": "off", "default_transaction_isolation": "'serializable'",
+    "default_transaction_isolation": "'serializable'",
 }  # fmt: skip
+LIMITS = (
+    "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout", "idle_session_timeout",
+    "transaction_timeout",
+)  # fmt: skip
+"""What could end a long read."""
 PROBES = {
     "datestyle": "'2026-01-02'::date", "intervalstyle": "'1 day'::interval", "timezone": "'2026-01-02'::timestamptz",
     "extra_float_digits": "'0.1'::float8 + '0.2'::float8", "bytea_output": "'abc'::bytea",
@@ -419,6 +423,24 @@ def test_those_settings_would_have_changed_it(server: EmbeddedPostgres, world: W
         assert ours is not None
         session.execute(f"set {setting} = {HOSTILE[setting]}")
         assert _raw(session, query) != ours
+
+
+def test_no_limit_of_the_role_ends_a_long_read(server: EmbeddedPostgres, world: World) -> None:
+    role, url = world.database, server.url(world.database, world.database)
+    with server.connect() as admin:
+        query = "select name from pg_settings where name = any(%s)"
+        limits = [name for (name,) in admin.execute(query, (list(LIMITS),)).fetchall()]
+        for name in limits:
+            admin.execute(f"alter role {role} set {name} = '1min'")
+    session, replication = connect(url), connect_replication(url)
+    try:
+        for name in limits:
+            assert session.execute(f"show {name}").fetchone() == ("0",)
+            assert command(replication, f"SHOW {name}") == ["0"]
+    finally:
+        session.close()
+        replication.finish()
+    assert len(limits) >= 4
 
 
 def _raw(session: psycopg.Connection, query: bytes) -> bytes | None:

@@ -67,7 +67,7 @@ BUILT_IN: dict[str, list[str]] = {
     "varchar(10)": quoted("", "1234567890", "ß"),
     "char(5)": quoted("", "a", "ab   ", "é"),
     "bpchar": quoted("", "a  "),
-    '"char"': quoted("a", "", "\\", "\x01"),
+    '"char"': quoted("a", "", "\\", "\x01", "\\377", "\\200"),
     "name": quoted("", "n" * 63, 'Quo"ted', "é", " x "),
     "bytea": quoted("\\x", "\\x00", "\\x" + bytes(range(256)).hex(), "\\x5c78"),
     "date": quoted(
@@ -167,7 +167,6 @@ BUILT_IN: dict[str, list[str]] = {
 """By type: SQL for values that fit."""
 
 NEWER: dict[int, dict[str, list[str]]] = {
-    16: {'"char"': quoted("\\377", "\\200")},
     17: {"interval": quoted("infinity", "-infinity")},
 }
 """What only servers from this version on can hold."""

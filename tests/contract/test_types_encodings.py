@@ -1,0 +1,92 @@
+"""A database in another encoding than ours: names and values arrive as UTF-8, by the load and by the stream."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tests.support.benches import take
+
+LETTERS = "".join(map(chr, range(0xA0, 0x100)))
+"""Every letter that LATIN1 has beyond ASCII."""
+TABLE = TableId("schéma", "prénom ß")
+SETUP = """
+create schema "schéma";
+create type "schéma"."humör" as enum ('süß', 'böse');
+create type "schéma"."paar" as ("größe" int, "äh" text);
+create table "schéma"."prénom ß" (
+  "clé" text primary key, "größe" text, "liste" text[], "laune" "schéma"."humör", "paar" "schéma"."paar",
+  j json, jb jsonb, n name, c char(3), v varchar(200)
+);
+"""
+ROW: dict[str, Any] = {
+    "clé": "é", "größe": LETTERS, "liste": ["ß", None, "a,é"], "laune": "süß", "paar": '(1,"é ß")',
+    "j": '{"é": "\\u0000 \\u00e9"}', "jb": '{"ß": "é"}', "n": "ñame", "c": "é  ", "v": LETTERS,
+}  # fmt: skip
+INSERT = f"""insert into "schéma"."prénom ß" values (
+  'é', '{LETTERS}', array['ß', null, 'a,é'], 'süß', row(1, 'é ß'), '{{"é": "\\u0000 \\u00e9"}}', '{{"ß": "é"}}', 'ñame',
+  'é', '{LETTERS}')"""
+
+
+@dataclass(frozen=True)
+class Latin:
+    """A database in LATIN1 and a hand on it."""
+
+    capture: PostgresCapture
+    begin: Lsn
+
+
+@pytest.fixture
+def latin(server: EmbeddedPostgres) -> Iterator[Latin]:
+    name = f"latin_{uuid.uuid4().hex[:12]}"
+    with server.connect() as admin:
+        admin.execute(f"create database {name} encoding 'LATIN1' template template0 locale 'C'")
+        try:
+            with server.connect(name) as connection:
+                connection.execute(SETUP)
+                source = PostgresCapture(PostgresSettings(
+                    url=server.url(name), wanted=lambda table: True, slot=name, publication=name,
+                ))  # fmt: skip
+                begin = source.prepare(None)
+                assert begin is not None
+                connection.execute(INSERT.encode("latin1"))
+                yield Latin(source, begin)
+        finally:
+            slots = "select pg_drop_replication_slot(slot_name) from pg_replication_slots where database = %s"
+            admin.execute(slots, (name,))
+            admin.execute(f"drop database {name} with (force)")
+
+
+def test_names_and_values_of_a_latin_database_are_loaded_as_utf_8(latin: Latin) -> None:
+    with latin.capture.snapshot() as snapshot, snapshot.reader() as reader:
+        schema = reader.describe(TABLE)
+        rows = pa.Table.from_batches(reader.rows(schema))
+    rows.validate(full=True)
+    assert rows.to_pylist() == [ROW]
+    assert schema.key == ("clé",)
+    assert schema.columns[3].source_type == '"schéma"."humör"'
+
+
+def test_names_and_values_of_a_latin_database_are_streamed_as_utf_8(latin: Latin) -> None:
+    stream = latin.capture.live(latin.begin)
+    try:
+        (window,) = take(stream, latin.begin, 1)
+    finally:
+        stream.close()
+    (batch,) = window.batches
+    batch.data.validate(full=True)
+    assert batch.schema.table == TABLE
+    (row,) = batch.data.to_pylist()
+    assert {name: row[name] for name in ROW} == ROW
+    assert row[change.OP] == "insert"
