@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog import files, records
 from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
+from tailrace.model.evolution import evolve, same_version
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
 
@@ -142,7 +144,7 @@ class Schemas:
     def _record(self, schema: TableSchema) -> Version:
         table = self._tables.get(schema.relation)
         latest = self._latest.get(table) if table is not None else None
-        if latest is not None and latest.schema == schema:
+        if latest is not None and same_version(latest.schema, schema):
             return latest
         if table is None:
             table = SCHEMA_NUMBER if schema == SCHEMA_STREAM else max(self._latest, default=0) + 1
@@ -154,7 +156,7 @@ class Schemas:
             ordinal=0 if is_system(schema) else self._ordinal + 1,
         )
         stored = {"format": FORMAT, "table": table, "version": version.version, "ordinal": version.ordinal}
-        stored |= schema.to_json()
+        stored |= _definition(latest, schema)
         path = self._path(table, version.version)
         with files.explained(path):
             files.make_folder(path.parent)
@@ -162,6 +164,10 @@ class Schemas:
         failpoints.hit("log.schema_recorded")
         self._keep(version)
         return version
+
+    def definition(self, version: Version) -> dict[str, Any]:
+        """The shape, and what became of the table since the version before."""
+        return _definition(self._versions.get((version.table, version.version - 1)), version.schema)
 
     def _keep(self, version: Version) -> None:
         self._versions[version.table, version.version] = version
@@ -190,3 +196,7 @@ class Schemas:
                 path=path,
                 hint="Restore the file from a copy of the log, or start a new log.",
             ) from error
+
+
+def _definition(before: Version | None, schema: TableSchema) -> dict[str, Any]:
+    return schema.to_json() | (evolve(before.schema, schema).to_json() if before else {"changes": []})

@@ -240,7 +240,7 @@ class LogWriter:
         if not fresh:
             return tuple(bodies), parts, announced
         shapes = max(version.ordinal for version, _ in fresh)
-        announced_rows = system.announce(_announcements(fresh, self._schemas.after(announced), shapes))
+        announced_rows = system.announce(_announcements(fresh, self._schemas, announced, shapes))
         add(self._record(system.SCHEMA_STREAM), announced_rows, (0, 0, 0), first_seq)
         return tuple(bodies), parts, shapes
 
@@ -249,6 +249,10 @@ class LogWriter:
             return self._schemas.record(schema)
         except FileExistsError as error:  # it was not there when this log was opened
             raise self._fenced() from error
+
+    def shapes(self) -> list[TableSchema]:
+        """The newest shape of every table."""
+        return [version.schema for version in self._schemas.latest()]
 
     def close(self) -> None:
         """Let the next writer in."""
@@ -262,7 +266,7 @@ class LogWriter:
 
 
 def _announcements(
-    fresh: Sequence[tuple[Version, pa.RecordBatch]], known: Sequence[Version], shapes: int
+    fresh: Sequence[tuple[Version, pa.RecordBatch]], schemas: Schemas, announced: int, shapes: int
 ) -> list[system.Announcement]:
     """A record for every version counted so far and not announced yet.
 
@@ -273,13 +277,14 @@ def _announcements(
     for version, data in fresh:
         first.setdefault(version.ordinal, data)
     found = []
-    for version in known:
+    for version in schemas.after(announced):
         if version.ordinal > shapes:
             break
         row = first[min(ordinal for ordinal in first if ordinal >= version.ordinal)].slice(0, 1)
         position = row.column(change.POSITION)[0].as_py() if change.POSITION in row.schema.names else None
         found.append(system.Announcement(
-            table=version.table, version=version.version, shape=version.schema, position=position,
+            table=version.table, version=version.version, shape=version.schema,
+            definition=schemas.definition(version), position=position,
             seq=row.column(change.SEQ)[0].as_py(), tx=row.column(change.TX)[0].as_py(),
             tx_index=row.column(change.TX_INDEX)[0].as_py(), committed_at=row.column(change.COMMITTED_AT)[0].value,
         ))  # fmt: skip

@@ -1,19 +1,20 @@
 """A table's identity and one version of its shape.
 
 Two shapes are equal when a row of one can be read as a row of the other; nothing that can differ between two
-readings of the same rows (a catalogue look-up, the order of discovery) is part of a shape.
+readings of the same rows (a catalogue look-up, the order of discovery) counts for that.
 """
 
 from __future__ import annotations
 
 import base64
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 from tailrace.model import change
+from tailrace.model.facts import UNKNOWN, Facts
 
 
 @dataclass(frozen=True, order=True)
@@ -60,6 +61,8 @@ class TableSchema:
     columns: tuple[Column, ...]
     key: tuple[str, ...]
     identity: Identity
+    facts: Facts | None = field(default=None, compare=False, repr=False)
+    """What the catalogue told of it; None: unknown. Not part of the shape."""
 
     @property
     def names(self) -> list[str]:
@@ -94,13 +97,23 @@ class TableSchema:
             "name": self.table.name,
             "relation": self.relation,
             "columns": [
-                {"name": column.name, "source_type": column.source_type, "type": str(column.type)}
-                for column in self.columns
+                {"name": column.name, "source_type": column.source_type, "type": str(column.type)} | told
+                for column, told in zip(self.columns, self._told(), strict=True)
             ],
             "arrow": base64.b64encode(fields.serialize()).decode(),
             "key": list(self.key),
             "identity": self.identity.value,
+            "facts": self.facts.to_json() if self.facts else UNKNOWN,
         }
+
+    def _told(self) -> list[dict[str, Any]]:
+        """What the catalogue told of each column, for people."""
+        if self.facts is None:
+            return [{"number": UNKNOWN, "nullable": UNKNOWN, "default": UNKNOWN}] * len(self.columns)
+        return [
+            {"number": column.number, "nullable": column.nullable, "default": column.default}
+            for column in self.facts.columns
+        ]
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> TableSchema:
@@ -114,4 +127,5 @@ class TableSchema:
             ),
             key=tuple(stored["key"]),
             identity=Identity(stored["identity"]),
+            facts=Facts.from_json(stored["facts"]) if stored.get("facts", UNKNOWN) != UNKNOWN else None,
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -35,7 +36,8 @@ SCHEMA_STREAM = _stream("schema", -1, [
     ("table", pa.int64()), ("version", pa.int32()), ("schema_name", pa.string()), ("table_name", pa.string()),
     ("definition", pa.string()),
 ])  # fmt: skip
-"""One record for each version of each table's shape; `definition` is what `schemas/<table>/<version>.json` says."""
+"""One record for each version of each table's shape; `definition` is what `schemas/<table>/<version>.json` says: the
+shape, and what became of the table since the version before."""
 
 MESSAGE_STREAM = _stream("message", -2, [
     ("prefix", pa.string()), ("content", pa.binary()), ("transactional", pa.bool_()),
@@ -58,6 +60,8 @@ class Announcement:
     table: int
     version: int
     shape: TableSchema
+    definition: dict[str, Any]
+    """What its file says of it."""
     seq: int
     position: str | None
     """None while the row's transaction has not ended."""
@@ -80,7 +84,7 @@ def announce(found: Sequence[Announcement]) -> pa.RecordBatch:
         "version": [item.version for item in found],
         "schema_name": [item.shape.table.schema for item in found],
         "table_name": [item.shape.table.name for item in found],
-        "definition": [json.dumps(item.shape.to_json(), ensure_ascii=False) for item in found],
+        "definition": [json.dumps(item.definition, ensure_ascii=False) for item in found],
     }
     if any(item.position is None for item in found):
         del columns[change.POSITION]

@@ -94,6 +94,7 @@ class Capturing:
         self.log = OwnLog.open(settings.log.path, self._identity, take_over=take_over)
         try:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
+            self.source.remember(self.log.shapes())
             position = self.log.position if self.log.commit else None
             with self._ours():
                 begin = self.source.prepare(position, self._origin(), take_over=take_over)

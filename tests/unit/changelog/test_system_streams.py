@@ -200,7 +200,7 @@ def test_a_stream_that_has_nothing_yet_can_be_followed_already(diary: Diary) -> 
     following = log.follow(table="message", wait_seconds=None, consumer="listener")
     diary.commit(said(("a", b"1")))
     assert rows_of([next(following)]) == diary.rows(schema=MESSAGE_STREAM)
-    following.close()
+    del following
     with pytest.raises(ConfigError, match="no rows of such a table"):
         list(log.follow(table="messages"))
 

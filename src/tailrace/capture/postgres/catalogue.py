@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psycopg
 
 from tailrace.capture.postgres.connect import explain
+from tailrace.capture.postgres.facts import SENT, Announced, read_facts
 from tailrace.capture.postgres.types import arrow_type
 from tailrace.errors import ProtocolViolation, SourceError, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
-# Generated columns are published by 18 and newer alone, and only the stored ones.
-_SENT = "(a.attgenerated = '' or a.attgenerated = 's' and current_setting('server_version_num')::int >= 180000)"
 _KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts from 0
 
 # A table can be updated while it publishes updates only if its replica identity can be used: of a partitioned
@@ -34,7 +34,7 @@ _USABLE = f"""not exists (
        select from pg_index i where i.indrelid = p.oid and i.indisvalid and i.indimmediate
        and case p.relreplident when 'd' then i.indisprimary when 'i' then i.indisreplident else false end
        and not exists (
-         select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({_KEY_OF_INDEX}) and not {_SENT}))))"""
+         select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({_KEY_OF_INDEX}) and not {SENT}))))"""
 
 _TABLES = f"""
 select c.oid::int8, n.nspname, c.relname, c.relpersistence = 'p', c.relreplident::text,
@@ -45,10 +45,9 @@ where c.relkind in ('r', 'p') and n.nspname !~ '^pg_' and n.nspname <> 'informat
 order by 2, 3
 """
 
-# 15 lists the generated columns as published, and does not send them.
 _COLUMNS = f"""
 select a.attname, a.atttypid::int8, a.atttypmod from pg_attribute a
-where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and {_SENT}
+where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and {SENT}
 order by a.attnum
 """
 
@@ -57,12 +56,13 @@ select attnames::text[], rowfilter from pg_publication_tables
 where pubname = any(%s) and schemaname = %s and tablename = %s
 """
 
-_INDEX_KEY = """
-select a.attname from pg_index i
+_INDEX_KEYS = """
+select i.indrelid::int8, case when i.indisreplident then 'i' else 'd' end, array_agg(a.attname::text order by a.attnum)
+from unnest(%s::oid[], %s::text[]) t(oid, replica) join pg_index i on i.indrelid = t.oid
 join unnest(i.indkey::int2[]) with ordinality k(attnum, place) on place <= i.indnkeyatts
 join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-where i.indrelid = %s and i.indisvalid and i.indimmediate and case when %s then i.indisreplident else i.indisprimary end
-order by a.attnum
+where i.indisvalid and i.indimmediate and case when t.replica = 'i' then i.indisreplident else i.indisprimary end
+group by i.indexrelid, 1, 2
 """
 
 # A domain is replaced by what it stands on, which cannot change once it is made.
@@ -85,9 +85,17 @@ _USABLE_OF = f"""
 select t.oid::int8, {_USABLE.format(table="t.oid")}, not exists (
   select from pg_class c join pg_index i on i.indrelid = c.oid
   join pg_attribute a on a.attrelid = c.oid and a.attnum = any({_KEY_OF_INDEX})
-  where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end and not {_SENT})
+  where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end and not {SENT})
 from unnest(%s::oid[]) t(oid)
 """
+
+_NO_TYPE = "???"
+"""What the server calls a type that is not there any more."""
+
+COLUMNS_MAX = 1664
+"""What a row can have at most: MaxTupleAttributeNumber."""
+NAME_MAX = 255
+"""Letters of a column's name, which is written down beside every value that was not sent. Servers allow 63 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +105,9 @@ class _Told:
     table: TableId
     oid: int
     replica: str
-    columns: Sequence[tuple[str, int, int]]
-    """Name, type and modifier of each."""
-    key: tuple[str, ...]
+    columns: Announced
+    flagged: tuple[str, ...] = ()
+    """The key, where a message says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +165,8 @@ class Catalogue:
         columns = self._rows(_COLUMNS, (oid,))
         published = self._published(table, publications, {name for name, _, _ in columns})
         columns = [column for column in columns if column[0] in published]
-        key = self._key(oid, replica, None)
-        return self._shapes([
-            _Told(table=table, oid=oid, replica=replica, columns=columns, key=key if published.issuperset(key) else ())
-        ])[0]  # fmt: skip
+        told = _Told(table=table, oid=oid, replica=replica, columns=columns)
+        return self._shapes([told], publications, {})[0]
 
     def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
         """The SQL condition of the rows that these publications speak of; None if they speak of all.
@@ -178,7 +184,7 @@ class Catalogue:
     def _published(self, table: TableId, publications: Sequence[str], columns: set[str]) -> set[str]:
         """Which of the columns are sent."""
         rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
-        lists = {frozenset(columns.intersection(names)) for names, _ in rows}
+        lists = {frozenset(columns.intersection(names or ())) for names, _ in rows}
         if len(lists) > 1:
             raise Unsupported(
                 "the publications list different columns of the table, which the server does not send",
@@ -189,43 +195,59 @@ class Catalogue:
             )
         return set().union(*lists)
 
-    def describe_messages(self, messages: Sequence[bytes]) -> list[TableSchema]:
+    def describe_messages(
+        self, messages: Sequence[bytes], publications: Sequence[str], known: Mapping[int, TableSchema]
+    ) -> list[TableSchema]:
         """The shapes that relation messages announce; asked at once, for at a start each of many tables is announced.
 
-        The key under REPLICA IDENTITY FULL, and that of a table whose updates are not published, is not in
-        the message, so it is the catalogue's; elsewhere the message's own flags decide.
+        The rows may be older than what the catalogue shows. So what a message does not say (a key that it does not
+        flag, what a domain stands on) is the catalogue's only while that still shows the message's columns; otherwise
+        it is that of the last shape the table was `known` to have.
         """
-        told = []
-        for oid, table, replica, columns, flagged in map(parse_relation, messages):
-            key = self._key(oid, replica, flagged)
-            known = {name for name, _, _ in columns}.issuperset(key)
-            told.append(_Told(table=table, oid=oid, replica=replica, columns=columns, key=key if known else ()))
-        return self._shapes(told)
+        told = [
+            _Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged)
+            for oid, table, replica, columns, flagged in map(parse_relation, messages)
+        ]
+        with self._one_view():
+            return self._shapes(told, publications, known)
 
-    def _key(self, oid: int, replica: str, flagged: tuple[str, ...] | None) -> tuple[str, ...]:
-        if flagged is not None and replica in ("d", "i") and flagged:
-            return flagged
-        return tuple(row[0] for row in self._rows(_INDEX_KEY, (oid, replica == "i")))
+    @contextmanager
+    def _one_view(self) -> Iterator[None]:
+        try:
+            with self._connection.transaction():
+                self._connection.execute("set transaction isolation level repeatable read, read only")
+                yield
+        except psycopg.Error as error:
+            raise explain(error) from error
 
-    def _shapes(self, told: Sequence[_Told]) -> list[TableSchema]:
-        columns = [column for item in told for column in item.columns]
-        kinds, modifiers = [kind for _, kind, _ in columns], [modifier for _, _, modifier in columns]
-        types = iter(self._rows(_TYPES, (kinds, modifiers)))
-        found = self._rows(_USABLE_OF, ([item.oid for item in told],))
-        usable, whole = {oid: is_so for oid, is_so, _ in found}, {oid: is_so for oid, _, is_so in found}
-        return [
-            TableSchema(
-                table=item.table, relation=item.oid, key=item.key if whole[item.oid] else (),
-                identity=_identity(item.replica, usable[item.oid]),
-                columns=tuple(
-                    Column(name=name, source_type=source_type or "unknown", type=arrow_type(base, modifier))
-                    for (name, _, _), (source_type, base, modifier) in zip(
-                        item.columns, itertools.islice(types, len(item.columns)), strict=True
-                    )
-                ),
-            )
-            for item in told
-        ]  # fmt: skip
+    def _shapes(
+        self, told: Sequence[_Told], publications: Sequence[str], known: Mapping[int, TableSchema]
+    ) -> list[TableSchema]:
+        oids, columns = [item.oid for item in told], [column for item in told for column in item.columns]
+        types = iter(self._rows(_TYPES, ([kind for _, kind, _ in columns], [modifier for _, _, modifier in columns])))
+        usable = {oid: answers for oid, *answers in self._rows(_USABLE_OF, (oids,))}
+        keys: dict[int, tuple[str, ...]] = {}
+        for oid, _, names in sorted(self._rows(_INDEX_KEYS, (oids, [item.replica for item in told]))):
+            keys[oid] = tuple(names)  # of two, that of the replica identity
+        facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
+        shapes = []
+        for item, fact in zip(told, facts, strict=True):
+            found = [
+                Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier))
+                for (name, _, _), (source_type, base, modifier) in zip(
+                    item.columns, itertools.islice(types, len(item.columns)), strict=True
+                )
+            ]
+            identity, key_is_sent = _identity(item.replica, usable[item.oid][0]), usable[item.oid][1]
+            key = item.flagged or keys.get(item.oid, ())
+            if fact is None and item.oid in known:
+                identity, key, found = _as_known(known[item.oid], item, identity, key, found)
+            if not key_is_sent or not {column.name for column in found}.issuperset(key):
+                key = ()
+            shapes.append(TableSchema(
+                table=item.table, relation=item.oid, columns=tuple(found), key=key, identity=identity, facts=fact,
+            ))  # fmt: skip
+        return shapes
 
     def _rows(self, query: str, arguments: tuple[object, ...] | dict[str, object] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape
         try:
@@ -234,8 +256,22 @@ class Catalogue:
             raise explain(error) from error
 
 
+def _as_known(
+    known: TableSchema, told: _Told, identity: Identity, key: tuple[str, ...], columns: list[Column]
+) -> tuple[Identity, tuple[str, ...], list[Column]]:
+    """The same, with what only the catalogue could have said as it was before."""
+    before = {column.name: column for column in known.columns}
+    columns = [
+        before.get(column.name, column) if column.source_type == _NO_TYPE else column for column in columns
+    ]
+    same = [column.name for column in columns] == known.names
+    if same and (identity is Identity.FULL) == (known.identity is Identity.FULL):
+        identity = known.identity
+    return identity, told.flagged or (known.key if same else key), columns
+
+
 def _identity(replica: str, usable: bool) -> Identity:
-    if not usable:
+    if not usable or replica == "n":
         return Identity.NONE
     return Identity.FULL if replica == "f" else Identity.KEY
 
@@ -255,6 +291,9 @@ def parse_relation(message: bytes) -> tuple[int, TableId, str, list[tuple[str, i
             if rest[at] & 1:
                 flagged.append(column)
             at = end + 9
+        names = {column for column, _, _ in columns}
+        if len(names) < count or count > COLUMNS_MAX or max(map(len, names), default=0) > NAME_MAX:
+            raise ValueError("no server has such a table")
         # An empty schema name stands for pg_catalog.
         return oid, TableId(schema.decode() or "pg_catalog", name.decode()), replica, columns, tuple(flagged)
     except (struct.error, ValueError, IndexError) as error:

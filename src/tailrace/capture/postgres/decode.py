@@ -33,6 +33,7 @@ from tailrace.errors import ProtocolViolation
 from tailrace.kernels import kernel
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
+from tailrace.model.evolution import same_version
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.model.system import MESSAGE_STREAM
@@ -213,6 +214,8 @@ def _truncate(
         slot = _slot_of(known, u32(b, i + 6 + 4 * k))
         if slot < 0:
             return _UNKNOWN
+        if k >= known.shape[1]:  # one is named twice: four bytes would make rows of any number of columns
+            return _MALFORMED
         _put(what, where, rows, slot, _TRUNCATE, 0, tx, rows - first)
         rows += 1
     return rows
@@ -434,7 +437,7 @@ class Decoder:
         messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special[relations]]
         for k, schema in zip(relations, self._describe(messages) if messages else (), strict=True):
             known = self._slot_of_oid.get(schema.relation)
-            if known is None or self._shapes[known].schema != schema:
+            if known is None or not same_version(self._shapes[known].schema, schema):
                 known = len(self._shapes)
                 self._shapes.append(Shape(schema, self._kinds))
             self._slot_of_oid[schema.relation] = known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import psycopg
 
@@ -32,6 +32,12 @@ class PostgresCapture:
 
     def __init__(self, settings: PostgresSettings) -> None:
         self.settings = settings
+        self._known: dict[int, TableSchema] = {}
+
+    def remember(self, shapes: Iterable[TableSchema]) -> None:
+        """Learn the last shape that each table was known to have, as a log has it: rows may come of a table that has
+        been changed or dropped since."""
+        self._known.update((shape.relation, shape) for shape in shapes)
 
     def prepare(
         self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False
@@ -70,7 +76,7 @@ class PostgresCapture:
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> PostgresStream:
         """The stream after a position of `origin`; the server behind the URL may be another one than before."""
-        catalogue = _LazyCatalogue(self.settings.url)
+        catalogue = _LazyCatalogue(self.settings, self._known)
         session = connect_replication(self.settings.url)
         try:
             # Of this very session: the next one may be answered by another server.
@@ -111,14 +117,15 @@ class PostgresCapture:
 class _LazyCatalogue:
     """A catalogue connection that is opened again when the last one has broken; shapes are asked for rarely."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, settings: PostgresSettings, known: dict[int, TableSchema]) -> None:
+        self._settings = settings
+        self._known = known
         self._connection: psycopg.Connection | None = None
 
     def connection(self) -> psycopg.Connection:
         if self._connection is None or self._connection.closed or self._connection.broken:
             self.close()
-            self._connection = connect(self._url)
+            self._connection = connect(self._settings.url)
         return self._connection
 
     def close(self) -> None:
@@ -126,7 +133,10 @@ class _LazyCatalogue:
             self._connection.close()
 
     def describe_messages(self, messages: Sequence[bytes]) -> list[TableSchema]:
-        return Catalogue(self.connection()).describe_messages(messages)
+        catalogue = Catalogue(self.connection())
+        shapes = catalogue.describe_messages(messages, self._settings.publications, self._known)
+        self._known.update((shape.relation, shape) for shape in shapes)
+        return shapes
 
     def next_transaction(self) -> int:
         """The server's next 64-bit transaction id: transactions in the stream lie near it."""

@@ -1,0 +1,168 @@
+"""What became of a table between two versions of its shape, and of the rows that were there already.
+
+A log brings rows and not DDL: rows at rest can change without one. What can be proven from the facts of both versions
+is stated, and the rest is called unknown. A rename is one only if the column's number proves it; otherwise it is a
+drop and an add.
+
+Rows were written anew if their storage is another one and a column's definition changed with it. Storage alone proves
+nothing, as VACUUM FULL, CLUSTER and TRUNCATE make it anew too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tailrace.model.facts import UNKNOWN, Facts
+from tailrace.model.schema import Column, TableSchema
+
+
+class Kind(enum.Enum):
+    """What was done to the table."""
+
+    RENAME_TABLE = "rename table"
+    """Or moved to another schema."""
+    ADD = "add"
+    DROP = "drop"
+    RENAME = "rename"
+    RETYPE = "retype"
+    NULLABILITY = "nullability"
+    DEFAULT = "default"
+    KEY = "key"
+    IDENTITY = "identity"
+    ATTACH = "attach"
+    """A partition that may have had rows."""
+    DETACH = "detach"
+
+
+class AtRest(enum.Enum):
+    """What rows that were there already have in a column that was added."""
+
+    NULL = "null"
+    CONSTANT = "constant"
+    WRITTEN = "written"
+    """A value of its own for each row."""
+    UNKNOWN = UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One difference. `was` and `now` are names, types, key columns or expressions, as the kind says."""
+
+    kind: Kind
+    column: str | None = None
+    was: Any = None
+    now: Any = None
+    at_rest: AtRest | None = None
+    """Of an added column,"""
+    value: str | None = None
+    """and the constant, as text."""
+
+    def to_json(self) -> dict[str, Any]:
+        given = {"kind": self.kind.value, "column": self.column, "was": self.was, "now": self.now,
+                 "at_rest": self.at_rest and self.at_rest.value, "value": self.value}  # fmt: skip
+        always = {"kind"} | ({"was", "now"} if self.was is not None or self.now is not None else set())
+        return {name: value for name, value in given.items() if name in always or value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evolution:
+    """All differences between two versions."""
+
+    changes: tuple[Change, ...]
+    rewritten: bool | None
+    """Whether all rows were written anew, perhaps with other values; None: unknown."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "changes": [change.to_json() for change in self.changes],
+            "rewritten": UNKNOWN if self.rewritten is None else self.rewritten,
+        }
+
+
+def evolve(old: TableSchema, new: TableSchema) -> Evolution:
+    """What became of the table from one version to the next."""
+    rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
+    changes = [*_of_table(old, new), *_of_columns(old, new, rewritten)]
+    if old.facts and new.facts:
+        changes += _of_partitions(old.facts, new.facts)
+    return Evolution(changes=tuple(changes), rewritten=rewritten)
+
+
+def same_version(old: TableSchema, new: TableSchema) -> bool:
+    """Whether `new` is the version `old` still: rows of one are rows of the other, and none at rest has changed, as
+    far as anyone can know."""
+    if old != new:
+        return False
+    if new.facts is None:
+        return True
+    if old.facts is None or old.facts.numbers != new.facts.numbers:
+        return False
+    return not _rewritten(old.facts, new.facts) and not list(_of_partitions(old.facts, new.facts))
+
+
+def _rewritten(old: Facts, new: Facts) -> bool:
+    files = {item.relation: item.file for item in old.storage}
+    moved = any(files.get(item.relation, item.file) != item.file for item in new.storage)
+    stamps = {(column.number, column.stamp) for column in old.columns}
+    return moved and stamps != {(column.number, column.stamp) for column in new.columns}
+
+
+def _of_table(old: TableSchema, new: TableSchema) -> Iterator[Change]:
+    if old.table != new.table:
+        yield Change(kind=Kind.RENAME_TABLE, was=str(old.table), now=str(new.table))
+    if old.key != new.key:
+        yield Change(kind=Kind.KEY, was=list(old.key), now=list(new.key))
+    if old.identity != new.identity:
+        yield Change(kind=Kind.IDENTITY, was=old.identity.value, now=new.identity.value)
+
+
+def _of_columns(old: TableSchema, new: TableSchema, rewritten: bool | None) -> Iterator[Change]:
+    before: Sequence[int | str] = old.names
+    after: Sequence[int | str] = new.names
+    if old.facts and new.facts:
+        before, after = old.facts.numbers, new.facts.numbers
+    mine = dict(zip(before, range(len(old.columns)), strict=True))
+    for number, column in zip(before, old.columns, strict=True):
+        if number not in after:
+            yield Change(kind=Kind.DROP, column=column.name, was=column.source_type)
+    for place, (number, column) in enumerate(zip(after, new.columns, strict=True)):
+        if number not in mine:
+            yield _added(new.facts, place, column, rewritten)
+        else:
+            yield from _of_column(old, new, mine[number], place)
+
+
+def _added(facts: Facts | None, place: int, column: Column, rewritten: bool | None) -> Change:
+    fill = facts.columns[place].fill if facts else None
+    if fill is not None:
+        at_rest = AtRest.CONSTANT
+    else:
+        at_rest = {None: AtRest.UNKNOWN, True: AtRest.WRITTEN, False: AtRest.NULL}[rewritten]
+    return Change(kind=Kind.ADD, column=column.name, now=column.source_type, at_rest=at_rest, value=fill)
+
+
+def _of_column(old: TableSchema, new: TableSchema, before: int, after: int) -> Iterator[Change]:
+    was, now = old.columns[before], new.columns[after]
+    if was.name != now.name:
+        yield Change(kind=Kind.RENAME, column=now.name, was=was.name, now=now.name)
+    if (was.source_type, was.type) != (now.source_type, now.type):
+        yield Change(kind=Kind.RETYPE, column=now.name, was=was.source_type, now=now.source_type)
+    if old.facts and new.facts:
+        told, tells = old.facts.columns[before], new.facts.columns[after]
+        if told.nullable != tells.nullable:
+            yield Change(kind=Kind.NULLABILITY, column=now.name, was=told.nullable, now=tells.nullable)
+        if told.default != tells.default:
+            yield Change(kind=Kind.DEFAULT, column=now.name, was=told.default, now=tells.default)
+
+
+def _of_partitions(old: Facts, new: Facts) -> Iterator[Change]:
+    before, after = ({item.relation for item in facts.storage} for facts in (old, new))
+    for item in old.storage:
+        if item.relation not in after:
+            yield Change(kind=Kind.DETACH, was=item.name)
+    for item in new.storage:
+        if item.relation not in before and item.attached:
+            yield Change(kind=Kind.ATTACH, now=item.name)

@@ -1,0 +1,74 @@
+"""What a source's catalogue tells of a table beyond what comes with its rows.
+
+A catalogue speaks of now, and rows may be of yesterday. So a shape has facts only if the catalogue still showed its
+very columns and types when it was asked; otherwise they are unknown, and nothing may be concluded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+UNKNOWN = "unknown"
+"""What stands in a record in place of a fact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFacts:
+    """One column."""
+
+    number: int
+    """Keeps its value when the column is renamed, and is never given to another column of the table."""
+    nullable: bool
+    default: str | None
+    """The expression; None: it has none."""
+    fill: str | None
+    """What rows have that are older than the column, as text; None: nothing was filled in without touching them."""
+    stamp: int
+    """Another one whenever the column's definition was changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where rows of the table lie: the table itself, or each partition."""
+
+    relation: int
+    name: str
+    file: int | None
+    """Another one whenever all rows were written anew."""
+    attached: bool
+    """Whether it existed before it became a partition, and so may have had rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the catalogue told of one version of a table's shape."""
+
+    columns: tuple[ColumnFacts, ...]
+    """In the order of the shape's columns."""
+    storage: tuple[Storage, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return tuple(column.number for column in self.columns)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "columns": [
+                [column.number, column.nullable, column.default, column.fill, column.stamp] for column in self.columns
+            ],
+            "storage": [[item.relation, item.name, item.file, item.attached] for item in self.storage],
+        }
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Facts:
+        return cls(
+            columns=tuple(
+                ColumnFacts(number=number, nullable=nullable, default=default, fill=fill, stamp=stamp)
+                for number, nullable, default, fill, stamp in stored["columns"]
+            ),
+            storage=tuple(
+                Storage(relation=relation, name=name, file=file, attached=attached)
+                for relation, name, file, attached in stored["storage"]
+            ),
+        )
