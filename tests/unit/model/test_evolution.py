@@ -25,7 +25,9 @@ def own(file: int | None = 7) -> Storage:
     return Storage(relation=9, name="public.items", file=file, attached=False)
 
 
-def table(*columns: Column, facts: tuple[ColumnFacts, ...] | None = None, storage: tuple[Storage, ...] = (own(),)) -> TableSchema:  # fmt: skip
+def table(
+    *columns: Column, facts: tuple[ColumnFacts, ...] | None = None, storage: tuple[Storage, ...] = (own(),)
+) -> TableSchema:
     return TableSchema(
         table=TableId("public", "items"), relation=9, columns=columns, key=("id",), identity=Identity.KEY,
         facts=Facts(columns=facts, storage=storage) if facts is not None else None,
