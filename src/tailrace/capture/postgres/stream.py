@@ -86,6 +86,11 @@ class _Buffer:
             return int(self.state[wire.WHOLE_BYTES]), int(self.state[wire.WHOLE_MESSAGES])
         return int(self.state[wire.BYTES]), int(self.state[wire.MESSAGES])
 
+    @property
+    def end(self) -> Lsn:
+        """The position behind what is whole; the kernels see its 64 bits as a signed word."""
+        return Lsn(int(self.state[wire.END]) % (1 << 64))
+
     def make_room(self) -> None:
         """Double whatever is full; the pending message may need more."""
         filled = int(self.state[wire.BYTES])
@@ -199,7 +204,7 @@ class PostgresStream:
         size, messages = ready.offered
         if not ready.whole:
             return self._decoder.decode_part(ready.bytes[:size], ready.starts, messages, after)
-        end = max(after, Lsn(int(ready.state[wire.END])))
+        end = max(after, ready.end)
         return self._decoder.decode(ready.bytes[:size], ready.starts, messages, after, end)
 
     @property
@@ -292,7 +297,7 @@ class PostgresStream:
             return
         if not buffer.whole and not buffer.big:
             if not buffer.state[wire.OPEN]:
-                self._end = max(self._end, Lsn(int(buffer.state[wire.END])))
+                self._end = max(self._end, buffer.end)
             return
         full = buffer.big or buffer.state[wire.WHOLE_BYTES] >= WINDOW_BYTES
         if not (wanted or full):
@@ -306,7 +311,7 @@ class PostgresStream:
             following.take_rest(buffer)
             self._filling, self._ready = following, buffer
             if buffer.whole:
-                self._end = Lsn(int(buffer.state[wire.END]))
+                self._end = buffer.end
             self._changed.notify_all()
         self._opened_at = now if following.state[wire.BYTES] else None
 
