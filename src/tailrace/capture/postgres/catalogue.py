@@ -205,7 +205,8 @@ class Catalogue:
         it is that of the last shape the table was `known` to have.
         """
         told = [
-            _Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged)
+            # Under REPLICA IDENTITY FULL every column is flagged.
+            _Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ())
             for oid, table, replica, columns, flagged in map(parse_relation, messages)
         ]
         with self._one_view():

@@ -65,7 +65,7 @@ def read_facts(
     oids = list({oid for oid, _ in announced})
     published: dict[int, set[str]] = {}
     for oid, names in ask(_PUBLISHED, (list(publications), oids)):
-        published.setdefault(oid, set()).update(names)
+        published.setdefault(oid, set()).update(names or ())
     shown: dict[int, list[tuple[str, int, int]]] = {}
     columns: dict[int, list[ColumnFacts]] = {}
     for oid, name, kind, modifier, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
