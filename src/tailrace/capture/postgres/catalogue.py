@@ -57,12 +57,12 @@ where pubname = any(%s) and schemaname = %s and tablename = %s
 """
 
 _INDEX_KEYS = """
-select i.indrelid::int8, case when i.indisreplident then 'i' else 'd' end, array_agg(a.attname::text order by a.attnum)
-from unnest(%s::oid[], %s::text[]) t(oid, replica) join pg_index i on i.indrelid = t.oid
+select i.indrelid::int8, i.indisprimary, i.indisreplident, array_agg(a.attname::text order by a.attnum)
+from pg_index i
 join unnest(i.indkey::int2[]) with ordinality k(attnum, place) on place <= i.indnkeyatts
 join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum
-where i.indisvalid and i.indimmediate and case when t.replica = 'i' then i.indisreplident else i.indisprimary end
-group by i.indexrelid, 1, 2
+where i.indrelid = any(%s::oid[]) and i.indisvalid and i.indimmediate and (i.indisprimary or i.indisreplident)
+group by i.indexrelid
 """
 
 # A domain is replaced by what it stands on, which cannot change once it is made.
@@ -227,9 +227,9 @@ class Catalogue:
         oids, columns = [item.oid for item in told], [column for item in told for column in item.columns]
         types = iter(self._rows(_TYPES, ([kind for _, kind, _ in columns], [modifier for _, _, modifier in columns])))
         usable = {oid: answers for oid, *answers in self._rows(_USABLE_OF, (oids,))}
-        keys: dict[int, tuple[str, ...]] = {}
-        for oid, _, names in sorted(self._rows(_INDEX_KEYS, (oids, [item.replica for item in told]))):
-            keys[oid] = tuple(names)  # of two, that of the replica identity
+        keys: dict[tuple[int, str], tuple[str, ...]] = {}
+        for oid, primary, replica, names in self._rows(_INDEX_KEYS, (oids,)):
+            keys.update({(oid, kind): tuple(names) for kind, is_one in (("p", primary), ("i", replica)) if is_one})
         facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
         shapes = []
         for item, fact in zip(told, facts, strict=True):
@@ -240,7 +240,7 @@ class Catalogue:
                 )
             ]
             identity, key_is_sent = _identity(item.replica, usable[item.oid][0]), usable[item.oid][1]
-            key = item.flagged or keys.get(item.oid, ())
+            key = item.flagged or keys.get((item.oid, "i" if item.replica == "i" else "p"), ())
             if fact is None and item.oid in known:
                 identity, key, found = _as_known(known[item.oid], item, identity, key, found)
             if not key_is_sent or not {column.name for column in found}.issuperset(key):
