@@ -17,6 +17,7 @@ from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tests.support.benches import take
+from tests.support.databases import database
 
 LETTERS = "".join(map(chr, range(0xA0, 0x100)))
 """Every letter that LATIN1 has beyond ASCII."""
@@ -50,22 +51,15 @@ class Latin:
 @pytest.fixture
 def latin(server: EmbeddedPostgres) -> Iterator[Latin]:
     name = f"latin_{uuid.uuid4().hex[:12]}"
-    with server.connect() as admin:
-        admin.execute(f"create database {name} encoding 'LATIN1' template template0 locale 'C'")
-        try:
-            with server.connect(name) as connection:
-                connection.execute(SETUP)
-                source = PostgresCapture(PostgresSettings(
-                    url=server.url(name), wanted=lambda table: True, slot=name, publication=name,
-                ))  # fmt: skip
-                begin = source.prepare(None)
-                assert begin is not None
-                connection.execute(INSERT.encode("latin1"))
-                yield Latin(source, begin)
-        finally:
-            slots = "select pg_drop_replication_slot(slot_name) from pg_replication_slots where database = %s"
-            admin.execute(slots, (name,))
-            admin.execute(f"drop database {name} with (force)")
+    with database(server, name, "encoding 'LATIN1' template template0 locale 'C'"), server.connect(name) as connection:
+        connection.execute(SETUP)
+        source = PostgresCapture(PostgresSettings(
+            url=server.url(name), wanted=lambda table: True, slot=name, publication=name,
+        ))  # fmt: skip
+        begin = source.prepare(None)
+        assert begin is not None
+        connection.execute(INSERT.encode("latin1"))
+        yield Latin(source, begin)
 
 
 def test_names_and_values_of_a_latin_database_are_loaded_as_utf_8(latin: Latin) -> None:

@@ -25,6 +25,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tests.support import typecases
 from tests.support.benches import take
+from tests.support.databases import database
 from tests.support.typecases import UNFIT, meaning, plain, quoted
 
 COLUMNS_PER_TABLE = 80
@@ -162,15 +163,11 @@ def keyable(connection: psycopg.Connection, types: dict[str, list[str]]) -> dict
 def world(server: EmbeddedPostgres) -> Iterator[World]:
     name = f"types_{uuid.uuid4().hex[:12]}"
     with server.connect() as admin:
-        admin.execute(f"create database {name}")
         admin.execute(f"create role {name} superuser replication login")
         try:
-            with server.connect(name) as connection:
+            with database(server, name), server.connect(name) as connection:
                 yield fill(server, connection, name)
         finally:
-            slots = "select pg_drop_replication_slot(slot_name) from pg_replication_slots where database = %s"
-            admin.execute(slots, (name,))
-            admin.execute(f"drop database {name} with (force)")
             admin.execute(f"drop role {name}")
 
 
