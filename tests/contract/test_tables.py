@@ -334,6 +334,18 @@ def test_a_publication_of_partitions_gives_each_as_a_table_of_its_own(scene: Sce
     assert ops(scene) == [("truncate", "low")]
 
 
+def test_one_partition_alone_can_be_wanted(scene: Scene) -> None:
+    make_partitions(scene)
+    scene.follow("mid", "low")
+    assert {table.table.name for table in scene.capture.tables()} == {"mid", "low"}
+    scene.run("insert into root values (1), (15), (25), (35)", "update root set id = 16 where id = 1")
+    told = scene.told()
+    assert [change.short[:3] for change in told] == [
+        ("insert", "low", 1), ("insert", "mid", 15), ("insert", "mid", 25), ("delete", "low", 1), ("insert", "mid", 16),
+    ]  # fmt: skip
+    assert [row["id"] for row in scene.agreed(told, "mid")] == [15, 16, 25]
+
+
 def test_a_publication_of_some_partitions_leaves_the_others_to_be_asked_for(scene: Scene) -> None:
     make_partitions(scene)
     scene.follow(publication="for table low, mid_a")
