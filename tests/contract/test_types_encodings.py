@@ -1,4 +1,5 @@
-"""A database in another encoding than ours: names and values arrive as UTF-8, by the load and by the stream."""
+"""A database in another encoding than ours: names and values arrive as UTF-8, by the load and by the stream. One
+without an encoding is asked for its bytes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from tailrace.capture.postgres.connect import command, connect, connect_replication, text_as_it_is
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
@@ -84,3 +86,28 @@ def test_names_and_values_of_a_latin_database_are_streamed_as_utf_8(latin: Latin
     (row,) = batch.data.to_pylist()
     assert {name: row[name] for name in ROW} == ROW
     assert row[change.OP] == "insert"
+
+
+def test_a_database_without_an_encoding_sends_its_bytes(server: EmbeddedPostgres) -> None:
+    name, query = f"ascii_{uuid.uuid4().hex[:12]}", b"select convert_from('\\xe9', 'SQL_ASCII')"
+    with database(server, name, "encoding 'SQL_ASCII' template template0 locale 'C'"):
+        replication = connect_replication(server.url(name))
+        try:
+            assert replication.exec_(query).get_value(0, 0) == b"\xe9"
+        finally:
+            replication.finish()
+        with connect(server.url(name)) as session:
+            with text_as_it_is(session.pgconn):
+                assert session.pgconn.exec_(query).get_value(0, 0) == b"\xe9"
+            assert session.pgconn.exec_(query).get_value(0, 0) is None, "asked for UTF-8, it refuses"
+            assert session.execute("select 'é'").fetchone() == ("é",)
+
+
+def test_a_database_with_an_encoding_converts_its_text(server: EmbeddedPostgres, latin: Latin) -> None:
+    replication = connect_replication(latin.capture.settings.url)
+    try:
+        with text_as_it_is(replication):
+            assert command(replication, "SELECT 'é'") == ["é"]
+            assert command(replication, "SHOW client_encoding") == ["UTF8"]
+    finally:
+        replication.finish()

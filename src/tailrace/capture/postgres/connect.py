@@ -5,6 +5,8 @@ Server errors become Tailrace errors here, with the remedy. A URL's password nev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import psycopg
@@ -35,6 +37,8 @@ SESSION = (
     "SET row_security = off"
 )
 """What decides how values are printed, and what could end a long read."""
+
+_AS_IT_IS = "SET client_encoding = 'SQL_ASCII'"
 
 _ARGUMENTS: dict[str, str | int] = {
     "application_name": "tailrace",
@@ -70,7 +74,27 @@ def connect_replication(url: str) -> PGconn:
         connection.finish()
         raise explain_text(message, url)
     command(connection, SESSION)
+    if _has_no_encoding(connection):
+        command(connection, _AS_IT_IS)
     return connection
+
+
+@contextmanager
+def text_as_it_is(connection: PGconn) -> Iterator[None]:
+    """A server without an encoding sends its texts unchecked while this lasts; any other sends UTF-8 as always.
+
+    Asked for UTF-8, a server without an encoding refuses a text that is none, and the whole read with it.
+    """
+    if not _has_no_encoding(connection):
+        yield
+        return
+    command(connection, _AS_IT_IS)
+    yield
+    command(connection, "SET client_encoding = 'UTF8'")
+
+
+def _has_no_encoding(connection: PGconn) -> bool:
+    return connection.parameter_status(b"server_encoding") == b"SQL_ASCII"
 
 
 def command(connection: PGconn, text: str) -> list[str | None]:
