@@ -101,7 +101,6 @@ def _compare_table(
     relation = _relation(connection, schema, table)
     if relation is None:
         return TableVerdict(schema=schema, table=table, columns=("the source has no such table",))
-    wanted = _columns(connection, types, relation)
     folder = table_folder(lake, schema, table)
     if not (folder / "_delta_log").is_dir():
         return TableVerdict(
@@ -112,6 +111,7 @@ def _compare_table(
             columns=("the lake has no such table",),
         )
     stored = _read_delta(folder)
+    wanted = _columns(connection, types, relation, stored.schema.names)
     problems = _column_problems(wanted, stored.schema)
     shared = [column for column in wanted if column.name not in problems]
     source = _read_source(connection, relation, shared)
@@ -308,14 +308,17 @@ def _relation(connection: Connection, schema: str, table: str) -> Relation | Non
     return Relation(row[0], row[1], schema, table) if row is not None else None
 
 
-def _columns(connection: Connection, types: dict[int, PgType], relation: Relation) -> list[SourceColumn]:
-    """The columns that are published: generated ones are not."""
+def _columns(
+    connection: Connection, types: dict[int, PgType], relation: Relation, mirrored: list[str]
+) -> list[SourceColumn]:
+    """The columns that are published: of the generated ones those that are mirrored, as the publication decides."""
     rows = connection.execute(
         """SELECT a.attname, a.atttypid, a.atttypmod, array_position(k.indkey::int2[], a.attnum)
            FROM pg_attribute a LEFT JOIN pg_index k ON k.indrelid = a.attrelid AND k.indisprimary
-           WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated = ''
+           WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped
+           AND (a.attgenerated = '' OR a.attgenerated = 's' AND a.attname = ANY(%s))
            ORDER BY a.attnum""",
-        (relation.oid,),
+        (relation.oid, mirrored),
     )
     return [SourceColumn(name, _shape_in_lake(types, oid, mod), place) for name, oid, mod, place in rows]
 
