@@ -2,11 +2,12 @@
 # Needs Python 3.11 or newer and make; `make setup` gets the rest into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench matrix soak clean distclean
+.PHONY: help setup check test demo bench matrix soak fuzz clean distclean
 
 PY := .venv/bin/python
 ARGS ?=
 ROUNDS ?= 10
+SECONDS ?= 600
 VERSIONS ?= 15 16 18
 
 help: ## Show this list
@@ -39,6 +40,9 @@ matrix: setup ## Run the tests that talk to a server on every PostgreSQL at hand
 
 soak: setup ## Repeat the crash test (ROUNDS=10)
 	@TAILRACE_SOAK_ROUNDS=$(ROUNDS) $(PY) -m pytest tests/crash --timeout=0 $(ARGS)
+
+fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, ARGS="--target decode --keep")
+	@nice -n 10 $(PY) tools/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 clean: ## Remove caches and build leftovers; .venv stays
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.decode import Decoder
+from tailrace.capture.postgres.decode import EPOCH_2000, Decoder
 from tailrace.capture.postgres.values import NULL, Cells
 from tailrace.errors import ProtocolViolation
 from tailrace.model.position import ZERO, Lsn
@@ -30,6 +30,7 @@ from tests.support.pgoutput import (
     Sent,
     describe,
     laid_out,
+    message,
     numeric,
     transaction,
     truncate,
@@ -64,8 +65,9 @@ def sample() -> list[bytes]:
             WHOLE.update("l", 2.5, UNSENT, old=("k", "NaN", "{1,NULL}")),
             ITEMS.update(2, UNSENT, "1.00", _AT, key=(1, None, None, None)),
             ITEMS.delete(key=(2, None, None, None)), WHOLE.delete(old=("l", 2.5, None)), truncate(ITEMS, WHOLE),
-            xid=8, end=0x200,
+            message("inside", b"\x00\xff"), xid=8, end=0x200,
         ),
+        message("outside", b"", lsn=0x280, outside_at=EPOCH_2000),
     ]  # fmt: skip
 
 
@@ -156,12 +158,14 @@ def dealt(rng: random.Random, messages: list[bytes]) -> Iterator[tuple[list[byte
     whole first, else what there is of a transaction."""
     held: list[bytes] = []
     whole, is_open = 0, False
-    for message in messages:
-        held.append(message)
-        if message[:1] == b"B":
+    for one in messages:
+        held.append(one)
+        if one[:1] == b"B":
             is_open = True
-        elif message[:1] == b"C" and len(message) >= 18:
+        elif one[:1] == b"C" and len(one) >= 18:
             whole, is_open = len(held), False
+        elif one[:1] == b"M" and len(one) >= 10 and not is_open:
+            whole = len(held)  # outside of a transaction it is one by itself
         if rng.random() < 0.6:
             continue
         if whole:

@@ -1,0 +1,384 @@
+"""What is attacked, and what must hold whatever the bytes are.
+
+A target takes an input and gives an outcome: a digest of the rows, or the code of the error that a user would see.
+Whatever else is raised is a finding. The same input must give the same outcome in every engine (compiled, compiled
+with bounds checks, interpreted) and wherever its bytes lie; see `judge` for that, and for crashes, hangs and memory.
+What is checked here is what rows must be: whole Arrow arrays, no more of them than the bytes can hold, the same in
+parts as at once, and no value that depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.capture.postgres import snapshot, stream, values, wire
+from tailrace.capture.postgres.decode import Decoder
+from tailrace.capture.postgres.types import arrow_type
+from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells
+from tailrace.errors import SourceError, TableError, Unsupported, ValueUnfit
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.position import Lsn
+from tests.fuzz.frames import LENGTH_MAX, frames, pieces
+from tests.support.fuzzing import dealt
+from tests.support.guarded import Guarded
+from tests.support.pgoutput import describe, describe_one, laid_out
+
+Place = Callable[[bytes], Bytes]
+"""Where a target's bytes are put: against a page that must not be touched, if crashes are looked for."""
+Target = Callable[[bytes, Place], bytes]
+
+ROW_BYTES_MIN = 4
+"""What the smallest row takes on the wire: a table's number in a truncate."""
+LAST = Lsn((1 << 64) - 1)
+AFTER = (0, 0, 0, 0, 1, 0x100, 0x1FF, 0x1000000, 1 << 63, (1 << 64) - 1)
+"""Positions that a stream is read from, by the input's second byte."""
+
+
+def outcome(run: Callable[[], Iterable[bytes]]) -> bytes:
+    """A digest of what was made, or the error's code and words."""
+    digest = hashlib.blake2b(digest_size=12)
+    try:
+        for part in run():
+            digest.update(part)
+    except (SourceError, TableError, Unsupported) as error:  # a `ConfigError` would send the user to the wrong place
+        return f"{error.code}: {error.message}".encode()
+    return b"rows " + digest.hexdigest().encode()
+
+
+# --- messages ----------------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, place: Place) -> bytes:
+    """A byte that says where to cut, one that says where to begin, and messages as the reader lays them out."""
+    seed, after = _head(data)
+    messages = pieces(data[2:])
+    once = outcome(lambda: _decoded(_whole(messages, after, place), data))
+    parts = outcome(lambda: _decoded(_in_parts(messages, after, place, seed), data))
+    # A transaction that ends elsewhere than its beginning said is judged by its end if it is whole, and refused
+    # if it came in parts. That matters only where some are dropped.
+    assert parts == once or not (_is_rows(parts) or (_is_rows(once) and not after.value)), (once, parts)
+    return once
+
+
+def _head(data: bytes) -> tuple[int, Lsn]:
+    seed, after = (data[:2] + bytes(2))[:2]
+    return seed, Lsn(AFTER[after % len(AFTER)])
+
+
+def _is_rows(found: bytes) -> bool:
+    return found.startswith(b"rows ")
+
+
+def _wanted(prefix: str) -> bool:
+    """Messages of applications are kept or not by their prefix: here some of each."""
+    return len(prefix) % 4 != 3
+
+
+def _whole(messages: list[bytes], after: Lsn, place: Place) -> Iterator[Window]:
+    b, starts = laid_out(messages)
+    yield Decoder(describe, wanted=_wanted).decode(place(b), starts, len(messages), after, LAST)
+
+
+def _in_parts(messages: list[bytes], after: Lsn, place: Place, seed: int) -> Iterator[Window]:
+    decoder = Decoder(describe, wanted=_wanted)
+    for part, is_open in dealt(random.Random(seed), messages):
+        b, starts = laid_out(part)
+        if is_open:
+            window = decoder.decode_part(place(b), starts, len(part), after)
+            if window is not None:
+                yield window
+        else:
+            yield decoder.decode(place(b), starts, len(part), after, LAST)
+    if decoder.inside:
+        yield from _whole([b"?"], after, place)  # its end never came: refused, as it is at once
+
+
+def _decoded(windows: Iterable[Window], data: bytes) -> Iterator[bytes]:
+    """What the windows hold, in a form that does not depend on where one ended and the next began."""
+    batches: dict[Any, list[ChangeBatch]] = {}
+    rows = 0
+    for window in windows:
+        rows += window.rows
+        check_window(window, data)
+        for batch in window.batches:
+            batches.setdefault(repr(batch.schema), []).append(batch)
+    assert rows * ROW_BYTES_MIN <= len(data), "more rows than the bytes can hold"
+    for shape in sorted(batches):
+        yield shape.encode()
+        completed = [batch.completed() for batch in batches[shape]]
+        for place, field in enumerate(completed[0].schema):
+            if field.name not in (change.SEQ, change.POSITION):
+                yield content(pa.concat_arrays([batch.column(place) for batch in completed]))
+    counts = [(len(one), one.moves, one.truncates, one.unfit) for some in batches.values() for one in some]
+    yield np.array(counts, np.int64).reshape(-1, 4).sum(axis=0).tobytes()
+
+
+def check_window(window: Window, data: bytes) -> None:
+    """A window says how many rows it has, numbers them from zero, and every one can be read."""
+    numbers = [batch.data.column(change.SEQ).to_numpy() for batch in window.batches]
+    assert sum(map(len, window.batches)) == window.rows
+    if numbers:
+        assert (np.sort(np.concatenate(numbers)) == np.arange(window.rows)).all(), "rows are not in order"
+    for batch in window.batches:
+        assert (np.diff(batch.data.column(change.SEQ).to_numpy()) > 0).all(), "a batch is not in order"
+        check_whole(pa.StructArray.from_arrays(batch.data.columns, fields=list(batch.data.schema)), data)
+        for name in (change.OP, change.TX, change.TX_INDEX, change.COMMITTED_AT):
+            assert not batch.data.column(name).null_count
+
+
+def check_whole(array: pa.Array, data: bytes) -> None:
+    """Every offset lies inside, every text is UTF-8, unless the input itself holds bytes that are not."""
+    array.validate()
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        # A database without an encoding can send such a text. It is in the input as it is in the column.
+        plain = data.replace(b"\\", b"")
+        for text in _texts(array):
+            raw = text.cast(pa.binary()).to_pylist()
+            assert all(_is_utf8(one) or one.replace(b"\\", b"") in plain for one in raw if one is not None)
+
+
+def _texts(array: pa.Array) -> Iterator[pa.Array]:
+    if pa.types.is_struct(array.type):
+        for child in array.flatten():
+            yield from _texts(child)
+    elif pa.types.is_list(array.type):
+        yield from _texts(array.flatten())
+    elif pa.types.is_string(array.type):
+        yield array
+
+
+def _is_utf8(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def content(array: pa.Array) -> bytes:
+    """What the array says, whatever its buffers look like: nulls, lengths and the bytes of every value."""
+    head, kept = struct.pack(">q", len(array)), array
+    if array.null_count:
+        head, kept = head + array.is_valid().to_numpy(zero_copy_only=False).tobytes(), array.drop_null()
+    if pa.types.is_struct(array.type):
+        return head + b"".join(content(child) for child in array.flatten())
+    if pa.types.is_boolean(array.type):
+        return head + bytes(kept.to_numpy(zero_copy_only=False).tobytes())
+    if pa.types.is_fixed_size_binary(array.type) or not _has_offsets(array.type):
+        width = array.type.bit_width // 8
+        begin, end = kept.offset * width, (kept.offset + len(kept)) * width
+        return head + (kept.buffers()[1].to_pybytes()[begin:end] if len(kept) else b"")
+    offsets = np.frombuffer(kept.buffers()[1], np.int32)[kept.offset : kept.offset + len(kept) + 1]
+    head += np.diff(offsets).tobytes()
+    if pa.types.is_list(array.type):
+        return head + content(kept.flatten())
+    return head + (kept.buffers()[2].to_pybytes()[offsets[0] : offsets[-1]] if len(kept) else b"")
+
+
+def _has_offsets(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_list(kind))
+
+
+# --- values ------------------------------------------------------------------------------------------------
+
+
+def value(data: bytes, place: Place) -> bytes:
+    """A type's number and modifier, then texts; two lengths stand for a null and for a value not sent."""
+    number, modifier = struct.unpack(">Ii", (data[:8] + bytes(8))[:8])
+    cells = frames(data[8:])
+    return outcome(lambda: _column(number, modifier, cells, data, place))
+
+
+def _column(
+    number: int, modifier: int, cells: list[tuple[int, bytes]], data: bytes, place: Place
+) -> Iterator[bytes]:
+    kind = arrow_type(number, modifier)
+    found = _typed(kind, cells, place)
+    check_whole(found.column, data)
+    missing = np.array([length > LENGTH_MAX for length, _ in cells], bool)
+    assert found.column.type == kind
+    assert len(found.column) == len(cells)
+    assert found.column.null_count == missing.sum() + found.unfit.size
+    assert not missing[found.unfit].any(), "a null fits every type"
+    yield found.unfit.tobytes()
+    yield content(found.column)
+    if len(cells) > 1:
+        for row, cell in enumerate(cells):
+            alone = _typed(kind, [cell], place)
+            assert bool(alone.unfit.size) == (row in found.unfit), "a value depends on its neighbours"
+            here = found.column[row : row + 1]
+            assert content(alone.column) == content(here), "a value depends on its neighbours"
+
+
+def _typed(kind: pa.DataType, cells: list[tuple[int, bytes]], place: Place) -> values.Typed:
+    size = np.array([len(text) for _, text in cells], np.int64)
+    at = np.cumsum(size) - size
+    for row, (length, _) in enumerate(cells):
+        if length > LENGTH_MAX:
+            size[row] = NULL if length == LENGTH_MAX + 2 else ABSENT
+    return values.typed(Cells(place(b"".join(text for _, text in cells)), at, size), kind)
+
+
+# --- a copy ------------------------------------------------------------------------------------------------
+
+
+def copy(data: bytes, place: Place) -> bytes:
+    """A relation message, which says what the table looks like, and COPY's text for the rest."""
+    (relation, text) = _split(data)
+    return outcome(lambda: _copied(relation, text, place))
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    length = min(int.from_bytes(data[:2], "big"), len(data))
+    return data[2 : 2 + length], data[2 + length :]
+
+
+def _copied(relation: bytes, text: bytes, place: Place) -> Iterator[bytes]:
+    schema = describe_one(relation)
+    expected = _fields(text, max(len(schema.columns), 1))
+    try:
+        (batch,) = snapshot.batches_of(schema, [(place(text), len(text))])
+    except ValueUnfit:
+        assert expected is not None
+        raise
+    except SourceError:
+        assert expected is None, "a copy was refused that can be read"
+        raise
+    assert expected is not None, "a copy was read that must be refused"
+    yield str(batch.num_rows).encode()
+    for number, column in enumerate(schema.columns):
+        assert batch.num_rows == len(expected)
+        array = batch.column(number)
+        if pa.types.is_string(column.type):
+            raw = [row[number] for row in expected]
+            assert array.cast(pa.binary()).to_pylist() == raw
+            check_whole(array, b"\0".join(one or b"" for one in raw))
+        else:
+            check_whole(array, text)
+        yield content(array)
+
+
+_FIELD = re.compile(rb"((?:[^\t\n\\]|\\[\s\S])*)([\t\n])")
+_ESCAPED = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+
+
+def _fields(text: bytes, columns: int) -> list[list[bytes | None]] | None:
+    """COPY's text read another way, slowly; None if it must be refused."""
+    rows: list[list[bytes | None]] = []
+    row: list[bytes | None] = []
+    at = 0
+    while at < len(text):
+        found = _FIELD.match(text, at)
+        if found is None or (found[1].startswith(b"\\N") and found[1] != b"\\N"):
+            return None
+        plain = re.sub(rb"\\([\s\S])", lambda one: _ESCAPED.get(one[1], one[1]), found[1])
+        row.append(None if found[1] == b"\\N" else plain)
+        at = found.end()
+        if found[2] == b"\n":
+            if len(row) != columns:
+                return None
+            rows.append(row)
+            row = []
+    return rows if not row else None
+
+
+# --- the wire ----------------------------------------------------------------------------------------------
+
+
+class Server:
+    """Stands in for libpq: hands out what a server might send, one message at a time, each against a page that
+    must not be read, and counts that all of them are given back."""
+
+    def __init__(self, room: Place) -> None:
+        self._room = room
+        self._messages: list[bytes] = []
+        self._lent = 0
+        word = ctypes.c_int64
+        self._keep = (
+            ctypes.CFUNCTYPE(word, word, word, word)(self._get), ctypes.CFUNCTYPE(word, word, word, word)(self._read),
+            ctypes.CFUNCTYPE(word, word, word, word)(self._free),
+        )  # fmt: skip
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self._keep]
+        memcpy = ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value
+        self.functions = np.array([*addresses, memcpy], np.int64)
+
+    def begin(self, messages: list[bytes]) -> None:
+        self._messages, self._lent = messages[::-1], 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything was taken and given back."""
+        return not self._messages and not self._lent
+
+    def _get(self, connection: int, out: int, asynchronous: int) -> int:
+        if not self._messages:
+            return 0
+        message = self._messages.pop()
+        self._lent += 1
+        ctypes.c_int64.from_address(out).value = self._room(message).ctypes.data
+        return len(message)
+
+    def _read(self, connection: int, unused: int, either: int) -> int:
+        return 1
+
+    def _free(self, address: int, unused: int, either: int) -> int:
+        self._lent -= 1
+        return 0
+
+
+_SERVERS: list[Server] = []
+ROOMS = (64, 8, 256, 1024)
+"""How large the reader's buffer is at first: small enough that it has to grow."""
+
+
+def read(data: bytes, place: Place) -> bytes:
+    """What a server sends, message by message, read and decoded as the stream does it."""
+    seed, after = _head(data)
+    messages = pieces(data[2:])
+    if not _SERVERS:
+        _SERVERS.append(Server(Guarded().at_end))
+    little, ample = ROOMS[seed % len(ROOMS)], 1 << 16
+    found = outcome(lambda: _decoded(_read(_SERVERS[0], messages, after, place, little), data))
+    at_once = outcome(lambda: _decoded(_read(_SERVERS[0], messages, after, place, ample), data))
+    assert found == at_once or not (_is_rows(found) or _is_rows(at_once)), (found, at_once)
+    return at_once
+
+
+def _read(server: Server, messages: list[bytes], after: Lsn, place: Place, room: int) -> Iterator[Window]:
+    decoder, buffer = Decoder(describe, wanted=_wanted), stream._Buffer()
+    buffer.bytes, buffer.starts = place(bytes(room)), np.zeros(2 + room // 32, np.int64)
+    server.begin(messages)
+    for _ in range(64 + 4 * len(messages)):
+        filled = int(buffer.state[wire.BYTES])
+        why = wire.drain_messages(server.functions, 0, buffer.bytes, buffer.starts, buffer.state, filled + room)
+        if why == wire.FULL:
+            buffer.make_room()
+        if not buffer.whole:
+            if why == wire.DRY:
+                break
+            continue
+        size, count = buffer.offered
+        end = max(after, buffer.end)
+        yield decoder.decode(buffer.bytes[:size], buffer.starts, count, after, end)
+        following = stream._Buffer()
+        following.bytes = np.empty(64, np.uint8)
+        following.take_rest(buffer)
+        buffer = following
+    assert server.settled, "a message was lost or kept"
+
+
+TARGETS: dict[str, Target] = {"decode": decode, "value": value, "copy": copy, "read": read}
