@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +186,7 @@ def fill(server: EmbeddedPostgres, connection: psycopg.Connection, name: str) ->
     for n, (kind, _) in enumerate(typecases.TOO_MUCH):
         connection.execute(f"create table u{n} (id int primary key, mark int, v {kind})")
         connection.execute(f"alter table u{n} replica identity full")
+        connection.execute(f"create table w{n} (id int, v {kind}, primary key (id, v))")
     captures = {look: capture(server, name, look) for look in LOOKS}
     begins = {look: captures[look].prepare(None) for look in LOOKS}
     write(connection, made)
@@ -193,10 +195,11 @@ def fill(server: EmbeddedPostgres, connection: psycopg.Connection, name: str) ->
         with hostile(connection, name, look):
             load(captures[look], made, look)
     change_all(connection, made)
-    rows = sum(5 * table.rows for table in made.tables) + sum(2 * table.rows for table in made.keyed)
+    # The update of a key is two rows.
+    rows = sum(5 * table.rows for table in made.tables) + sum(3 * table.rows for table in made.keyed)
     for look in LOOKS:
         with hostile(connection, name, look):
-            stream(captures[look], begins[look], made, look, rows + 2 * len(typecases.TOO_MUCH))
+            stream(captures[look], begins[look], made, look, rows + 5 * len(typecases.TOO_MUCH))
     return made
 
 
@@ -207,19 +210,16 @@ def capture(server: EmbeddedPostgres, name: str, look: str) -> PostgresCapture:
     ))  # fmt: skip
 
 
-class hostile:  # noqa: N801 - it reads as a word
+@contextmanager
+def hostile(connection: psycopg.Connection, name: str, look: str) -> Iterator[None]:
     """The settings of the role or of the database are set against us while this lasts."""
-
-    def __init__(self, connection: psycopg.Connection, name: str, look: str) -> None:
-        self._connection, self._of = connection, f"{look} {name}" if look != "plain" else None
-
-    def __enter__(self) -> None:
-        for setting, value in HOSTILE.items() if self._of else ():
-            self._connection.execute(f"alter {self._of} set {setting} = {value}")
-
-    def __exit__(self, *_: object) -> None:
-        if self._of:
-            self._connection.execute(f"alter {self._of} reset all")
+    if look == "plain":
+        yield
+        return
+    for setting, value in HOSTILE.items():
+        connection.execute(f"alter {look} {name} set {setting} = {value}")
+    yield
+    connection.execute(f"alter {look} {name} reset all")
 
 
 def write(connection: psycopg.Connection, made: World) -> None:
@@ -237,7 +237,8 @@ def write(connection: psycopg.Connection, made: World) -> None:
             for statement in table.inserts(cycle=True):
                 connection.execute(statement.encode())
         for n, (kind, text) in enumerate(typecases.TOO_MUCH):
-            connection.execute(f"insert into u{n} values (1, 0, ({quoted(text)[0]})::{kind})".encode())
+            value = f"({quoted(text)[0]})::{kind}"
+            connection.execute(f"insert into u{n} values (1, 0, {value}); insert into w{n} values (1, {value})")
 
 
 def change_all(connection: psycopg.Connection, made: World) -> None:
@@ -248,7 +249,7 @@ def change_all(connection: psycopg.Connection, made: World) -> None:
         for table in made.keyed:
             connection.execute(f"update {table.name} set id = id + {COPIES}")
         for n in range(len(typecases.TOO_MUCH)):
-            connection.execute(f"update u{n} set mark = 1")
+            connection.execute(f"update u{n} set mark = 1; update w{n} set id = 2")
 
 
 def learn(server: EmbeddedPostgres, connection: psycopg.Connection, made: World, name: str) -> None:
@@ -315,7 +316,8 @@ def stream(source: PostgresCapture, begin: Lsn | None, made: World, look: str, r
         moved = [row for row in _rows(batches[table.name]) if _struct(row, change.MOVED_FROM) is not None]
         _keep(made, look, "moved from", table, [_struct(row, change.MOVED_FROM) for row in moved])
     for n in range(len(typecases.TOO_MUCH)):
-        made.unfit[f"u{n}"] = [row.to_pylist()[0] for row in _rows(batches[f"u{n}"])]
+        for name in (f"u{n}", f"w{n}"):
+            made.unfit[name] = [row.to_pylist()[0] for row in _rows(batches[name])]
 
 
 def _rows(batches: list[ChangeBatch]) -> list[pa.RecordBatch]:
@@ -454,6 +456,19 @@ def test_a_value_that_does_not_fit_stands_beside_the_row_as_its_text(world: Worl
     assert updated[change.BEFORE]["v"] is None
     assert sorted(updated[change.UNFIT], key=str) == [
         {"column": "_before.v", "text": text}, {"column": "v", "text": text},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", range(len(typecases.TOO_MUCH)), ids=lambda n: " ".join(typecases.TOO_MUCH[n]))
+def test_a_key_that_does_not_fit_stands_beside_the_row_as_its_text(world: World, n: int) -> None:
+    text = typecases.TOO_MUCH[n][1]
+    inserted, gone, came = world.unfit[f"w{n}"]
+    for row in (inserted, gone):
+        assert row["v"] is None
+        assert row[change.UNFIT] == [{"column": "v", "text": text}]
+    assert came[change.MOVED_FROM] == {"id": 1, "v": None}
+    assert sorted(came[change.UNFIT], key=str) == [
+        {"column": "_moved_from.v", "text": text}, {"column": "v", "text": text},
     ]  # fmt: skip
 
 

@@ -28,6 +28,8 @@ TRICKY = [
     "", " ", "NULL", "null", "\\N", "\\.", "a\tb\nc\rd\be\ff\vg", 'say "hi"', "it's", "back\\slash", "\\\\", "{", "}",
     "{}", "a,b", "(1,2)", "naïve 🦆 ß", "\x01\x7f", "\u2028\ufeff", "-", "x" * 5000,
 ]  # fmt: skip
+_LARGE = "(select string_agg(md5(n::text), '' order by n) from generate_series(1, 500) n)"
+"""So large that it is kept beside the row and not sent again when it did not change."""
 _NINES = "9" * 38
 _INSTANTS = [
     "infinity", "-infinity", "4713-11-24 00:00:00 BC", "0044-03-15 12:00:00.5 BC", "0001-12-31 23:59:59.999999 BC",
@@ -62,14 +64,14 @@ BUILT_IN: dict[str, list[str]] = {
     "numeric(1000,500)": quoted("9" * 500 + "." + "9" * 500, "NaN"),
     "numeric(3,-2)": quoted("99900", "-99900", "149", "0"),
     "numeric(3,5)": quoted("0.00999", "-0.00001"),
-    "text": quoted(*TRICKY),
+    "text": [*quoted(*TRICKY), _LARGE],
     "varchar": quoted(*TRICKY[:6]),
     "varchar(10)": quoted("", "1234567890", "ß"),
     "char(5)": quoted("", "a", "ab   ", "é"),
     "bpchar": quoted("", "a  "),
     '"char"': quoted("a", "", "\\", "\x01", "\\377", "\\200"),
     "name": quoted("", "n" * 63, 'Quo"ted', "é", " x "),
-    "bytea": quoted("\\x", "\\x00", "\\x" + bytes(range(256)).hex(), "\\x5c78"),
+    "bytea": [*quoted("\\x", "\\x00", "\\x" + bytes(range(256)).hex(), "\\x5c78"), f"decode({_LARGE}, 'hex')"],
     "date": quoted(
         "infinity", "-infinity", "4714-11-24 BC", "0044-03-15 BC", "0001-12-31 BC", "0001-01-01", "1900-03-01",
         "1970-01-01", "2000-02-29", "9999-12-31", "10000-01-01", "5874897-12-31",
