@@ -279,7 +279,7 @@ def test_rows_of_a_table_that_was_dropped_keep_its_key_and_types(postgres: Postg
     assert diary.rows_of(f"{schema}.items")[-1]["a"] == Decimal("2.50")
 
 
-def test_a_partition_that_is_attached_or_detached_is_told(postgres: PostgresBench, tmp_path: Path) -> None:
+def test_a_partition_that_is_attached_detached_or_truncated_is_told(postgres: PostgresBench, tmp_path: Path) -> None:
     schema = postgres.schema
     postgres.execute(
         f"drop table {schema}.items; create table {schema}.items (id int8 primary key) partition by range (id);"
@@ -303,6 +303,10 @@ def test_a_partition_that_is_attached_or_detached_is_told(postgres: PostgresBenc
         diary.run("insert into items values (12)")
         diary.catch_up(1)
         assert diary.records()[-1]["changes"] == [{"kind": "detach", "was": f"{schema}.p1", "now": None}]
+        postgres.execute(f"truncate {schema}.p3")  # which the server does not tell
+        diary.run("insert into items values (13)")
+        diary.catch_up(1)
+        assert diary.records()[-1]["changes"] == [{"kind": "replace", "was": None, "now": f"{schema}.p3"}]
     finally:
         diary.close()
 

@@ -162,6 +162,7 @@ _KINDS = {
     "int2": Kind.INTEGER,
     "int4": Kind.INTEGER,
     "int8": Kind.INTEGER,
+    "oid": Kind.INTEGER,
     "float4": Kind.REAL,
     "float8": Kind.DOUBLE,
     "text": Kind.TEXT,

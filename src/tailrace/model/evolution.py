@@ -5,7 +5,8 @@ is stated, and the rest is called unknown. A rename is one only if the column's 
 drop and an add.
 
 Rows were written anew if their storage is another one and a column's definition changed with it. Storage alone proves
-nothing, as VACUUM FULL, CLUSTER and TRUNCATE make it anew too.
+nothing, as VACUUM FULL, CLUSTER and TRUNCATE make it anew too. Only of a partition it counts by itself: the source
+does not tell of its TRUNCATE.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Kind(enum.Enum):
     ATTACH = "attach"
     """A partition that may have had rows."""
     DETACH = "detach"
+    REPLACE = "replace"
+    """A partition's rows were written anew, or truncated: of a partition alone the source does not say which."""
 
 
 class AtRest(enum.Enum):
@@ -87,7 +90,7 @@ def evolve(old: TableSchema, new: TableSchema) -> Evolution:
     rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
     changes = [*_of_table(old, new), *_of_columns(old, new, rewritten)]
     if old.facts and new.facts:
-        changes += _of_partitions(old.facts, new.facts)
+        changes += _of_partitions(old.facts, new.facts, rewritten=bool(rewritten))
     return Evolution(changes=tuple(changes), rewritten=rewritten)
 
 
@@ -100,7 +103,7 @@ def same_version(old: TableSchema, new: TableSchema) -> bool:
         return True
     if old.facts is None or old.facts.numbers != new.facts.numbers:
         return False
-    return not _rewritten(old.facts, new.facts) and not list(_of_partitions(old.facts, new.facts))
+    return not _rewritten(old.facts, new.facts) and not list(_of_partitions(old.facts, new.facts, rewritten=False))
 
 
 def _rewritten(old: Facts, new: Facts) -> bool:
@@ -158,11 +161,14 @@ def _of_column(old: TableSchema, new: TableSchema, before: int, after: int) -> I
             yield Change(kind=Kind.DEFAULT, column=now.name, was=told.default, now=tells.default)
 
 
-def _of_partitions(old: Facts, new: Facts) -> Iterator[Change]:
-    before, after = ({item.relation for item in facts.storage} for facts in (old, new))
+def _of_partitions(old: Facts, new: Facts, *, rewritten: bool) -> Iterator[Change]:
+    before, after = ({item.relation: item for item in facts.storage} for facts in (old, new))
     for item in old.storage:
         if item.relation not in after:
             yield Change(kind=Kind.DETACH, was=item.name)
     for item in new.storage:
-        if item.relation not in before and item.attached:
-            yield Change(kind=Kind.ATTACH, now=item.name)
+        if item.relation not in before:
+            if item.attached:
+                yield Change(kind=Kind.ATTACH, now=item.name)
+        elif len(after) > 1 and before[item.relation].file != item.file and not rewritten:
+            yield Change(kind=Kind.REPLACE, now=item.name)

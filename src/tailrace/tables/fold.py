@@ -41,6 +41,10 @@ _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
     "then reload the table."
 )
+_TEXT_HINT = (
+    "The text is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
+    "`source.invalid_text: replace` to have it replaced from now on; then reload the table."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,9 +352,11 @@ def _refuse_unfit_moves(batch: _Batch, rows: Ints, names: Any) -> None:
 
 
 def _unfit(batch: _Batch, row: int, column: str) -> ValueUnfit:
+    own = column.rpartition(".")[2]
+    is_text = any(item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns)
     return ValueUnfit(
-        "a value does not fit the column's type",
-        table=batch.schema.table, column=column, position=batch.position(row), hint=_UNFIT_HINT,
+        "a value does not fit the column's type", table=batch.schema.table, column=column,
+        position=batch.position(row), hint=_TEXT_HINT if is_text else _UNFIT_HINT,
     )  # fmt: skip
 
 

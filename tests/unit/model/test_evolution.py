@@ -120,10 +120,11 @@ def test_the_same_version_is_one_that_nothing_contradicts() -> None:
 
 
 def test_partitions_count_when_they_may_have_rows() -> None:
-    def split(*parts: tuple[int, bool]) -> TableSchema:
-        storage = [Storage(relation=oid, name=f"p{oid}", file=oid, attached=attached) for oid, attached in parts]
+    def split(*parts: tuple[int, bool], file: int = 1) -> TableSchema:
+        storage = [Storage(relation=oid, name=f"p{oid}", file=file, attached=attached) for oid, attached in parts]
         return table(ID, facts=(fact(1),), storage=(own(None), *storage))
 
     assert same_version(split((1, False)), split((1, False), (2, False)))
     assert kinds(split((1, False)), split((1, False), (2, True))) == [(Kind.ATTACH, None)]
     assert kinds(split((1, False), (2, True)), split((2, True))) == [(Kind.DETACH, None)]
+    assert kinds(split((1, False)), split((1, False), file=2)) == [(Kind.REPLACE, None)]

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres import values
+from tailrace.capture.postgres.text import Text, check_text
 from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells, Ints, u32
 from tailrace.kernels import kernel
 from tailrace.model import change
@@ -149,7 +150,7 @@ class _Laid:
 
 
 def batches_of(
-    b: Bytes, shapes: Sequence[Shape], types: Sequence[pa.DataType], rows: Rows, order: Ints, begins: Ints
+    b: Bytes, shapes: Sequence[Shape], types: Sequence[pa.DataType], rows: Rows, order: Ints, begins: Ints, text: Text
 ) -> list[ChangeBatch]:
     """A batch for each shape: of the rows that `order` names from `begins[k]` to `begins[k + 1]`."""
     new, old, how, op = rows.new[order], rows.old[order], rows.how[order], rows.op[order]
@@ -159,7 +160,7 @@ def batches_of(
         b, np.where(new >= 0, new, old), np.where(new >= 0, old, -1), laid.begins, laid.columns_at, laid.places,
         laid.at, laid.size, absent,
     )  # fmt: skip
-    columns, unfit = _convert(b, shapes, types, laid)
+    columns, unfit = _convert(b, shapes, types, laid, text)
     about = _about(rows, order, op)
     special = np.bitwise_or.reduceat(how, begins[:-1]) != 0
     truncates = np.add.reduceat((op == _TRUNCATE).astype(np.int64), begins[:-1])
@@ -169,7 +170,7 @@ def batches_of(
         optional, moves, unfits = {}, 0, 0
         if absent[k] or special[k] or k in unfit:
             mine, piece = unfit.get(k, []), slice(low, low + n)
-            optional = _optional(b, shape.schema, laid, k, int(absent[k]), old[piece], how[piece], mine)
+            optional = _optional(b, shape.schema, laid, k, int(absent[k]), old[piece], how[piece], mine, text)
             moves, unfits = int(np.count_nonzero(how[piece] & MOVED)), sum(len(item.cells) for item in mine)
             if mine:
                 optional[change.UNFIT] = _unfit_column(mine, n)
@@ -185,13 +186,14 @@ def batches_of(
     return found
 
 
-def message_batch(b: Bytes, shape: Shape, rows: Rows, order: Ints) -> ChangeBatch:
+def message_batch(b: Bytes, shape: Shape, rows: Rows, order: Ints, text: Text) -> ChangeBatch:
     """The batch of the `message` stream: of such a row `new` is where its prefix begins, and `old` its content."""
+    text = Text.REPLACED if text is Text.REFUSED else text  # a prefix is no value of anybody's column
     prefix, content = rows.new[order], rows.old[order]
     sizes = b[content[:, None] + np.arange(-4, 0)].view(">u4").astype(np.int64).reshape(-1)
     arrays = [
         *_about(rows, order, rows.op[order]),
-        values.text_column(Cells(b, prefix, content - prefix - 5)),
+        check_text(values.typed(Cells(b, prefix, content - prefix - 5), pa.string()), text).column,
         values.text_column(Cells(b, content, sizes)).cast(pa.binary()),
         pa.array(b[prefix - 9] & 1 == 1),
     ]
@@ -223,7 +225,7 @@ def _lay_out(shapes: Sequence[Shape], begins: Ints) -> _Laid:
 
 
 def _convert(
-    b: Bytes, shapes: Sequence[Shape], types: Sequence[pa.DataType], laid: _Laid
+    b: Bytes, shapes: Sequence[Shape], types: Sequence[pa.DataType], laid: _Laid, text: Text
 ) -> tuple[list[pa.Array], dict[int, list[Unfit]]]:
     """Every column of every batch, and by batch what did not fit."""
     kinds = np.concatenate([shape.kinds for shape in shapes])[laid.by_kind]
@@ -235,7 +237,8 @@ def _convert(
     for low, high in itertools.pairwise(cuts):
         begin, last = places[by_kind[low]], by_kind[high - 1]
         end = places[last] + lengths[last]
-        converted = values.typed(Cells(b, laid.at[begin:end], laid.size[begin:end]), types[kinds[low]])
+        cells = Cells(b, laid.at[begin:end], laid.size[begin:end])
+        converted = check_text(values.typed(cells, types[kinds[low]]), text)
         for column in by_kind[low:high]:
             columns[column] = converted.column.slice(places[column] - begin, lengths[column])
         if converted.unfit.size:
@@ -276,17 +279,19 @@ class Unfit:
     cells: Cells
 
 
-def typed_columns(schema: TableSchema, cells: list[Cells]) -> tuple[dict[str, pa.Array], list[Unfit]]:
+def typed_columns(
+    schema: TableSchema, cells: list[Cells], text: Text = Text.SOUND
+) -> tuple[dict[str, pa.Array], list[Unfit]]:
     """The table's own columns under their stored names, and what did not fit."""
     own: dict[str, pa.Array] = {}
     unfit: list[Unfit] = []
     for column, cell in zip(schema.columns, cells, strict=True):
-        own[change.stored_name(column.name)] = _typed(cell, column, column.name, unfit)
+        own[change.stored_name(column.name)] = _typed(cell, column, column.name, unfit, text)
     return own, unfit
 
 
-def _typed(cells: Cells, column: Column, name: str, unfit: list[Unfit]) -> pa.Array:
-    converted = values.typed(cells, column.type)
+def _typed(cells: Cells, column: Column, name: str, unfit: list[Unfit], text: Text) -> pa.Array:
+    converted = check_text(values.typed(cells, column.type), text)
     if converted.unfit.size:
         rows = converted.unfit
         unfit.append(Unfit(name, rows, Cells(cells.buffer, cells.at[rows], cells.size[rows])))
@@ -306,7 +311,8 @@ def _unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
 
 
 def _optional(
-    b: Bytes, schema: TableSchema, laid: _Laid, k: int, absent: int, old: Ints, how: Any, unfit: list[Unfit]
+    b: Bytes, schema: TableSchema, laid: _Laid, k: int, absent: int, old: Ints, how: Any, unfit: list[Unfit],
+    text: Text,
 ) -> dict[str, pa.Array]:
     """The columns that most batches do not need; absent when null throughout."""
     found: dict[str, pa.Array] = {}
@@ -318,12 +324,12 @@ def _optional(
         found[change.UNCHANGED] = _names_per_row(schema, rows, which, old.size)
     full = how & FULL_BEFORE != 0
     if full.any():
-        found[change.BEFORE] = _old(b, schema, np.where(full, old, -1), schema.names, change.BEFORE, unfit)
+        tuples = np.where(full, old, -1)
+        found[change.BEFORE] = _old(b, schema, tuples, schema.names, change.BEFORE, unfit, text)
     gone = how & MOVED != 0
     if gone.any():
-        found[change.MOVED_FROM] = _old(
-            b, schema, np.where(gone, old, -1), schema.key, change.MOVED_FROM, unfit
-        )
+        tuples = np.where(gone, old, -1)
+        found[change.MOVED_FROM] = _old(b, schema, tuples, schema.key, change.MOVED_FROM, unfit, text)
     return found
 
 
@@ -335,7 +341,7 @@ def _names_per_row(schema: TableSchema, rows: Any, which: Any, n: int) -> pa.Arr
 
 
 def _old(
-    b: Bytes, schema: TableSchema, tuples: Ints, names: Sequence[str], into: str, unfit: list[Unfit]
+    b: Bytes, schema: TableSchema, tuples: Ints, names: Sequence[str], into: str, unfit: list[Unfit], text: Text
 ) -> pa.Array:
     """The old tuple as a struct of the named columns; null where there is none.
 
@@ -346,7 +352,7 @@ def _old(
         (cell, column) for cell, column in zip(cells, schema.columns, strict=True) if column.name in names
     ]
     return pa.StructArray.from_arrays(
-        [_typed(cell, column, f"{into}.{column.name}", unfit) for cell, column in picked],
+        [_typed(cell, column, f"{into}.{column.name}", unfit, text) for cell, column in picked],
         fields=[pa.field(change.stored_name(column.name), column.type) for _, column in picked],
         mask=pa.array(tuples < 0),
     )

@@ -6,7 +6,9 @@ come from a relation message or from the catalogue, so that stream and snapshot 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,9 +18,11 @@ import psycopg
 
 from tailrace.capture.postgres.connect import explain
 from tailrace.capture.postgres.facts import SENT, Announced, read_facts
-from tailrace.capture.postgres.types import arrow_type
+from tailrace.capture.postgres.types import arrow_type, is_known
 from tailrace.errors import ProtocolViolation, SourceError, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
+
+log = logging.getLogger(__name__)
 
 _KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts from 0
 
@@ -75,8 +79,9 @@ with recursive given as (
   select b.n, t.typbasetype, case when t.typtypmod >= 0 then t.typtypmod else b.typmod end
   from base b join pg_type t on t.oid = b.oid where t.typtype = 'd'
 )
-select format_type(g.oid, g.typmod), b.oid::int8, b.typmod
+select format_type(g.oid, g.typmod), b.oid::int8, b.typmod, coalesce(e.typtype, t.typtype, 'b')::text
 from given g join base b using (n) left join pg_type t on t.oid = b.oid
+left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
 where t.typtype is distinct from 'd' order by n
 """
 
@@ -233,14 +238,19 @@ class Catalogue:
         facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
         shapes = []
         for item, fact in zip(told, facts, strict=True):
-            found = [
-                Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier))
-                for (name, _, _), (source_type, base, modifier) in zip(
-                    item.columns, itertools.islice(types, len(item.columns)), strict=True
+            found = []
+            for (name, _, _), (source_type, base, modifier, kind) in zip(
+                item.columns, itertools.islice(types, len(item.columns)), strict=True
+            ):
+                if not is_known(base, kind):
+                    _note_once(source_type)
+                found.append(
+                    Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier))
                 )
-            ]
             identity, key_is_sent = _identity(item.replica, usable[item.oid][0]), usable[item.oid][1]
-            key = item.flagged or keys.get((item.oid, "i" if item.replica == "i" else "p"), ())
+            whole = keys.get((item.oid, "i" if item.replica == "i" else "p"), ())
+            # Of a key that a column list leaves a part of out, only the rest is flagged, and that is no key.
+            key = item.flagged if item.flagged and not (fact and set(item.flagged) < set(whole)) else whole
             if fact is None and item.oid in known:
                 identity, key, found = _as_known(known[item.oid], item, identity, key, found)
             if not key_is_sent or not {column.name for column in found}.issuperset(key):
@@ -255,6 +265,11 @@ class Catalogue:
             return self._connection.execute(query, arguments, prepare=False).fetchall()
         except psycopg.Error as error:
             raise explain(error) from error
+
+
+@functools.cache
+def _note_once(source_type: str) -> None:
+    log.info("a type of an extension arrives as text", extra={"type": source_type})
 
 
 def _as_known(

@@ -18,8 +18,11 @@ from tailrace.errors import (
     PositionLost,
     SlotBusy,
     SourceError,
+    SourceNotReady,
     SourceRefused,
     SourceUnreachable,
+    TailraceError,
+    Unsupported,
 )
 
 CONNECT_SECONDS_MAX = 10
@@ -74,7 +77,7 @@ def connect_replication(url: str) -> PGconn:
         connection.finish()
         raise explain_text(message, url)
     command(connection, SESSION)
-    if _has_no_encoding(connection):
+    if has_no_encoding(connection):
         command(connection, _AS_IT_IS)
     return connection
 
@@ -85,7 +88,7 @@ def text_as_it_is(connection: PGconn) -> Iterator[None]:
 
     Asked for UTF-8, a server without an encoding refuses a text that is none, and the whole read with it.
     """
-    if not _has_no_encoding(connection):
+    if not has_no_encoding(connection):
         yield
         return
     command(connection, _AS_IT_IS)
@@ -93,7 +96,8 @@ def text_as_it_is(connection: PGconn) -> Iterator[None]:
     command(connection, "SET client_encoding = 'UTF8'")
 
 
-def _has_no_encoding(connection: PGconn) -> bool:
+def has_no_encoding(connection: PGconn) -> bool:
+    """Whether the database takes any bytes for text, and sends them so."""
     return connection.parameter_status(b"server_encoding") == b"SQL_ASCII"
 
 
@@ -110,7 +114,7 @@ def command(connection: PGconn, text: str) -> list[str | None]:
     return [cell.decode(errors="replace") if cell is not None else None for cell in cells]
 
 
-def explain(error: psycopg.Error, url: str = "") -> SourceError:
+def explain(error: psycopg.Error, url: str = "") -> TailraceError:
     """What a server's error means for the operator."""
     return explain_text(str(error), url, error.sqlstate or "")
 
@@ -124,7 +128,7 @@ def place(url: str) -> str:
         return "the source"
 
 
-def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
+def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
     text = " ".join(message.split())
     fields = {"source": place(url)} if url else {}
     if "password authentication failed" in text or "no password supplied" in text or state.startswith("28"):
@@ -138,6 +142,12 @@ def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
             "the database does not exist: " + _said(text),
             **fields,
             hint="Check the database's name at the end of `source.url`.",
+        )
+    if state == "22021":
+        return Unsupported(
+            "a name in the database is not UTF-8: " + _said(text),
+            **fields,
+            hint="A database without an encoding (SQL_ASCII) does not check names. Rename it at the source.",
         )
     if "row-level security" in text:
         return SourceRefused(
@@ -188,6 +198,13 @@ def explain_text(message: str, url: str = "", state: str = "") -> SourceError:
             "the server refused the login: " + _said(text),
             **fields,
             hint="Check the user in `source.url`, and pg_hba.conf on the server.",
+        )
+    if "cannot use different" in text:
+        return SourceNotReady(
+            "the publications do not agree on what they send of a table: " + _said(text),
+            **fields,
+            hint="Give the table the same column list and options in each, or take it out of one: "
+            "ALTER PUBLICATION … DROP TABLE …;",
         )
     if state and state[:2] not in ("08", "57", "53"):
         return SourceError(

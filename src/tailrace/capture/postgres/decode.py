@@ -27,6 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of, message_batch
+from tailrace.capture.postgres.text import Text
 from tailrace.capture.postgres.values import Bytes, Ints, Word, u16, u32, u64
 from tailrace.capture.postgres.wire import CLOCK_SIZE
 from tailrace.errors import ProtocolViolation
@@ -339,8 +340,11 @@ class Decoder:
     tells by its prefix whether an application's message is kept.
     """
 
-    def __init__(self, describe: Describe, xid_near: int = 0, wanted: Callable[[str], bool] | None = None) -> None:
-        self._describe = describe
+    def __init__(
+        self, describe: Describe, xid_near: int = 0, wanted: Callable[[str], bool] | None = None,
+        text: Text = Text.SOUND,
+    ) -> None:  # fmt: skip
+        self._describe, self._text = describe, text
         self._wanted = functools.lru_cache(PREFIXES_MAX)(wanted) if wanted else None
         self._kinds: dict[pa.DataType, int] = {}
         self._shapes = [Shape(MESSAGE_STREAM, self._kinds)]
@@ -454,7 +458,7 @@ class Decoder:
         types = list(self._kinds)
         said = int(np.searchsorted(slots, _MESSAGE_SLOT, side="right"))
         if said:
-            yield message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said])
+            yield message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said], self._text)
             order, slots = order[said:], slots[said:]
         if (
             b.size > BATCH_BYTES_MAX
@@ -464,7 +468,7 @@ class Decoder:
         elif order.size:
             cuts = np.concatenate([[0], np.flatnonzero(slots[1:] != slots[:-1]) + 1, [order.size]])
             shapes = [self._shapes[slot] for slot in slots[cuts[:-1]].tolist()]
-            yield from batches_of(b, shapes, types, rows, order, cuts)
+            yield from batches_of(b, shapes, types, rows, order, cuts, self._text)
 
     def _large_batches(
         self, b: Bytes, rows: Rows, order: Ints, slots: npt.NDArray[np.int32], types: list[pa.DataType]
@@ -480,7 +484,7 @@ class Decoder:
             end = begins[high] if high < begins.size else order.size
             cuts = np.append(begins[low:high], end)
             shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
-            yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0])
+            yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
 
 
 def _layout(shapes: Sequence[Shape]) -> tuple[Ints, Bytes]:

@@ -14,6 +14,7 @@ import select
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import psycopg
@@ -22,18 +23,28 @@ from psycopg import pq, sql
 from psycopg.pq.abc import PGconn, PGresult
 
 from tailrace.capture.postgres import wire
-from tailrace.capture.postgres.batches import typed_columns
+from tailrace.capture.postgres.batches import Unfit, typed_columns
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.connect import command, connect, connect_replication, explain, explain_text
+from tailrace.capture.postgres.connect import (
+    command,
+    connect,
+    connect_replication,
+    explain,
+    explain_text,
+    text_as_it_is,
+)
+from tailrace.capture.postgres.text import Text, text_of
 from tailrace.capture.postgres.values import NULL, Bytes, Cells, Ints, Word
-from tailrace.errors import SourceError, SourceUnreachable, ValueUnfit
+from tailrace.errors import SourceError, SourceUnreachable, TailraceError, ValueUnfit
 from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import Column, TableId, TableSchema
 
 BATCH_BYTES = 4 << 20
 OPEN_SECONDS_MAX = 3600.0
+_CTID = Column(name="ctid", source_type="tid", type=pa.string())
+"""Where a row is in its table. No table has a column of its own of that name."""
 _WAIT_SECONDS = 5.0
 
 
@@ -44,9 +55,10 @@ class ExactSnapshot:
     name: str
     """What a reader in another process imports."""
 
-    def __init__(self, url: str, publications: tuple[str, ...]) -> None:
+    def __init__(self, url: str, publications: tuple[str, ...], *, invalid_text_replaced: bool = False) -> None:
         self._url = url
         self._publications = publications
+        self._invalid_text_replaced = invalid_text_replaced
 
     def __enter__(self) -> ExactSnapshot:
         self._session = connect_replication(self._url)
@@ -65,16 +77,19 @@ class ExactSnapshot:
 
     def reader(self) -> SnapshotReader:
         """A reader of this snapshot, here or, pickled, in another process."""
-        return SnapshotReader(self._url, self.name, self._publications)
+        return SnapshotReader(self._url, self.name, self._publications, self._invalid_text_replaced)
 
 
 class SnapshotReader:
     """Reads what an exported snapshot sees. Plain data until it is entered, so it can be sent to a task."""
 
-    def __init__(self, url: str, name: str, publications: tuple[str, ...]) -> None:
+    def __init__(
+        self, url: str, name: str, publications: tuple[str, ...], invalid_text_replaced: bool = False
+    ) -> None:
         self._url = url
         self._name = name
         self._publications = publications
+        self._invalid_text_replaced = invalid_text_replaced
 
     def __enter__(self) -> SnapshotReader:
         self._connection = connect(self._url)
@@ -124,19 +139,35 @@ class SnapshotReader:
         return sql.SQL(" where ").join([query, sql.SQL(" and ").join(conditions)]) if conditions else query
 
     def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
-        text = sql.SQL("copy ({}) to stdout").format(self._query(schema))
+        try:
+            yield from self._copied(schema)
+        except ValueUnfit:
+            # Read again to say where the row is: asking for its place from the start would cost every load.
+            placed = replace(schema, columns=(_CTID, *schema.columns))
+            again = SnapshotReader(self._url, self._name, self._publications, self._invalid_text_replaced)
+            with again:
+                for _ in again._copied(placed):
+                    pass
+            raise
+
+    def _copied(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
+        text = sql.SQL("copy ({}) to stdout").format(self._query(schema)).as_bytes(self._connection)
         connection = self._connection.pgconn
-        connection.send_query(text.as_bytes(self._connection))
-        _await_copy(connection)
-        yield from batches_of(schema, _pieces(connection, self._deadline))
-        _finish(connection)
+        sent = text_of(connection, replaced=self._invalid_text_replaced)
+        with text_as_it_is(connection):
+            connection.send_query(text)
+            _await_copy(connection)
+            yield from batches_of(schema, _pieces(connection, self._deadline), sent)
+            _finish(connection)
 
 
-def batches_of(schema: TableSchema, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[pa.RecordBatch]:
+def batches_of(
+    schema: TableSchema, pieces: Iterable[tuple[Bytes, int]], text: Text = Text.SOUND
+) -> Iterator[pa.RecordBatch]:
     """COPY's text, in pieces of whole rows, as batches of the table's own columns."""
     fields = pa.schema(schema.row_fields())
     for buffer, size in pieces:
-        yield _rows_of(schema, fields, buffer, size)
+        yield _rows_of(schema, fields, buffer, size, text)
 
 
 def _await_copy(connection: PGconn) -> None:
@@ -153,7 +184,7 @@ def _finish(connection: PGconn) -> None:
             raise _explained(result)
 
 
-def _explained(result: PGresult | None) -> SourceError:
+def _explained(result: PGresult | None) -> TailraceError:
     if result is None:
         return explain_text("the server ended the session")
     state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
@@ -241,7 +272,7 @@ def _copy_cells(b: Bytes, end: Word, columns: Word, at: Ints, size: Ints) -> Wor
     return cells // columns
 
 
-def _rows_of(schema: TableSchema, fields: pa.Schema, buffer: Bytes, size: int) -> pa.RecordBatch:
+def _rows_of(schema: TableSchema, fields: pa.Schema, buffer: Bytes, size: int, text: Text) -> pa.RecordBatch:
     columns = len(schema.columns)
     # A field takes a byte at least: its end. A table without columns still has its line ends.
     at, sizes = np.empty(size, np.int64), np.empty(size, np.int64)
@@ -257,22 +288,28 @@ def _rows_of(schema: TableSchema, fields: pa.Schema, buffer: Bytes, size: int) -
               np.ascontiguousarray(sizes[c : rows * columns : columns]))
         for c in range(columns)
     ]  # fmt: skip
-    own, unfit = typed_columns(schema, cells)
+    own, unfit = typed_columns(schema, cells, text)
     if unfit:
-        column = next(column for column in schema.columns if column.name == unfit[0].name)
-        raise ValueUnfit(
-            "a value does not fit its column's type",
-            table=schema.table,
-            column=column.name,
-            type=column.source_type,
-            hint=UNFIT_HINT,
-        )
+        raise _unfit(schema, own, unfit[0])
     if not columns:  # then nothing else would say how many rows there are
         return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))
     return pa.RecordBatch.from_arrays([own[change.stored_name(name)] for name in schema.names], schema=fields)
 
 
+def _unfit(schema: TableSchema, own: dict[str, pa.Array], unfit: Unfit) -> ValueUnfit:
+    column = next(column for column in schema.columns if column.name == unfit.name)
+    place = {"ctid": own[_CTID.name][int(unfit.rows[0])].as_py()} if schema.columns[0] is _CTID else {}
+    return ValueUnfit(
+        "a value does not fit its column's type", table=schema.table, column=column.name, type=column.source_type,
+        **place, hint=TEXT_HINT if pa.types.is_string(column.type) else UNFIT_HINT,
+    )  # fmt: skip
+
+
 UNFIT_HINT = (
     "Exclude the table, or give the column a type without a limit (text, or numeric without precision), "
     "then run again: the table is loaded anew."
+)
+TEXT_HINT = (
+    "The value is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
+    "`source.invalid_text: replace`, then run again: the table is loaded anew."
 )

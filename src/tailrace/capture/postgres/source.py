@@ -98,7 +98,9 @@ class PostgresCapture:
             raise
 
     def snapshot(self) -> ExactSnapshot:
-        return ExactSnapshot(self.settings.url, self.settings.publications)
+        return ExactSnapshot(
+            self.settings.url, self.settings.publications, invalid_text_replaced=self.settings.invalid_text_replaced
+        )
 
     def lag(self) -> Lag:
         with connect(self.settings.url) as connection:

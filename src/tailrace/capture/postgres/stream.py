@@ -26,6 +26,7 @@ from tailrace.capture.postgres import wire
 from tailrace.capture.postgres.connect import command, explain_text
 from tailrace.capture.postgres.decode import EPOCH_2000, Decoder, Describe
 from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.text import text_of
 from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceError, SourceNotReady, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
@@ -129,7 +130,8 @@ class PostgresStream:
         self, settings: PostgresSettings, session: PGconn, timeline: int, after: Lsn,
         describe: Describe, xid_near: int, release: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._decoder, self._release = Decoder(describe, xid_near, settings.messages), release
+        text = text_of(session, replaced=settings.invalid_text_replaced)
+        self._decoder, self._release = Decoder(describe, xid_near, settings.messages, text), release
         self._last: Window | None = None
         self._connection = session
         self.timeline = timeline

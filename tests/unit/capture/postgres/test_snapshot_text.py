@@ -65,7 +65,8 @@ def test_the_end_of_the_data_is_no_row() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["a\n", "a\tb\tc\n", "a\tb\na\n", "a\tb", "a\tb\nc", "a\tb\nc\t", "a\tb\n\\N", "\n", "a\tb\n\\"],
+    ["a\n", "a\tb\tc\n", "a\tb\na\n", "a\tb", "a\tb\nc", "a\tb\nc\t", "a\tb\n\\N", "\n", "a\tb\n\\", "\\Na\tb\n",
+     "a\t\\N\\N\n"],
 )
 def test_a_line_that_is_not_a_row_is_refused(broken: str) -> None:
     with pytest.raises(SourceError, match="cannot be read"):

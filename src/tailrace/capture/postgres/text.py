@@ -1,0 +1,69 @@
+"""Bytes that are no text: what a database without an encoding may hold.
+
+Any other server has checked every text when it was written, and converts it. One whose encoding is SQL_ASCII takes
+whatever it is given and sends it as it is. A value that is no UTF-8 there does not fit its column, or, if the settings
+say so, has characters in it that stand for what could not be read.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from psycopg.pq.abc import PGconn
+
+from tailrace.capture.postgres.connect import has_no_encoding
+from tailrace.capture.postgres.values import Typed
+
+
+class Text(enum.Enum):
+    """What can be said of the texts that a server sends."""
+
+    SOUND = enum.auto()
+    """All are UTF-8."""
+    REFUSED = enum.auto()
+    """One that is not does not fit its column."""
+    REPLACED = enum.auto()
+    """In one that is not, `�` stands for each byte that cannot be read."""
+
+
+def text_of(connection: PGconn, *, replaced: bool) -> Text:
+    """What can be said of this server's texts."""
+    if not has_no_encoding(connection):
+        return Text.SOUND
+    return Text.REPLACED if replaced else Text.REFUSED
+
+
+def check_text(typed: Typed, text: Text) -> Typed:
+    """The column with every text in it valid."""
+    kind = typed.column.type
+    of_list = pa.types.is_list(kind) and pa.types.is_string(kind.value_type)
+    if text is Text.SOUND or not (of_list or pa.types.is_string(kind)):
+        return typed
+    try:
+        typed.column.validate(full=True)
+    except pa.ArrowInvalid:
+        return _mended(typed, text)
+    return typed
+
+
+def _mended(typed: Typed, text: Text) -> Typed:
+    """One by one: it happens rarely, and in databases of a kind that is rare."""
+    kind = typed.column.type
+    plain = typed.column.cast(pa.list_(pa.binary()) if pa.types.is_list(kind) else pa.binary())
+    found, unfit = [], set(typed.unfit.tolist())
+    for row, value in enumerate(plain.to_pylist()):
+        try:
+            found.append(_decoded(value, "replace" if text is Text.REPLACED else "strict"))
+        except UnicodeDecodeError:
+            found.append(None)
+            unfit.add(row)
+    return Typed(pa.array(found, kind), np.array(sorted(unfit), np.int64))
+
+
+def _decoded(value: Any, errors: str) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, errors) for item in value]
+    return value if value is None else value.decode(errors=errors)
