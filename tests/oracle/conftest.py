@@ -22,14 +22,10 @@ def server_version() -> int:
 
 
 def examples(few: int) -> settings:
-    """How many scripts to try: few, and always the same, unless TAILRACE_ORACLE_EXAMPLES asks for more.
-
-    Then TAILRACE_SEED says which (0, unless given); what failed is shrunk either way.
-    """
+    """How many scripts to try: few, unless TAILRACE_ORACLE_EXAMPLES asks for more. `seed` says which."""
     asked = os.environ.get("TAILRACE_ORACLE_EXAMPLES")
     return settings(
         max_examples=int(asked) if asked else few,
-        derandomize=asked is None,
         deadline=None,
         database=None,
         print_blob=False,
@@ -39,6 +35,7 @@ def examples(few: int) -> settings:
 
 
 def seed() -> int:
+    """Always the same scripts, unless TAILRACE_SEED asks for others."""
     return int(os.environ.get("TAILRACE_SEED", "0"))
 
 

@@ -7,6 +7,7 @@ often our reader is closed, loses a window or is killed in between.
 from __future__ import annotations
 
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 
 from tailrace.capture.postgres import stream
 from tailrace.capture.postgres.connect import SESSION
+from tailrace.changelog.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres
 from tests.oracle import conftest
 from tests.support import oracle, oracle_decoding
 from tests.support.logs import quick_folder
 from tests.support.oracle import Capture, differences, expect, our_rows
+from tests.support.pipelines import Pipeline, eventually
 from tests.support.workload import Player, Script, scripts
 from tests.support.workload_tables import EXTENDED, EXTENSIONS, SECOND_SCHEMA, TABLES, TYPES, quoted
 
@@ -35,8 +38,9 @@ WORTHWHILE = {
     "prepare", "settled", "parts", "lost windows", "windows", "message",
 }  # fmt: skip
 """What must have happened, or the scripts have grown tame."""
+WAYS_TO_DIE = ("capture.before_confirm:1", "", "capture.window_read:1", "log.after_link:1")
+"""Places where a capture ends its process group with SIGKILL; without one we do."""
 _EMPTY = (
-    "select pg_terminate_backend(active_pid) from pg_replication_slots where active",
     "select pg_drop_replication_slot(slot_name) from pg_replication_slots",
     f"drop publication if exists {oracle.SLOT}, {oracle.SLOT}_inserts",
     f"drop schema if exists public, {quoted(SECOND_SCHEMA)} cascade",
@@ -64,6 +68,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def empty(server: EmbeddedPostgres) -> None:
     """A script meets nothing of the one before."""
     with server.connect() as connection:
+        active = "select pg_terminate_backend(active_pid) from pg_replication_slots where active"
+        assert eventually(lambda: not connection.execute(active).fetchall(), pause=0.02)
         for text in _EMPTY:
             connection.execute(text.encode())
 
@@ -97,6 +103,56 @@ def test_our_log_and_the_servers_own_reading_agree_on_every_row_and_value(
     missing = WORTHWHILE - seen.keys()
     assert not missing, seen
     assert seen["refused"] < seen["done"] / 4, seen
+
+
+@pytest.mark.timeout(7200)
+def test_a_capture_that_is_killed_while_it_reads_neither_loses_nor_repeats_a_row(
+    server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    """The log is read once, in the end: there is nothing to shrink to."""
+    empty(server)
+    pipeline = Pipeline(tmp_path / "pipeline", server.url(), tables=f'["public.*", "{SECOND_SCHEMA}.*"]')
+    with closing(Player(server.url())) as player:
+        player.make(Script(ALL, ()))
+        catch_up(pipeline)
+        with server.connect() as connection:
+            oracle_decoding.make_slot(connection)
+        for number, place in enumerate(WAYS_TO_DIE):
+            play_some(player, conftest.seed() * 100 + number)
+            kill_at_work(pipeline, place)
+        play_some(player, conftest.seed() * 100 + len(WAYS_TO_DIE))
+        catch_up(pipeline)
+        found = differences(our_rows(pipeline.log), expect(told(server.url()), ALL))
+        assert not found, "\n".join([*found, *player.said])
+
+
+def play_some(player: Player, number: int) -> None:
+    @seed(number)
+    @conftest.examples(6)
+    @given(script=scripts(ALL, ddl=True, rare=True, messages=True))
+    def play(script: Script) -> None:
+        player.play(script)
+
+    play()
+
+
+def catch_up(pipeline: Pipeline) -> None:
+    done = pipeline.call("capture", "--until-caught-up")
+    assert done.returncode == 0, done.stderr
+
+
+def kill_at_work(pipeline: Pipeline, place: str) -> None:
+    """Have a capture die at a named place, or kill it once its log has grown."""
+    before = ChangeLog.open(pipeline.log).newest()
+    armed = {"TAILRACE_FAILPOINT": place, "TAILRACE_FAILPOINT_LOG": str(pipeline.folder / "hits")}
+    running = pipeline.start("capture", environment=armed if place else {})
+    try:
+        if place:
+            assert running.wait() == -signal.SIGKILL, running.said()
+        else:
+            assert eventually(lambda: ChangeLog.open(pipeline.log).newest() > before, pause=0.01), running.said()
+    finally:
+        running.end()
 
 
 def disagreement(

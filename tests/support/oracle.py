@@ -8,6 +8,8 @@ sent is named, ...). `compare` finds the first difference.
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow as pa
 
 from tailrace.capture.base import Stream
@@ -22,6 +25,7 @@ from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
+from tailrace.errors import SlotBusy
 from tailrace.model import change
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
@@ -34,7 +38,7 @@ from tests.support.workload_tables import Table
 
 SLOT = "ours"
 WAIT_SECONDS = 0.02
-CATCH_UP_SECONDS_MAX = 60.0
+OPEN_SECONDS_MAX = 20.0
 MESSAGE = (MESSAGE_STREAM.table.schema, MESSAGE_STREAM.table.name)
 _MODIFIER = re.compile(r"\(-?\d+(,-?\d+)?\)")
 
@@ -52,12 +56,12 @@ class Capture:
         self._log = LogWriter(folder, self._source)
         self._log.append(Window(start=ZERO, end=begin))
         self._stream: Stream | None = None
+        self._watch = LockWatch(url)
         self.counts: Counter[str] = Counter()
 
     def look(self, look: Look) -> None:
         """Take some windows, then be cut off as told. What was not appended must come again."""
-        stream = self._stream or self.capture.live(self._log.position)
-        self._stream = stream
+        stream = self._stream = self._stream or self._open()
         window: Window | None = None
         for _ in range(look.windows):
             window = stream.read(self._log.position, WAIT_SECONDS)
@@ -77,13 +81,25 @@ class Capture:
             self._log._lease.release()  # as a process that is killed lets go of it
             self._log = LogWriter(self._folder, self._source)
 
+    def _open(self) -> Stream:
+        """The server may still hold the slot for the connection that was closed."""
+        deadline = time.monotonic() + OPEN_SECONDS_MAX
+        while True:
+            try:
+                return self.capture.live(self._log.position)
+            except SlotBusy:
+                assert time.monotonic() < deadline
+                time.sleep(WAIT_SECONDS)
+
     def catch_up(self) -> None:
         """Read everything that is committed by now, with the loop that a pipeline runs."""
         self._close_stream()
         runtime = CdcRuntime(self.capture.live, self._log, target=self.capture.horizon())
-        runtime.run(lambda: runtime.caught_up)
+        runtime.run(lambda: runtime.caught_up or self._watch.waited)
+        assert not self._watch.waited, "the capture waited for a lock that an open transaction holds"
 
     def close(self) -> None:
+        self._watch.close()
         self._close_stream()
         self._log.close()
 
@@ -91,6 +107,34 @@ class Capture:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+
+
+class LockWatch:
+    """Sees whether a session of ours waits for somebody's lock, and ends the wait: it could last for ever.
+
+    An application's transaction may stay open for as long as it likes; what reads the log has no business with it.
+    """
+
+    _WAITING = """
+        select pg_terminate_backend(pid) from pg_stat_activity
+        where application_name = 'tailrace' and wait_event_type = 'Lock' and now() - state_change > interval '2 s'
+    """
+
+    def __init__(self, url: str) -> None:
+        self.waited = False
+        self._ending = threading.Event()
+        self._connection = psycopg.connect(url, autocommit=True)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending.wait(0.5):
+            self.waited |= bool(self._connection.execute(self._WAITING).fetchall())
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
+        self._connection.close()
 
 
 # --- our rows ----------------------------------------------------------------------------------------------

@@ -199,7 +199,8 @@ def _keyless() -> Table:
         key=(column("a", "int", "1", "2", "3"),),
         columns=(
             column("b", "text", *TEXTS),
-            column("c", "float8", "0.1", "null", "'-0'", "'NaN'", "0"),
+            # To a native subscriber 0 and -0 are equal, so it may take one row for the other.
+            column("c", "float8", "0.1", "null", "'NaN'", "0", rare=["'-0'"]),
             column("big", "text", *BIG),
         ),
         unique=False,

@@ -1,0 +1,66 @@
+"""A native subscriber: PostgreSQL's own replica of the workload's tables, on a second server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tailrace.demo.server import EmbeddedPostgres
+from tests.support.pipelines import eventually
+from tests.support.workload_tables import TYPES, Table
+
+NAME = "native"
+MARKER = "marker"
+"""A table with a row for each time that somebody waited."""
+CATCH_UP_SECONDS_MAX = 60.0
+
+
+class Subscriber:
+    """Tables on a second server that follow those of the first."""
+
+    def __init__(self, source: EmbeddedPostgres, target: EmbeddedPostgres, tables: Sequence[Table]) -> None:
+        self._source, self._target = source, target
+        self._marks = 0
+        self.url = target.url()
+        self._make_tables(tables)
+        told = [MARKER, *(table.sql for table in tables if not table.inserts_only)]
+        silent = [table.sql for table in tables if table.inserts_only]
+        via = "publish_via_partition_root = true"
+        self._on(source, f"create publication {NAME} for table only {', only '.join(told)} with ({via})")
+        self._on(
+            source,
+            f"create publication {NAME}_inserts for table only {', only '.join(silent)} "
+            f"with ({via}, publish = 'insert, truncate')",
+        )
+        self._on(
+            target,
+            f"create subscription {NAME} connection '{source.url()}' publication {NAME}, {NAME}_inserts "
+            f"with (slot_name = {NAME})",
+        )
+
+    def _make_tables(self, tables: Sequence[Table]) -> None:
+        for server in (self._source, self._target):
+            for text in (*TYPES, f"create table {MARKER} (n int primary key)"):
+                self._on(server, text)
+            for text in (text for table in tables for text in table.make):
+                # A subscriber with foreign keys could not truncate one table without the other.
+                if server is self._source or "foreign key" not in text:
+                    self._on(server, text)
+
+    def catch_up(self) -> None:
+        """Wait until the subscriber has all that is committed by now."""
+        self._marks += 1
+        self._on(self._source, f"insert into {MARKER} values ({self._marks})")
+        assert eventually(self._is_marked, CATCH_UP_SECONDS_MAX, pause=0.05), self._target.log_tail()
+
+    def _is_marked(self) -> bool:
+        return bool(self._on(self._target, f"select 1 from {MARKER} where n = {self._marks}"))
+
+    def close(self) -> None:
+        """Let go of the source's slot."""
+        self._on(self._target, f"drop subscription {NAME}")
+
+    def _on(self, server: EmbeddedPostgres, text: str) -> list[tuple[Any, ...]]:
+        with server.connect() as connection:
+            found = connection.execute(text.encode())
+            return found.fetchall() if found.description else []
