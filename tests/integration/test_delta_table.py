@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -146,6 +147,12 @@ def test_an_empty_table_still_gets_a_commit(tmp_path: Path) -> None:
     assert (mirror.seq, mirror.table.rows(), mirror.content()) == (0, 0, [])
     assert mirror.apply(insert(1, big="a")).committed
     assert by_id(mirror.content()) == {1: "a"}
+
+
+def test_a_table_without_columns_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TableUnusable, match="no columns") as refused:
+        Mirror(tmp_path / "t", replace(SHOP, columns=(), key=()))
+    assert "source.exclude" in refused.value.hint
 
 
 def test_every_commit_carries_the_position(tmp_path: Path) -> None:

@@ -534,6 +534,9 @@ _EXAMPLES = {
     "source.url": "`url: postgresql://user:${PGPASSWORD}@host:5432/database`",
     "source.tables": '`tables: ["public.*"]`',
     "source.exclude": '`exclude: ["public.audit_*"]`',
+    "source.messages": '`messages: ["orders", "mail-*"]`',
+    "source.origin": "`origin: any`, or `origin: none`",
+    "source.invalid_text": "`invalid_text: refuse`, or `invalid_text: replace`",
     "source.slot": "`slot: {name: tailrace_shop, create: true}`",
     "source.publication": "`publication: {name: tailrace_shop, create: true}`",
     "log": "`log: ./shop/changes`",
@@ -551,7 +554,7 @@ _WANTED = {
     "too_short": "must not be empty",
     "bool_type": "must be true or false",
     "bool_parsing": "must be true or false",
-    "literal_error": "must be text",
+    "literal_error": "has a value it cannot have",
     "model_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
 }

@@ -313,6 +313,11 @@ def _refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
 
 
 def _refuse_names(schema: TableSchema) -> None:
+    if not schema.columns:
+        raise TableUnusable(
+            "the table has no columns, and Delta has no such tables", table=schema.table,
+            hint="Exclude it in `source.exclude`.",
+        )  # fmt: skip
     seen: dict[str, str] = {}
     for name in schema.names:
         other = seen.setdefault(name.lower(), name)

@@ -17,6 +17,7 @@ from tailrace.pipeline.settings import (
     check_settings,
     load_settings,
     matches,
+    matches_message,
 )
 
 CONTRACT = """\
@@ -266,6 +267,35 @@ def test_exclude_wins_over_tables() -> None:
     assert not matches(chosen, TableId("public", "orders_old"))
 
 
+def test_messages_are_chosen_by_their_prefix() -> None:
+    chosen = SourceSettings.model_validate(
+        {"url": "postgresql://host/db", "tables": ["a.b"], "messages": ["orders", "mail-*"]}
+    )
+    assert [matches_message(chosen, prefix) for prefix in ("orders", "mail-x", "orders2", "Orders", "")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+    assert matches_message(source("a.b"), "anything")
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "message", "hint"),
+    [
+        ('messages: ["a["]', "source.messages[0]", "opens a bracket", "[[]"),
+        ("messages: orders", "source.messages", "must be a list", 'messages: ["orders"'),
+        ("origin: maybe", "source.origin", "cannot have", "origin: none"),
+        ("invalid_text: drop", "source.invalid_text", "cannot have", "invalid_text: replace"),
+        ("invalid_text:", "source.invalid_text", "has no value", "invalid_text: replace"),
+    ],
+)
+def test_how_the_source_is_read_is_checked_too(
+    tmp_path: Path, line: str, where: str, message: str, hint: str
+) -> None:
+    problem = problem_of(tmp_path, CONTRACT.replace('["public.*"]', f'["public.*"]\n  {line}'))
+    assert (problem.line, problem.where) == (6, where)
+    assert message in problem.message
+    assert hint in problem.hint
+
+
 @pytest.mark.parametrize(
     ("glob", "message", "hint"),
     [
@@ -312,7 +342,7 @@ def test_a_glob_that_cannot_be_meant_is_refused(tmp_path: Path, glob: str, messa
         ("log: ./shop/changes", "log: {}", 6, "log.path", "is missing", "log: ./shop/changes"),
         ("format: delta", "format: iceberg", 8, "tables.format", "not available yet", "format: delta"),
         ("format: delta", "format: csv", 8, "tables.format", "no table format", "format: delta"),
-        ("format: delta", "format: 1", 8, "tables.format", "must be text", "format: delta"),
+        ("format: delta", "format: 1", 8, "tables.format", "cannot have", "format: delta"),
         ("  path: ./shop/lake", "", 7, "tables.path", "is missing", "path: ./shop/lake"),
         ("./shop/lake", "./shop/changes", 9, "tables.path", "is the log's folder", "side by side"),
         ("./shop/lake", "shop/../shop/changes/", 9, "tables.path", "is the log's folder", "side by side"),
