@@ -14,7 +14,7 @@ from pathlib import Path
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tests/contract", "tests/integration")
+FOLDERS = ("tests/contract", "tests/integration", "tests/oracle")
 _NO_TESTS = 5
 
 

@@ -27,6 +27,8 @@ JAVA_PACKAGES = ("openjdk-17-jre-headless", "openjdk-21-jre-headless", "default-
 FIND_JAVA = "from tailrace.spark.java import find_java; print(find_java())"
 WARM = "from tailrace.pipeline.warm import warm_kernels; warm_kernels()"
 ARCHIVE = "from tailrace.spark.archive import make_archive; make_archive()"
+DECODING = Path("/usr/lib/postgresql/15/lib/test_decoding.so")
+NO_CLUSTER = Path("/etc/postgresql-common/createcluster.d/tailrace.conf")
 COMMAND_SECONDS_MAX = 1800
 
 
@@ -41,6 +43,7 @@ def main() -> int:
             _make_venv()
             _install()
             _get_java()
+            _get_decoding()
             _archive_spark()
             _note("installed", install)
             _note("warm", "")
@@ -151,6 +154,30 @@ def _get_java() -> None:
     if not (home := _java()):
         fail("no Java 17 or newer was found, and none could be installed.", "Install one, or set JAVA_HOME.")
     say(f"Java: {home}")
+
+
+def _get_decoding() -> None:
+    """PostgreSQL 15 with its contrib, for tests alone: those that compare with `test_decoding`."""
+    if DECODING.exists():
+        return
+    try:
+        found = _install_decoding()
+    except (OSError, subprocess.SubprocessError):
+        found = False
+    if not found:
+        say("no test_decoding here (Debian's package postgresql-15): tests that compare with it will be skipped")
+
+
+def _install_decoding() -> bool:
+    if os.getuid() != 0 or not shutil.which("apt-get"):
+        return False
+    # The package's programs are all we want; by itself it would also make a server and start it.
+    NO_CLUSTER.parent.mkdir(parents=True, exist_ok=True)
+    NO_CLUSTER.write_text("create_main_cluster = false\n")
+    try:
+        return _apt_install(("postgresql-15",)) and DECODING.exists()
+    finally:
+        NO_CLUSTER.unlink(missing_ok=True)
 
 
 def _archive_spark() -> None:
