@@ -19,8 +19,8 @@ TYPES = (
     1000, 1001, 1005, 1007, 1009, 1014, 1015, 1016, 1021, 1022, 1028, 1115, 1182, 1185, 1231, 2951, 705, 600, 869, 0,
 )  # fmt: skip
 MODIFIERS = (-1, 4, 0xA0006, 0x260004, 0x50007 + 4, 0x307FE + 4, 0x270004, 0x7FFFFFFF, -0x80000000)
-HEADS = {"decode": 2, "read": 2, "value": 8, "copy": 0}
-"""How many bytes stand before the pieces."""
+HEADS = {"decode": 2, "read": 2, "value": 8, "copy": 1}
+"""How many bytes stand before the pieces, or in a copy say more than a length."""
 
 
 class Mutator:
@@ -32,28 +32,28 @@ class Mutator:
 
     def _pieces(self, data: bytes) -> list[bytes]:
         if self._target == "copy":
-            length = int.from_bytes(data[:2], "big")
+            length = int.from_bytes(data[:2], "big") & 0x3FFF
             return [data[2 : 2 + length], data[2 + length :]]
         return [piece for _, piece in frames(data[HEADS[self._target] :])]
 
     def _joined(self, head: bytes, parts: list[bytes]) -> bytes:
         if self._target == "copy":
             relation, text = [*parts, b"", b""][:2]
-            return struct.pack(">H", len(relation)) + relation + text
+            return struct.pack(">H", (len(relation) & 0x3FFF) | (head[0] & 0xC0) << 8) + relation + text
         return head + framed(parts)
 
     def __call__(self, data: bytes, size_max: int, seed: int) -> bytes:
         rng = random.Random(seed)
         if rng.random() < 0.1:
             return mutated(rng, data)[:size_max]
-        head, parts = data[: HEADS[self._target]], self._pieces(data)
+        head, parts = (data + bytes(8))[: HEADS[self._target]], self._pieces(data)
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             head, parts = self._changed(rng, head, parts)
         return self._joined(head, parts)[:size_max]
 
     def _changed(self, rng: random.Random, head: bytes, parts: list[bytes]) -> tuple[bytes, list[bytes]]:
         what, place = rng.random(), rng.randrange(len(parts)) if parts else 0
-        if what < 0.1 and head:
+        if what < 0.1:
             return self._other_head(rng, head), parts
         if what < 0.2 or not parts:
             piece = rng.choice(self._stock) if self._stock else b"?"

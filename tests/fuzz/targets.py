@@ -10,6 +10,7 @@ parts as at once, and no value that depends on its neighbours.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import random
 import re
@@ -22,6 +23,7 @@ import pyarrow as pa
 
 from tailrace.capture.postgres import snapshot, stream, values, wire
 from tailrace.capture.postgres.decode import Decoder
+from tailrace.capture.postgres.text import Text, check_text
 from tailrace.capture.postgres.types import arrow_type
 from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells
 from tailrace.errors import SourceError, TableError, Unsupported, ValueUnfit
@@ -40,6 +42,7 @@ Target = Callable[[bytes, Place], bytes]
 ROW_BYTES_MIN = 4
 """What the smallest row takes on the wire: a table's number in a truncate."""
 LAST = Lsn((1 << 64) - 1)
+TEXTS = tuple(Text)
 AFTER = (0, 0, 0, 0, 1, 0x100, 0x1FF, 0x1000000, 1 << 63, (1 << 64) - 1)
 """Positions that a stream is read from, by the input's second byte."""
 
@@ -59,20 +62,21 @@ def outcome(run: Callable[[], Iterable[bytes]]) -> bytes:
 
 
 def decode(data: bytes, place: Place) -> bytes:
-    """A byte that says where to cut, one that says where to begin, and messages as the reader lays them out."""
-    seed, after = _head(data)
+    """A byte that says where to cut, one that says where to begin and what is known of texts, and messages as the
+    reader lays them out."""
+    seed, after, text = _head(data)
     messages = pieces(data[2:])
-    once = outcome(lambda: _decoded(_whole(messages, after, place), data))
-    parts = outcome(lambda: _decoded(_in_parts(messages, after, place, seed), data))
+    once = outcome(lambda: _decoded(_whole(messages, after, place, text), data, text))
+    parts = outcome(lambda: _decoded(_in_parts(messages, after, place, text, seed), data, text))
     # A transaction that ends elsewhere than its beginning said is judged by its end if it is whole, and refused
     # if it came in parts. That matters only where some are dropped.
     assert parts == once or not (_is_rows(parts) or (_is_rows(once) and not after.value)), (once, parts)
     return once
 
 
-def _head(data: bytes) -> tuple[int, Lsn]:
-    seed, after = (data[:2] + bytes(2))[:2]
-    return seed, Lsn(AFTER[after % len(AFTER)])
+def _head(data: bytes) -> tuple[int, Lsn, Text]:
+    seed, how = (data[:2] + bytes(2))[:2]
+    return seed, Lsn(AFTER[how % len(AFTER)]), TEXTS[how // len(AFTER) % len(TEXTS)]
 
 
 def _is_rows(found: bytes) -> bool:
@@ -84,13 +88,13 @@ def _wanted(prefix: str) -> bool:
     return len(prefix) % 4 != 3
 
 
-def _whole(messages: list[bytes], after: Lsn, place: Place) -> Iterator[Window]:
+def _whole(messages: list[bytes], after: Lsn, place: Place, text: Text) -> Iterator[Window]:
     b, starts = laid_out(messages)
-    yield Decoder(describe, wanted=_wanted).decode(place(b), starts, len(messages), after, LAST)
+    yield Decoder(describe, wanted=_wanted, text=text).decode(place(b), starts, len(messages), after, LAST)
 
 
-def _in_parts(messages: list[bytes], after: Lsn, place: Place, seed: int) -> Iterator[Window]:
-    decoder = Decoder(describe, wanted=_wanted)
+def _in_parts(messages: list[bytes], after: Lsn, place: Place, text: Text, seed: int) -> Iterator[Window]:
+    decoder = Decoder(describe, wanted=_wanted, text=text)
     for part, is_open in dealt(random.Random(seed), messages):
         b, starts = laid_out(part)
         if is_open:
@@ -100,16 +104,16 @@ def _in_parts(messages: list[bytes], after: Lsn, place: Place, seed: int) -> Ite
         else:
             yield decoder.decode(place(b), starts, len(part), after, LAST)
     if decoder.inside:
-        yield from _whole([b"?"], after, place)  # its end never came: refused, as it is at once
+        yield from _whole([b"?"], after, place, text)  # its end never came: refused, as it is at once
 
 
-def _decoded(windows: Iterable[Window], data: bytes) -> Iterator[bytes]:
+def _decoded(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[bytes]:
     """What the windows hold, in a form that does not depend on where one ended and the next began."""
     batches: dict[Any, list[ChangeBatch]] = {}
     rows = 0
     for window in windows:
         rows += window.rows
-        check_window(window, data)
+        check_window(window, data, text)
         for batch in window.batches:
             batches.setdefault(repr(batch.schema), []).append(batch)
     assert rows * ROW_BYTES_MIN <= len(data), "more rows than the bytes can hold"
@@ -123,7 +127,7 @@ def _decoded(windows: Iterable[Window], data: bytes) -> Iterator[bytes]:
     yield np.array(counts, np.int64).reshape(-1, 4).sum(axis=0).tobytes()
 
 
-def check_window(window: Window, data: bytes) -> None:
+def check_window(window: Window, data: bytes, text: Text) -> None:
     """A window says how many rows it has, numbers them from zero, and every one can be read."""
     numbers = [batch.data.column(change.SEQ).to_numpy() for batch in window.batches]
     assert sum(map(len, window.batches)) == window.rows
@@ -131,23 +135,22 @@ def check_window(window: Window, data: bytes) -> None:
         assert (np.sort(np.concatenate(numbers)) == np.arange(window.rows)).all(), "rows are not in order"
     for batch in window.batches:
         assert (np.diff(batch.data.column(change.SEQ).to_numpy()) > 0).all(), "a batch is not in order"
-        check_whole(pa.StructArray.from_arrays(batch.data.columns, fields=list(batch.data.schema)), data)
+        check_whole(pa.StructArray.from_arrays(batch.data.columns, fields=list(batch.data.schema)), data, text)
         for name in (change.OP, change.TX, change.TX_INDEX, change.COMMITTED_AT):
             assert not batch.data.column(name).null_count
 
 
-def check_whole(array: pa.Array, data: bytes) -> None:
-    """Every offset lies inside, every text is UTF-8, unless the input itself holds bytes that are not."""
+def check_whole(array: pa.Array, data: bytes, text: Text) -> None:
+    """Every offset lies inside, every text is UTF-8, unless texts are not checked and the input has one that is not."""
     array.validate()
     try:
         array.validate(full=True)
     except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):
+        if "UTF8" not in str(error) or text is not Text.SOUND:
             raise
-        # A database without an encoding can send such a text. It is in the input as it is in the column.
         plain = data.replace(b"\\", b"")
-        for text in _texts(array):
-            raw = text.cast(pa.binary()).to_pylist()
+        for column in _texts(array):
+            raw = column.cast(pa.binary()).to_pylist()
             assert all(_is_utf8(one) or one.replace(b"\\", b"") in plain for one in raw if one is not None)
 
 
@@ -208,14 +211,18 @@ def _column(
 ) -> Iterator[bytes]:
     kind = arrow_type(number, modifier)
     found = _typed(kind, cells, place)
-    check_whole(found.column, data)
+    check_whole(found.column, data, Text.SOUND)
     missing = np.array([length > LENGTH_MAX for length, _ in cells], bool)
     assert found.column.type == kind
     assert len(found.column) == len(cells)
     assert found.column.null_count == missing.sum() + found.unfit.size
     assert not missing[found.unfit].any(), "a null fits every type"
-    yield found.unfit.tobytes()
-    yield content(found.column)
+    for text in TEXTS:
+        checked = check_text(found, text)
+        check_whole(checked.column, data, text)
+        assert checked.column.null_count == missing.sum() + checked.unfit.size
+        yield checked.unfit.tobytes()
+        yield content(checked.column)
     if len(cells) > 1:
         for row, cell in enumerate(cells):
             alone = _typed(kind, [cell], place)
@@ -237,21 +244,20 @@ def _typed(kind: pa.DataType, cells: list[tuple[int, bytes]], place: Place) -> v
 
 
 def copy(data: bytes, place: Place) -> bytes:
-    """A relation message, which says what the table looks like, and COPY's text for the rest."""
-    (relation, text) = _split(data)
-    return outcome(lambda: _copied(relation, text, place))
+    """A relation message, which says what the table looks like, and COPY's text for the rest. The highest bits of
+    the message's length say what is known of texts."""
+    head = int.from_bytes(data[:2], "big")
+    length = head & 0x3FFF
+    text = TEXTS[(head >> 14) % len(TEXTS)]
+    return outcome(lambda: _copied(data[2 : 2 + length], data[2 + length :], place, text))
 
 
-def _split(data: bytes) -> tuple[bytes, bytes]:
-    length = min(int.from_bytes(data[:2], "big"), len(data))
-    return data[2 : 2 + length], data[2 + length :]
-
-
-def _copied(relation: bytes, text: bytes, place: Place) -> Iterator[bytes]:
+def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[bytes]:
     schema = describe_one(relation)
-    expected = _fields(text, max(len(schema.columns), 1))
+    assert _drained(data.splitlines(keepends=True), place) == data
+    expected = _fields(data, max(len(schema.columns), 1))
     try:
-        (batch,) = snapshot.batches_of(schema, [(place(text), len(text))])
+        (batch,) = snapshot.batches_of(schema, [(place(data), len(data))], text)
     except ValueUnfit:
         assert expected is not None
         raise
@@ -263,26 +269,40 @@ def _copied(relation: bytes, text: bytes, place: Place) -> Iterator[bytes]:
     for number, column in enumerate(schema.columns):
         assert batch.num_rows == len(expected)
         array = batch.column(number)
-        if pa.types.is_string(column.type):
-            raw = [row[number] for row in expected]
+        raw = [row[number] for row in expected]
+        check_whole(array, b"\0".join(one or b"" for one in raw), text)
+        if pa.types.is_string(column.type) and text is not Text.REPLACED:
             assert array.cast(pa.binary()).to_pylist() == raw
-            check_whole(array, b"\0".join(one or b"" for one in raw))
-        else:
-            check_whole(array, text)
         yield content(array)
+
+
+def _drained(lines: list[bytes], place: Place) -> bytes:
+    """The rows as the reader of a copy lays them out, in a buffer that is too small for some of them."""
+    found, buffer, server, state = b"", place(bytes(64)), _server(), np.zeros(wire.STATE_SIZE, np.int64)
+    server.begin(lines)
+    for _ in range(4 + 2 * len(lines)):
+        why = wire.drain_copy(server.functions, 0, buffer, state, 32)
+        found += buffer[: int(state[wire.BYTES])].tobytes()
+        if why == wire.FULL and not state[wire.BYTES]:
+            buffer = np.empty(int(state[wire.PENDING_SIZE]) * 2, np.uint8)
+        state[wire.BYTES] = 0
+        if why == wire.DRY:
+            break
+    assert server.settled, "a row was lost or kept"
+    return found
 
 
 _FIELD = re.compile(rb"((?:[^\t\n\\]|\\[\s\S])*)([\t\n])")
 _ESCAPED = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 
 
-def _fields(text: bytes, columns: int) -> list[list[bytes | None]] | None:
+def _fields(data: bytes, columns: int) -> list[list[bytes | None]] | None:
     """COPY's text read another way, slowly; None if it must be refused."""
     rows: list[list[bytes | None]] = []
     row: list[bytes | None] = []
     at = 0
-    while at < len(text):
-        found = _FIELD.match(text, at)
+    while at < len(data):
+        found = _FIELD.match(data, at)
         if found is None or (found[1].startswith(b"\\N") and found[1] != b"\\N"):
             return None
         plain = re.sub(rb"\\([\s\S])", lambda one: _ESCAPED.get(one[1], one[1]), found[1])
@@ -340,27 +360,28 @@ class Server:
         return 0
 
 
-_SERVERS: list[Server] = []
+@functools.cache
+def _server() -> Server:
+    return Server(Guarded().at_end)
+
+
 ROOMS = (64, 8, 256, 1024)
 """How large the reader's buffer is at first: small enough that it has to grow."""
 
 
 def read(data: bytes, place: Place) -> bytes:
     """What a server sends, message by message, read and decoded as the stream does it."""
-    seed, after = _head(data)
+    seed, after, text = _head(data)
     messages = pieces(data[2:])
-    if not _SERVERS:
-        _SERVERS.append(Server(Guarded().at_end))
     little, ample = ROOMS[seed % len(ROOMS)], 1 << 16
-    found = outcome(lambda: _decoded(_read(_SERVERS[0], messages, after, place, little), data))
-    at_once = outcome(lambda: _decoded(_read(_SERVERS[0], messages, after, place, ample), data))
+    found = outcome(lambda: _decoded(_read(messages, after, place, text, little), data, text))
+    at_once = outcome(lambda: _decoded(_read(messages, after, place, text, ample), data, text))
     assert found == at_once or not (_is_rows(found) or _is_rows(at_once)), (found, at_once)
     return at_once
 
 
-def _read(server: Server, messages: list[bytes], after: Lsn, place: Place, room: int) -> Iterator[Window]:
-    decoder, buffer = Decoder(describe, wanted=_wanted), stream._Buffer()
-    buffer.bytes, buffer.starts = place(bytes(room)), np.zeros(2 + room // 32, np.int64)
+def _read(messages: list[bytes], after: Lsn, place: Place, text: Text, room: int) -> Iterator[Window]:
+    decoder, buffer, server = Decoder(describe, wanted=_wanted, text=text), _buffer(place(bytes(room))), _server()
     server.begin(messages)
     for _ in range(64 + 4 * len(messages)):
         filled = int(buffer.state[wire.BYTES])
@@ -374,11 +395,18 @@ def _read(server: Server, messages: list[bytes], after: Lsn, place: Place, room:
         size, count = buffer.offered
         end = max(after, buffer.end)
         yield decoder.decode(buffer.bytes[:size], buffer.starts, count, after, end)
-        following = stream._Buffer()
-        following.bytes = np.empty(64, np.uint8)
+        following = _buffer(np.empty(64, np.uint8))
         following.take_rest(buffer)
         buffer = following
     assert server.settled, "a message was lost or kept"
+
+
+def _buffer(room: Bytes) -> stream._Buffer:
+    """As the reader's, but not megabytes at once."""
+    buffer = object.__new__(stream._Buffer)
+    buffer.bytes, buffer.starts = room, np.zeros(2 + room.size // 32, np.int64)
+    buffer.state = np.zeros(wire.STATE_SIZE, np.int64)
+    return buffer
 
 
 TARGETS: dict[str, Target] = {"decode": decode, "value": value, "copy": copy, "read": read}
