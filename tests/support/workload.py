@@ -106,7 +106,7 @@ class Script:
 @st.composite
 def scripts(
     draw: st.DrawFn, tables: Sequence[Table], *, ddl: bool = False, rare: bool = False, looks: bool = False,
-    messages: bool = False, told_only: bool = False,
+    messages: bool = False, told_only: bool = False, bursts_min: int = 1,
 ) -> Script:  # fmt: skip
     """Scripts over some of the tables, with changes of their shape, values that fit nowhere and looks of a reader in
     between, as asked; and, if only what is told is wanted, without changes that a table cannot tell of."""
@@ -119,7 +119,7 @@ def scripts(
         *([_looks()] * 2 if looks else []),
     )
     # Lists of lists, since hypothesis keeps a list short, however long it may be.
-    bursts = draw(st.lists(st.lists(step, min_size=1, max_size=8), min_size=1, max_size=8))
+    bursts = draw(st.lists(st.lists(step, min_size=1, max_size=8), min_size=bursts_min, max_size=8))
     steps = list(itertools.chain.from_iterable(bursts))
     needed = _needed(tables, steps)
     if draw(st.sampled_from([False, True, True, True])):
