@@ -15,6 +15,7 @@ from tailrace.capture.base import SourceId
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
+from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO
 from tests.support.benches import PostgresBench, Streams, take
@@ -328,6 +329,27 @@ def test_a_constant_default_of_a_partitioned_table_is_told(postgres: PostgresBen
         assert (change["at_rest"], change["value"]) == ("constant", "8")
     finally:
         diary.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "partitioned"])
+def test_an_alter_table_that_is_under_way_holds_nothing_up(
+    postgres: PostgresBench, server: EmbeddedPostgres, tmp_path: Path, kind: str
+) -> None:
+    schema = postgres.schema
+    postgres.execute(f"alter table {schema}.items add g int8 generated always as (id * 2) stored, add v int default 1")
+    if kind == "partitioned":
+        postgres.execute(
+            f"drop table {schema}.items; create table {schema}.items (id int8 primary key, v int default 1)"
+            f" partition by range (id); create table {schema}.p1 partition of {schema}.items for values from (0) to (9)"
+        )
+    postgres.capture.prepare(postgres.begin)
+    diary = Diary(postgres, tmp_path / "log")
+    postgres.execute(f"insert into {schema}.items (id) values (1)")
+    with server.connect() as other, other.transaction(force_rollback=True):
+        other.execute(f"alter table {schema}.items add x int".encode())
+        diary.catch_up(1)
+    assert {column["name"]: column["default"] for column in diary.records()[0]["columns"]}["v"] == "1"
+    diary.close()
 
 
 def test_the_shape_of_a_load_has_the_facts_of_its_snapshot(postgres: PostgresBench, diary: Diary) -> None:

@@ -18,7 +18,7 @@ from tailrace.capture.postgres import stream as postgres_stream
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.errors import SourceUnreachable
+from tailrace.errors import SlotBusy, SourceUnreachable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
@@ -170,8 +170,9 @@ class Streams:
         while True:
             try:
                 stream = self._capture.live(after)
-            except SourceUnreachable:
+            except (SourceUnreachable, SlotBusy):  # the server may be slow to notice that the last one is gone
                 assert time.monotonic() < deadline
+                time.sleep(0.05)
             else:
                 self._open.append(stream)
                 return stream

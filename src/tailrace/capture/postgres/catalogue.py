@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psycopg
 
 from tailrace.capture.postgres.connect import explain
-from tailrace.capture.postgres.facts import SENT, Announced, read_facts
+from tailrace.capture.postgres.facts import SENT, TREE, Announced, read_facts
 from tailrace.capture.postgres.types import arrow_type, is_known
 from tailrace.errors import ProtocolViolation, SourceError, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
@@ -30,8 +30,7 @@ _KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector count
 # table that of every leaf, since REPLICA IDENTITY does not reach them. A deferrable key is none, and neither is one
 # with a column that is never sent: 18 refuses the application's updates then, also of a virtual column under FULL.
 _USABLE = f"""not exists (
-  select from (select {{table}} as oid union select relid from pg_partition_tree({{table}}) where isleaf) m
-  join pg_class p on p.oid = m.oid
+  select from {TREE} m join pg_class p on p.oid = m.oid and (p.relkind <> 'p' or p.oid = {{table}})
   where p.relreplident <> (select relreplident from pg_class where oid = {{table}})
      or exists (select from pg_attribute a where p.relreplident = 'f' and a.attrelid = p.oid and a.attgenerated = 'v')
      or not (p.relreplident = 'f' or exists (

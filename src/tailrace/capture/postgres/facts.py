@@ -1,12 +1,13 @@
 """What PostgreSQL's catalogue tells of tables beyond what a relation message says: see `model/facts.py`.
 
-Asked for many tables at once, and within one transaction, so that the answers belong together.
+Asked for many tables at once, and within one transaction, so that the answers belong together. No table is locked for
+it: capture must not wait for somebody's ALTER TABLE.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 
@@ -17,11 +18,21 @@ Announced = Sequence[tuple[str, int, int]]
 SENT = "(a.attgenerated = '' or a.attgenerated = 's' and current_setting('server_version_num')::int >= 180000)"
 """Generated columns are published by 18 and newer alone, and only the stored ones. (15 lists them all as published.)"""
 
+TREE = """(
+  with recursive tree(oid) as (
+    select {table} union all
+    select i.inhrelid from tree join pg_inherits i on i.inhparent = tree.oid
+    join pg_class c on c.oid = i.inhrelid and c.relispartition)
+  select oid from tree)"""
+"""A table and all partitions below it. The server's own `pg_partition_tree` locks each of them."""
+
 # A partitioned table has no rows, so what older rows were filled with is known to its partitions. The text of an
-# array of one element holds that element's text, quoted where the delimiter is a comma.
+# array of one element holds that element's text, quoted where the delimiter is a comma. An expression is printed
+# without its table, which would be locked for it; that of a generated column cannot be.
 _COLUMNS = f"""
-select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attnum, not a.attnotnull,
-       case when a.attidentity <> '' then 'generated as identity' else pg_get_expr(d.adbin, d.adrelid) end,
+select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.attnum, not a.attnotnull,
+       case when a.attidentity <> '' then 'generated as identity' when a.attgenerated <> '' then 'generated'
+            else pg_get_expr(d.adbin, 0) end,
        case when t.typdelim = ',' then (f.attmissingval::text::text[])[1]
             else substr(f.attmissingval::text, 2, length(f.attmissingval::text) - 2) end,
        a.xmin::text::int8
@@ -29,27 +40,24 @@ from pg_attribute a
 left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
 left join pg_type t on t.oid = a.atttypid
 left join lateral (
-  select x.attmissingval from pg_attribute x
-  where x.attname = a.attname and x.atthasmissing
-    and x.attrelid in (select a.attrelid union select relid from pg_partition_tree(a.attrelid) where isleaf)
+  select x.attmissingval from {TREE.format(table="a.attrelid")} m
+  join pg_attribute x on x.attrelid = m.oid and x.attname = a.attname and x.atthasmissing
   limit 1) f on true
 where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped and {SENT}
 order by 1, a.attnum
 """
 
-_PUBLISHED = """
-select c.oid::int8, p.attnames::text[] from pg_publication_tables p
-join pg_namespace n on n.nspname = p.schemaname
-join pg_class c on c.relnamespace = n.oid and c.relname = p.tablename
-where p.pubname = any(%s) and c.oid = any(%s::oid[])
+_LISTED = """
+select r.prrelid::int8, r.prattrs::int2[] from pg_publication_rel r join pg_publication p on p.oid = r.prpubid
+where p.pubname = any(%s) and r.prrelid = any(%s::oid[]) and r.prattrs is not null
 """
 
 # A table that was made as a partition has a row type as old as its place in the tree.
-_STORAGE = """
-select t.oid::int8, c.oid::int8, format('%%s.%%s', n.nspname, c.relname), pg_relation_filenode(c.oid)::int8,
+_STORAGE = f"""
+select t.oid::int8, c.oid::int8, n.nspname || '.' || c.relname, pg_relation_filenode(c.oid)::int8,
        coalesce(c.oid <> t.oid and i.xmin <> y.xmin, false)
 from unnest(%s::oid[]) t(oid)
-cross join lateral (select t.oid as oid union select relid from pg_partition_tree(t.oid)) m
+cross join lateral {TREE.format(table="t.oid")} m
 join pg_class c on c.oid = m.oid
 join pg_namespace n on n.oid = c.relnamespace
 left join pg_type y on y.oid = c.reltype
@@ -63,23 +71,31 @@ def read_facts(
 ) -> list[Facts | None]:
     """For each announced table its facts, if its columns are the very ones that the catalogue shows."""
     oids = list({oid for oid, _ in announced})
-    published: dict[int, set[str]] = {}
-    for oid, names in ask(_PUBLISHED, (list(publications), oids)):
-        published.setdefault(oid, set()).update(names or ())
-    shown: dict[int, list[tuple[str, int, int]]] = {}
-    columns: dict[int, list[ColumnFacts]] = {}
-    for oid, name, kind, modifier, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
-        if name in published.get(oid, ()):
-            shown.setdefault(oid, []).append((name, kind, modifier))
-            columns.setdefault(oid, []).append(
-                ColumnFacts(number=number, nullable=nullable, default=default, fill=fill, stamp=stamp)
-            )
+    lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))  # type: ignore[arg-type] # pairs
+    shown: dict[int, list[_Shown]] = {}
+    for oid, name, kind, modifier, generated, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
+        if oid not in lists or number in lists[oid]:
+            fact = ColumnFacts(number=number, nullable=nullable, default=default, fill=fill, stamp=stamp)
+            shown.setdefault(oid, []).append(_Shown((name, kind, modifier), generated, fact))
     storage: dict[int, list[Storage]] = {}
     for oid, relation, name, file, attached in ask(_STORAGE, (oids,)):
         storage.setdefault(oid, []).append(Storage(relation=relation, name=name, file=file, attached=attached))
     return [
-        Facts(columns=tuple(columns.get(oid, ())), storage=tuple(storage.get(oid, ())))
-        if oid in published and shown.get(oid, []) == list(told)
-        else None
-        for oid, told in announced
+        _matched(told, shown.get(oid, []), storage[oid]) if oid in storage else None for oid, told in announced
     ]
+
+
+class _Shown(NamedTuple):
+    """A column as the catalogue has it now."""
+
+    told: tuple[str, int, int]
+    generated: bool
+    fact: ColumnFacts
+
+
+def _matched(told: Announced, shown: list[_Shown], storage: list[Storage]) -> Facts | None:
+    # Whether a generated column is published is for the message to say.
+    same = [column for column in shown if not column.generated or column.told in told]
+    if [column.told for column in same] != list(told):
+        return None
+    return Facts(columns=tuple(column.fact for column in same), storage=tuple(storage))
