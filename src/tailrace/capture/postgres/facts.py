@@ -71,7 +71,7 @@ def read_facts(
 ) -> list[Facts | None]:
     """For each announced table its facts, if its columns are the very ones that the catalogue shows."""
     oids = list({oid for oid, _ in announced})
-    lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))  # type: ignore[arg-type] # pairs
+    lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))
     shown: dict[int, list[_Shown]] = {}
     for oid, name, kind, modifier, generated, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
         if oid not in lists or number in lists[oid]:
