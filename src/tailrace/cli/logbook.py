@@ -21,6 +21,10 @@ def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     if arguments.action == "show":
         found = logbook.show(path)
         _print(arguments, found.to_json(), lambda: renderlog.log_text(found))
+    elif arguments.action == "schemas":
+        versions = logbook.versions(path)
+        data = {"versions": [version.to_json() for version in versions]}
+        _print(arguments, data, lambda: renderlog.versions_text(versions))
     elif arguments.action == "verify":
         return _verify(settings, arguments)
     elif arguments.action == "seal":

@@ -115,7 +115,7 @@ COMMANDS = {
     "capture": "copy the source's changes into the log; no Spark, no Java",
     "apply": "load tables and apply the log to them with Spark",
     "status": "show tables, positions, rows and lag",
-    "log": "show, verify, seal or trim the change log; asks nothing of the source",
+    "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
     "consumers": "show whom the log is kept for, or forget one of them",
     "check": "check the settings file, offline",
     "drop": "remove the slot and publication at the source; log and tables stay",
@@ -128,6 +128,7 @@ _CAUGHT_UP = {
 }
 _LOG_ACTIONS = {
     "show": "what it holds and takes",
+    "schemas": "every version of every table's shape, and what became of its rows",
     "verify": "look at every checksum and count",
     "seal": "turn commits into Parquet files now",
     "trim": "let go now of what nobody needs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
@@ -20,7 +21,7 @@ from rich.text import Text
 
 from tailrace.cli.logs import one_line
 from tailrace.cli.render import console_for, human_bytes, human_count, human_seconds
-from tailrace.pipeline.report import LogOverview, LogReader, LogSealed, LogTrim, LogVerdict
+from tailrace.pipeline.report import LogOverview, LogReader, LogSealed, LogTrim, LogVerdict, LogVersion
 
 NONE = "–"
 WIDE_COLUMNS = 130
@@ -106,6 +107,53 @@ def _tables_view(log: LogOverview) -> Table:
             human_count(table.files), commits, human_count(table.rows_trimmed),
         )  # fmt: skip
     return view
+
+
+def versions_text(versions: Sequence[LogVersion]) -> str:
+    """Every version of every table's shape, and what became of the table with each."""
+    if not versions:
+        return "no tables yet"
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
+    view.add_column("table", overflow="fold", min_width=10)
+    for title in ("version", "from position", "committed"):
+        view.add_column(title, no_wrap=True)
+    view.add_column("what changed", overflow="fold", min_width=20)
+    for version in versions:
+        view.add_row(
+            Text(one_line(version.name)), str(version.version), version.position or NONE, version.committed_at or NONE,
+            Text(one_line("; ".join(_changed(version)))),
+        )  # fmt: skip
+    return rendered(view)
+
+
+def _changed(version: LogVersion) -> Iterator[str]:
+    definition = version.definition
+    if version.version == 1:
+        key = ", ".join(definition["key"])
+        yield human_count(len(definition["columns"]), "column") + (f", key {key}" if key else ", no key")
+    for change in definition["changes"]:
+        yield _CHANGES[change["kind"]](change)
+    if definition.get("rewritten") is True:
+        yield "all rows written anew"
+    elif definition.get("rewritten") == "unknown":
+        yield "whether older rows changed is unknown"
+
+
+_AT_REST = {"null": "null", "written": "each its own value", "unknown": "unknown"}
+_CHANGES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "add": lambda c: f"add {c['column']} {c['now']} (older rows: {_AT_REST.get(c['at_rest'], repr(c.get('value')))})",
+    "drop": lambda c: f"drop {c['column']}",
+    "rename": lambda c: f"rename {c['was']} to {c['now']}",
+    "retype": lambda c: f"retype {c['column']} from {c['was']} to {c['now']}",
+    "nullability": lambda c: f"{c['column']} {'may' if c['now'] else 'may not'} be null",
+    "default": lambda c: f"default of {c['column']}: {c['now'] or 'none'}",
+    "key": lambda c: f"key ({', '.join(c['was'])}) to ({', '.join(c['now'])})",
+    "identity": lambda c: f"replica identity {c['was']} to {c['now']}",
+    "rename table": lambda c: f"rename the table from {c['was']}",
+    "attach": lambda c: f"attach partition {c['now']}",
+    "detach": lambda c: f"detach partition {c['was']}",
+    "replace": lambda c: f"partition {c['now']} truncated or written anew",
+}
 
 
 def verdict_text(found: LogVerdict) -> str:

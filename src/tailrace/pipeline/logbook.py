@@ -23,7 +23,8 @@ from tailrace.changelog.sealing import SEALER, Sealer
 from tailrace.changelog.trimmed import Trimmed
 from tailrace.changelog.verify import verify as verify_log
 from tailrace.errors import ConfigError, LogBusy, LogError
-from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.model import change
+from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM
 from tailrace.pipeline.report import (
     LoggedTable,
     LogOverview,
@@ -32,6 +33,7 @@ from tailrace.pipeline.report import (
     LogSealed,
     LogTrim,
     LogVerdict,
+    LogVersion,
 )
 
 WAIT_SECONDS = 30.0
@@ -155,6 +157,30 @@ def _time(microseconds: float) -> str:
         .isoformat(timespec="milliseconds")
         .replace("+00:00", "Z")
     )
+
+
+# ---- schemas ---------------------------------------------------------------------------------------------
+
+
+def versions(path: Path) -> list[LogVersion]:
+    """Every version of every table's shape, table by table."""
+    log = ChangeLog.open(path)
+    told = {
+        (row["table"], row["version"]): row
+        for batch in log.follow(table=SCHEMA_STREAM.table.name)
+        for row in batch.data.select(["table", "version", change.POSITION, change.COMMITTED_AT]).to_pylist()
+    }
+    log.schemas.load()
+    found = []
+    for version in sorted(log.schemas.after(0), key=lambda version: (version.table, version.version)):
+        row, table = told.get((version.table, version.version)), version.schema.table
+        found.append(LogVersion(
+            number=version.table, schema=table.schema, table=table.name, version=version.version,
+            position=row[change.POSITION] if row else None,
+            committed_at=_time(row[change.COMMITTED_AT].timestamp() * 1e6) if row else None,
+            definition=log.schemas.definition(version),
+        ))  # fmt: skip
+    return found
 
 
 # ---- verify ----------------------------------------------------------------------------------------------

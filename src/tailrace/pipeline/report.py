@@ -185,6 +185,27 @@ class LoggedTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogVersion:
+    """One version of a table's shape, and what became of the table with it."""
+
+    number: int
+    schema: str
+    table: str
+    version: int
+    position: str | None
+    """Of the first row that has it; None where the log does not keep that record any more."""
+    committed_at: str | None
+    definition: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.schema}.{self.table}"
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogOverview:
     """What a log holds and takes."""
 

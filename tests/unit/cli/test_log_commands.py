@@ -25,7 +25,7 @@ from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
 from tailrace.pipeline import logbook
 from tailrace.pipeline.report import LogReader
-from tests.support.logs import OTHER, Diary, inserts
+from tests.support.logs import OTHER, WIDER, Diary, inserts
 
 SETTINGS = """\
 name: shop
@@ -111,6 +111,18 @@ def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_p
 
 
 # --- verify ------------------------------------------------------------------------------------------------
+
+
+def test_schemas_tells_every_version_and_what_changed(call: Any, diary: Diary) -> None:
+    diary.commit(inserts(6, schema=WIDER))
+    code, out, _ = call("log", "schemas")
+    assert code == ExitCode.OK
+    assert "add added bool (older rows: unknown)" in " ".join(out.split())
+    code, out, _ = call("log", "schemas", "--json")
+    found = json.loads(out)["versions"]
+    assert [(item["number"], item["version"]) for item in found] == [(1, 1), (1, 2), (2, 1)]
+    assert found[1]["definition"]["changes"][0]["column"] == "added"
+    assert found[1]["position"] == str(ChangeLog.open(diary.path).header(4).end)
 
 
 def test_verify_of_a_whole_log_says_ok_and_exits_0(call: Any) -> None:
