@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tailrace.demo.server import EmbeddedPostgres
@@ -15,37 +16,59 @@ MARKER = "marker"
 CATCH_UP_SECONDS_MAX = 60.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """How a table is published, where not all of it is."""
+
+    table: Table
+    how: str
+    """What stands after its name: a list of columns, a condition."""
+    made_as: tuple[str, ...] = ()
+    """How the subscriber makes its table, if it gets fewer columns."""
+
+
 class Subscriber:
     """Tables on a second server that follow those of the first."""
 
-    def __init__(self, source: EmbeddedPostgres, target: EmbeddedPostgres, tables: Sequence[Table]) -> None:
+    def __init__(
+        self, source: EmbeddedPostgres, target: EmbeddedPostgres, tables: Sequence[Table],
+        in_part: Sequence[Published] = (),
+    ) -> None:  # fmt: skip
         self._source, self._target = source, target
         self._marks = 0
         self.url = target.url()
-        self._make_tables(tables)
-        told = [MARKER, *(table.sql for table in tables if not table.inserts_only)]
+        parts = {part.table: part for part in in_part}
+        self._make_tables(tables, parts)
+        how = {table: parts[table].how if table in parts else "" for table in tables}
+        told = [MARKER, *(f"{table.sql} {how[table]}" for table in tables if not table.inserts_only)]
         silent = [table.sql for table in tables if table.inserts_only]
         via = "publish_via_partition_root = true"
+        names = [NAME]
         self._on(source, f"create publication {NAME} for table only {', only '.join(told)} with ({via})")
-        self._on(
-            source,
-            f"create publication {NAME}_inserts for table only {', only '.join(silent)} "
-            f"with ({via}, publish = 'insert, truncate')",
-        )
+        if silent:
+            names.append(f"{NAME}_inserts")
+            self._on(
+                source,
+                f"create publication {NAME}_inserts for table only {', only '.join(silent)} "
+                f"with ({via}, publish = 'insert, truncate')",
+            )
         self._on(
             target,
-            f"create subscription {NAME} connection '{source.url()}' publication {NAME}, {NAME}_inserts "
+            f"create subscription {NAME} connection '{source.url()}' publication {', '.join(names)} "
             f"with (slot_name = {NAME})",
         )
 
-    def _make_tables(self, tables: Sequence[Table]) -> None:
+    def _make_tables(self, tables: Sequence[Table], parts: Mapping[Table, Published]) -> None:
         for server in (self._source, self._target):
             for text in (*TYPES, f"create table {MARKER} (n int primary key)"):
                 self._on(server, text)
-            for text in (text for table in tables for text in table.make):
-                # A subscriber with foreign keys could not truncate one table without the other.
-                if server is self._source or "foreign key" not in text:
-                    self._on(server, text)
+            for table in tables:
+                part = parts.get(table)
+                made = part.made_as if part and part.made_as and server is self._target else table.make
+                for text in made:
+                    # A subscriber with foreign keys could not truncate one table without the other.
+                    if server is self._source or "foreign key" not in text:
+                        self._on(server, text)
 
     def catch_up(self) -> None:
         """Wait until the subscriber has all that is committed by now."""

@@ -190,7 +190,7 @@ def transactions(draw: st.DrawFn, tables: Sequence[Table], how: Wanted) -> Trans
             one = draw(table)
             body += _about(one, draw(_shape_changes(one)))
         elif what == 16:
-            body.append(draw(_truncates(tables)))
+            body.append(draw(_truncates(tables, how.told_only)))
         elif what == 15 and how.messages:
             body.append(draw(_messages()))
         else:
@@ -221,13 +221,16 @@ def _shape_changes(draw: st.DrawFn, table: Table) -> list[Statement]:
 
 
 @st.composite
-def _truncates(draw: st.DrawFn, tables: Sequence[Table]) -> Statement:
-    """A partition alone is not truncated: the server does not tell of it where the root is published."""
+def _truncates(draw: st.DrawFn, tables: Sequence[Table], told_only: bool) -> Statement:
+    """Of a partition that is truncated alone the server does not tell, where its root is published."""
     chosen = draw(st.lists(st.sampled_from(tables), min_size=1, max_size=3, unique=True))
     flags = draw(st.sampled_from(["", " restart identity", " cascade", " restart identity cascade"]))
     if any(table.with_table == "child" for table in chosen) and "cascade" not in flags:
         flags += " cascade"
-    return Statement(f"truncate {', '.join(table.sql for table in chosen)}{flags}", tables=tuple(chosen))
+    names = [table.sql for table in chosen]
+    if not told_only and chosen[0].leaves and draw(st.booleans()):
+        names[0] = chosen[0].leaves[0]
+    return Statement(f"truncate {', '.join(names)}{flags}", tables=tuple(chosen))
 
 
 @st.composite
@@ -381,6 +384,30 @@ def _copied_key(each: Column, n: int) -> str:
     return "eu" if each.name == "region" else f"k{n}"
 
 
+def _merge(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
+    """Insert or update, whichever it takes."""
+    row = draw(_row(table, rare))
+    keys = [each.sql for each in table.key]
+    if not table.unique or not row.keys() >= set(keys):
+        return _insert(draw, table, rare)
+    each = draw(st.sampled_from(table.columns))
+    using = ", ".join(f"{row[name]} as {name}" for name in keys)
+    on = " and ".join(f"t.{name} = s.{name}" for name in keys)
+    return [Statement(
+        f"merge into {table.sql} t using (select {using}) s on {on} "
+        f"when matched then update set {each.sql} = {draw(st.sampled_from(_values(each, rare)))} "
+        f"when not matched then insert ({', '.join(row)}) values ({', '.join(row.values())})"
+    )]  # fmt: skip
+
+
+def _leaf(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
+    """A change that names a partition and not its root."""
+    if not table.leaves:
+        return _update(draw, table, rare)
+    leaf = replace(table, name=draw(st.sampled_from(table.leaves)), leaves=())
+    return draw(st.sampled_from([_insert, _update, _delete, _move]))(draw, leaf, rare)
+
+
 def _caught(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
     """A subtransaction that fails after it has changed something, inside the server."""
     done = "; ".join(statement.sql for statement in _update(draw, table, rare))
@@ -392,11 +419,12 @@ def _caught(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
 
 _MAKERS: dict[str, Callable[[st.DrawFn, Table, bool], list[Statement]]] = {
     "insert": _insert, "update": _update, "touch": _touch, "move": _move, "swap": _swap, "delete": _delete,
-    "again": _again, "bulk": _bulk, "bulk delete": _bulk_delete, "copy": _copy, "caught": _caught,
+    "again": _again, "bulk": _bulk, "bulk delete": _bulk_delete, "copy": _copy, "caught": _caught, "merge": _merge,
+    "leaf": _leaf,
 }  # fmt: skip
 _OPERATIONS = [
     *["insert"] * 8, *["update"] * 4, *["touch"] * 3, *["move"] * 4, *["delete"] * 3, "swap", "again", "bulk",
-    "bulk delete", "copy", "caught",
+    "bulk delete", "copy", "caught", "merge", "leaf",
 ]  # fmt: skip
 _INSERTS = ["insert", "insert", "bulk", "copy"]
 
