@@ -20,7 +20,7 @@ import numpy as np
 
 from tests.fuzz.judge import Engine, Judge, interpret
 
-INPUT_BYTES_MAX = 4096
+INPUT_BYTES_MAX = 8192
 SECONDS_MAX = 60
 MEMORY_MB_MAX = 3072
 

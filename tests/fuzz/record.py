@@ -64,6 +64,8 @@ WORK = (
        '{"a": [1, null]}', '{"b": "\\u00e9"}', '10.0.0.1/8', '10101', '[1,5)', '{}', '{a,"b \\" c",NULL,"NULL","{}"}',
        '{"2026-01-02 03:04:05+00",infinity}', '{"\\\\x01","\\\\x"}', '{NaN,1e300,-0}', '{1.25,NULL}', '{t,f}',
        '{2026-01-02,-infinity}', 4294967295, '(1,2)'); insert into every values (2)""",
+    "insert into whole values (3, repeat('y', 2100), 1, null)",
+    "update whole set x = 2 where id = 3",
     "truncate plain, child, whole restart identity cascade",
     "begin; savepoint s; insert into plain values (9); rollback to s; insert into plain values (10); commit",
     "select pg_logical_emit_message(true, 'orders', 'inside'), pg_logical_emit_message(true, '', '')",

@@ -9,6 +9,7 @@ parts as at once, and no value that depends on its neighbours.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tailrace.capture.postgres import decode as decoding
 from tailrace.capture.postgres import snapshot, stream, values, wire
 from tailrace.capture.postgres.decode import Decoder
 from tailrace.capture.postgres.text import Text, check_text
@@ -42,6 +44,8 @@ Target = Callable[[bytes, Place], bytes]
 ROW_BYTES_MIN = 4
 """What the smallest row takes on the wire: a table's number in a truncate."""
 LAST = Lsn((1 << 64) - 1)
+ANYHOW = 192
+"""From here on the input's first byte asks for parts that no reader makes."""
 TEXTS = tuple(Text)
 AFTER = (0, 0, 0, 0, 1, 0x100, 0x1FF, 0x1000000, 1 << 63, (1 << 64) - 1)
 """Positions that a stream is read from, by the input's second byte."""
@@ -67,11 +71,26 @@ def decode(data: bytes, place: Place) -> bytes:
     seed, after, text = _head(data)
     messages = pieces(data[2:])
     once = outcome(lambda: _decoded(_whole(messages, after, place, text), data, text))
-    parts = outcome(lambda: _decoded(_in_parts(messages, after, place, text, seed), data, text))
+    if seed >= ANYHOW:
+        outcome(lambda: _decoded(_anyhow(messages, after, place, text, seed), data, text))
+        return once
+    with small_batches() if seed % 2 else contextlib.nullcontext():
+        parts = outcome(lambda: _decoded(_in_parts(messages, after, place, text, seed), data, text))
     # A transaction that ends elsewhere than its beginning said is judged by its end if it is whole, and refused
     # if it came in parts. That matters only where some are dropped.
     assert parts == once or not (_is_rows(parts) or (_is_rows(once) and not after.value)), (once, parts)
     return once
+
+
+@contextlib.contextmanager
+def small_batches() -> Iterator[None]:
+    """Batches are cut for their size, as they would be where there are millions of values."""
+    limits = decoding.BATCH_CELLS_MAX, decoding.BATCH_BYTES_MAX
+    decoding.BATCH_CELLS_MAX, decoding.BATCH_BYTES_MAX = 8, 128
+    try:
+        yield
+    finally:
+        decoding.BATCH_CELLS_MAX, decoding.BATCH_BYTES_MAX = limits
 
 
 def _head(data: bytes) -> tuple[int, Lsn, Text]:
@@ -105,6 +124,21 @@ def _in_parts(messages: list[bytes], after: Lsn, place: Place, text: Text, seed:
             yield decoder.decode(place(b), starts, len(part), after, LAST)
     if decoder.inside:
         yield from _whole([b"?"], after, place, text)  # its end never came: refused, as it is at once
+
+
+def _anyhow(messages: list[bytes], after: Lsn, place: Place, text: Text, seed: int) -> Iterator[Window]:
+    """In parts that no reader makes: cut anywhere, and what is called open need not be."""
+    decoder, rng = Decoder(describe, wanted=_wanted, text=text), random.Random(seed)
+    while messages:
+        cut = rng.randrange(1, len(messages) + 1)
+        b, starts = laid_out(messages[:cut])
+        if rng.random() < 0.6:
+            window = decoder.decode_part(place(b), starts, cut, after)
+            if window is not None:
+                yield window
+        else:
+            yield decoder.decode(place(b), starts, cut, after, max(after, Lsn(rng.choice(AFTER))))
+        messages = messages[cut:]
 
 
 def _decoded(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[bytes]:

@@ -177,6 +177,12 @@ def test_the_widest_table_and_its_smallest_rows_stay_within_the_limit(judge: Jud
     assert judge.outcome("read", bytes(2) + framed(sent)).startswith(b"rows ")
 
 
+def test_more_descriptions_than_there_is_room_for_at_first_are_all_heard(judge: Judge) -> None:
+    tables = [Sent(oid=n + 1, name="t", columns=(("id", INT4, -1),)) for n in range(1100)]
+    changes = [*(table.relation() for table in tables), tables[0].insert(1), tables[-1].insert(1)]
+    assert judge.outcome("decode", bytes(2) + framed(transaction(*changes))).startswith(b"rows ")
+
+
 # --- the judge itself --------------------------------------------------------------------------------------
 
 
