@@ -33,6 +33,8 @@ from tests.support.workload_tables import EXTENDED, EXTENSIONS, SECOND_SCHEMA, T
 ALL = (*TABLES, EXTENDED)
 PART_BYTES = (None, 200, 2_000, 20_000)
 """A transaction larger than this comes in parts. None: as in earnest, so never here."""
+WINDOW_BYTES = (None, 500, 5_000)
+"""A window closes at this size."""
 WORTHWHILE = {
     "insert", "update", "delete", "truncate", "unchanged", "before", "moved_from", "unfit", "commit", "rollback",
     "prepare", "settled", "parts", "lost windows", "windows", "message",
@@ -88,9 +90,15 @@ def test_our_log_and_the_servers_own_reading_agree_on_every_row_and_value(
 
     @seed(conftest.seed())
     @conftest.examples(30)
-    @given(script=scripts(ALL, ddl=True, rare=True, looks=True, messages=True), part=st.sampled_from(PART_BYTES))
-    def agree(script: Script, part: int | None) -> None:
+    @given(
+        script=scripts(ALL, ddl=True, rare=True, looks=True, messages=True),
+        part=st.sampled_from(PART_BYTES),
+        window=st.sampled_from(WINDOW_BYTES),
+    )
+    def agree(script: Script, part: int | None, window: int | None) -> None:
         with pytest.MonkeyPatch.context() as patch:
+            if window is not None:
+                patch.setattr(stream, "WINDOW_BYTES", window)
             if part is not None:
                 patch.setattr(stream, "BIG_BYTES", part)
                 patch.setattr(stream, "DRAIN_BYTES", max(part // 8, 64))

@@ -216,7 +216,8 @@ class Tables:
         root = self._root.get(name)
         if root is not None:
             return root, True
-        return self._by_name.get((name[0], name[1].removesuffix(RENAMED))), False
+        found = self._by_name.get((name[0], name[1].removesuffix(RENAMED)))
+        return found or self._by_name.get(("public", name[1])), False  # or it is away in another schema
 
 
 def expect(told: Sequence[ToldTransaction], tables: Sequence[Table]) -> list[Row]:

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 from hypothesis import strategies as st
 
-from tests.support.workload_tables import Column, Table, quoted
+from tests.support.workload_tables import SECOND_SCHEMA, Column, Table, quoted
 
 LOCK_MILLISECONDS = 30
 """Two transactions beside one another may want the same row; one of them is then refused."""
@@ -212,12 +212,25 @@ def _about(table: Table, statements: Sequence[Statement]) -> list[Statement]:
 def _shape_changes(draw: st.DrawFn, table: Table) -> list[Statement]:
     if not table.ddl:
         return [Statement(f"alter table {table.sql} alter column {table.columns[0].sql} drop default")]
-    if draw(st.integers(0, 5)) == 5 and table.schema == "public" and not table.leaves:
-        away, row = quoted(table.name + RENAMED), _selected(draw(_row(table, rare=False)))
-        texts = [f"{table.sql} rename to {away}", f"{away} rename to {table.sql}"]
-        back_and_forth = [Statement(f"alter table {text}") for text in texts]
-        return [back_and_forth[0], Statement(f"insert into {away} {row}"), back_and_forth[1]]
+    what = draw(st.integers(0, 11))
+    if what == 11:
+        return [Statement(f"drop table {table.sql} cascade")]
+    if what > 7 and table.schema == "public" and not table.leaves:
+        return _away_and_back(table, _selected(draw(_row(table, rare=False))), move=what == 10)
     return [Statement(f"alter table {table.sql} {draw(st.sampled_from(table.ddl))}")]
+
+
+def _away_and_back(table: Table, row: str, *, move: bool) -> list[Statement]:
+    """Another name, or another schema, for one row."""
+    if move:
+        schema = quoted(SECOND_SCHEMA)
+        there, away, back = f"set schema {schema}", f"{schema}.{table.sql}", "set schema public"
+        texts = [f"create schema if not exists {schema}"]
+    else:
+        away = quoted(table.name + RENAMED)
+        there, back, texts = f"rename to {away}", f"rename to {table.sql}", []
+    texts += [f"alter table {table.sql} {there}", f"insert into {away} {row}", f"alter table {away} {back}"]
+    return [Statement(text) for text in texts]
 
 
 @st.composite
@@ -286,7 +299,7 @@ def _insert(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
     elif how == "plain":
         found = " and ".join(f"u.{name} = {row[name]}" for name in keys)
         end = f" where not exists (select from {table.sql} u where {found})"
-    elif how == "upsert":
+    elif how == "upsert" and not table.inserts_only:
         name = draw(st.sampled_from(table.columns)).sql
         # `where true`: without it the parser takes ON for a join's.
         end = f" where true on conflict ({', '.join(keys)}) do update set {name} = excluded.{name}"
@@ -417,14 +430,23 @@ def _caught(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
     )]  # fmt: skip
 
 
+def _subtransactions(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
+    """More subtransactions than a session keeps at hand, every other one undone."""
+    change = "; ".join(statement.sql for statement in _touch(draw, table, rare))
+    return [Statement(
+        f"do $do$ begin for i in 1 .. 80 loop begin {change}; if i % 2 = 0 then perform 1 / 0; end if; "
+        "exception when division_by_zero then null; end; end loop; end $do$"
+    )]  # fmt: skip
+
+
 _MAKERS: dict[str, Callable[[st.DrawFn, Table, bool], list[Statement]]] = {
     "insert": _insert, "update": _update, "touch": _touch, "move": _move, "swap": _swap, "delete": _delete,
     "again": _again, "bulk": _bulk, "bulk delete": _bulk_delete, "copy": _copy, "caught": _caught, "merge": _merge,
-    "leaf": _leaf,
+    "leaf": _leaf, "subtransactions": _subtransactions,
 }  # fmt: skip
 _OPERATIONS = [
     *["insert"] * 8, *["update"] * 4, *["touch"] * 3, *["move"] * 4, *["delete"] * 3, "swap", "again", "bulk",
-    "bulk delete", "copy", "caught", "merge", "leaf",
+    "bulk delete", "copy", "caught", "merge", "leaf", "subtransactions",
 ]  # fmt: skip
 _INSERTS = ["insert", "insert", "bulk", "copy"]
 
