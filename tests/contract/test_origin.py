@@ -49,5 +49,5 @@ def test_an_older_server_that_cannot_is_refused_with_what_to_do(written: Postgre
     if written.connection.info.server_version >= 160000:
         pytest.skip("newer servers can")
     with pytest.raises(SourceNotReady, match="cannot leave out") as refused:
-        here_alone(written).open(written.begin)
+        PostgresCapture(replace(written.capture.settings, origins=False)).prepare(written.begin)
     assert "source.origin" in refused.value.hint

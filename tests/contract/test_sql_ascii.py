@@ -14,7 +14,7 @@ import pytest
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.errors import Unsupported, ValueUnfit
+from tailrace.errors import ProtocolViolation, Unsupported, ValueUnfit
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -151,8 +151,35 @@ def test_the_prefix_of_a_message_is_text_and_its_content_is_bytes(scene: Scene) 
     assert batch.data.schema.field("content").type == pa.binary()
 
 
-def test_a_name_that_is_no_text_is_refused_with_what_to_do(scene: Scene) -> None:
+def test_a_table_whose_name_is_no_text_is_left_out_and_named(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     scene.run(b'create table "caf\xe9" (id int primary key)')
-    with pytest.raises(Unsupported, match="not UTF-8") as refused:
-        scene.start()
+    scene.start()
+    assert [table.table for table in scene.capture(replaced=False).tables()] == [TABLE]
+    (warning,) = [record for record in caplog.records if "not UTF-8" in record.message]
+    assert vars(warning)["table"] == "public.caf\\xe9"
+    assert "Rename" in vars(warning)["hint"]
+
+
+def test_a_column_whose_name_is_no_text_is_refused_with_what_to_do(scene: Scene) -> None:
+    scene.start()
+    scene.run(b'alter table notes add "caf\xe9" int')
+    scene.run(b"insert into notes values (1)")
+    with pytest.raises(ProtocolViolation, match="not UTF-8") as refused:
+        scene.told(1, replaced=False)
     assert "Rename" in refused.value.hint
+    with pytest.raises(Unsupported, match="not UTF-8") as again:
+        scene.loaded(replaced=False)
+    assert "Rename" in again.value.hint
+
+
+def test_a_default_that_is_no_text_hinders_nothing(scene: Scene) -> None:
+    scene.run(b"insert into notes values (1, 'x')")
+    scene.run(b"alter table notes alter t set default 'caf\xe9', add x text default 'th\xe9'")
+    scene.start()
+    scene.run(b"insert into notes (id, t, x) values (2, 'y', 'z')")
+    (batch,) = scene.told(1, replaced=False)
+    assert batch.schema.facts is not None
+    assert [column.fill for column in batch.schema.facts.columns] == [None, None, None, "th\\xe9"]
+    assert batch.schema.facts.columns[1].default == "'caf\\xe9'::text"

@@ -7,7 +7,7 @@ which of them it has announced in its `schema` stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from tailrace import failpoints
 from tailrace.changelog import files, records
 from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
 from tailrace.model.evolution import evolve, same_version
+from tailrace.model.facts import Facts
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
 
 FORMAT = 1
 _RECORDED_MAX = 10_000
+_PLACE = ("format", "table", "version", "ordinal")
+"""What a file says of where the version stands; the rest is its definition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class Version:
     """Of a stored change, with every optional column."""
     ordinal: int = 0
     """Counts the versions of all tables, in the order they came; 0 for a system stream."""
+    definition: dict[str, Any] = field(compare=False, repr=False)
+    """As it is stored: the shape, and what became of the table since the version before."""
     _stored: dict[tuple[str, ...], pa.Schema] = field(default_factory=dict, compare=False, repr=False)
 
     def stored(self, without: tuple[str, ...]) -> pa.Schema:
@@ -53,6 +58,7 @@ class Schemas:
         self._tables: dict[int, int] = {}  # relation -> table
         self._latest: dict[int, Version] = {}
         self._recorded: dict[int, tuple[TableSchema, Version]] = {}  # by the shape's id()
+        self._facts: dict[int, Facts] = {}  # table -> what was told last of its latest version
         self._ordinal = 0
 
     def load(self) -> None:
@@ -144,7 +150,10 @@ class Schemas:
     def _record(self, schema: TableSchema) -> Version:
         table = self._tables.get(schema.relation)
         latest = self._latest.get(table) if table is not None else None
-        if latest is not None and same_version(latest.schema, schema):
+        before = replace(latest.schema, facts=self._facts.get(latest.table, latest.schema.facts)) if latest else None
+        if latest is not None and before is not None and same_version(before, schema):
+            if schema.facts is not None:
+                self._facts[latest.table] = schema.facts  # a TRUNCATE of today is not blamed on an ALTER of tomorrow
             return latest
         if table is None:
             table = SCHEMA_NUMBER if schema == SCHEMA_STREAM else max(self._latest, default=0) + 1
@@ -154,9 +163,10 @@ class Schemas:
             schema=schema,
             arrow=schema.change_schema(),
             ordinal=0 if is_system(schema) else self._ordinal + 1,
+            definition=schema.to_json() | (evolve(before, schema).to_json() if before else {"changes": []}),
         )
         stored = {"format": FORMAT, "table": table, "version": version.version, "ordinal": version.ordinal}
-        stored |= _definition(latest, schema)
+        stored |= version.definition
         path = self._path(table, version.version)
         with files.explained(path):
             files.make_folder(path.parent)
@@ -165,10 +175,6 @@ class Schemas:
         self._keep(version)
         return version
 
-    def definition(self, version: Version) -> dict[str, Any]:
-        """The shape, and what became of the table since the version before."""
-        return _definition(self._versions.get((version.table, version.version - 1)), version.schema)
-
     def _keep(self, version: Version) -> None:
         self._versions[version.table, version.version] = version
         self._ordinal = max(self._ordinal, version.ordinal)
@@ -176,6 +182,7 @@ class Schemas:
         known = self._latest.get(version.table)
         if known is None or known.version < version.version:
             self._latest[version.table] = version
+            self._facts.pop(version.table, None)
 
     def _path(self, table: int, version: int) -> Path:
         return self._folder / str(table) / f"{version}.json"
@@ -189,6 +196,7 @@ class Schemas:
             return Version(
                 table=stored["table"], version=stored["version"], schema=schema, arrow=schema.change_schema(),
                 ordinal=stored.get("ordinal", 0),
+                definition={name: stored[name] for name in stored if name not in _PLACE},
             )  # fmt: skip
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise LogCorrupt(
@@ -197,6 +205,3 @@ class Schemas:
                 hint="Restore the file from a copy of the log, or start a new log.",
             ) from error
 
-
-def _definition(before: Version | None, schema: TableSchema) -> dict[str, Any]:
-    return schema.to_json() | (evolve(before.schema, schema).to_json() if before else {"changes": []})

@@ -284,7 +284,7 @@ def _announcements(
         position = row.column(change.POSITION)[0].as_py() if change.POSITION in row.schema.names else None
         found.append(system.Announcement(
             table=version.table, version=version.version, shape=version.schema,
-            definition=schemas.definition(version), position=position,
+            definition=version.definition, position=position,
             seq=row.column(change.SEQ)[0].as_py(), tx=row.column(change.TX)[0].as_py(),
             tx_index=row.column(change.TX_INDEX)[0].as_py(), committed_at=row.column(change.COMMITTED_AT)[0].value,
         ))  # fmt: skip

@@ -131,7 +131,7 @@ def _changed(version: LogVersion) -> Iterator[str]:
     if version.version == 1:
         key = ", ".join(definition["key"])
         yield human_count(len(definition["columns"]), "column") + (f", key {key}" if key else ", no key")
-    for change in definition["changes"]:
+    for change in definition.get("changes", ()):
         yield _CHANGES[change["kind"]](change)
     if definition.get("rewritten") is True:
         yield "all rows written anew"

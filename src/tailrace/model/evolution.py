@@ -41,7 +41,10 @@ class Kind(enum.Enum):
 
 
 class AtRest(enum.Enum):
-    """What rows that were there already have in a column that was added."""
+    """What rows that were there already have in a column that was added.
+
+    One that was there all along and is only published now had values that nobody was told: unknown.
+    """
 
     NULL = "null"
     CONSTANT = "constant"
@@ -88,6 +91,9 @@ class Evolution:
 def evolve(old: TableSchema, new: TableSchema) -> Evolution:
     """What became of the table from one version to the next."""
     rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
+    if old.columns == new.columns and old.facts and new.facts and old.facts.numbers != new.facts.numbers:
+        # A column gave way to another of its name and type. Rows that come now may still be of the one before.
+        rewritten = None
     changes = [*_of_table(old, new), *_of_columns(old, new, rewritten)]
     if old.facts and new.facts:
         changes += _of_partitions(old.facts, new.facts, rewritten=bool(rewritten))
@@ -133,13 +139,14 @@ def _of_columns(old: TableSchema, new: TableSchema, rewritten: bool | None) -> I
             yield Change(kind=Kind.DROP, column=column.name, was=column.source_type)
     for place, (number, column) in enumerate(zip(after, new.columns, strict=True)):
         if number not in mine:
-            yield _added(new.facts, place, column, rewritten)
+            is_new = bool(old.facts and new.facts and new.facts.columns[place].number > old.facts.made)
+            yield _added(new.facts, place, column, rewritten if is_new else None)
         else:
             yield from _of_column(old, new, mine[number], place)
 
 
 def _added(facts: Facts | None, place: int, column: Column, rewritten: bool | None) -> Change:
-    fill = facts.columns[place].fill if facts else None
+    fill = facts.columns[place].fill if facts and rewritten is not None else None
     if fill is not None:
         at_rest = AtRest.CONSTANT
     else:

@@ -47,6 +47,8 @@ class Facts:
     columns: tuple[ColumnFacts, ...]
     """In the order of the shape's columns."""
     storage: tuple[Storage, ...]
+    made: int
+    """How many columns the table has ever had, published or not: the next one gets a greater number."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -58,6 +60,7 @@ class Facts:
                 [column.number, column.nullable, column.default, column.fill, column.stamp] for column in self.columns
             ],
             "storage": [[item.relation, item.name, item.file, item.attached] for item in self.storage],
+            "made": self.made,
         }
 
     @classmethod
@@ -71,4 +74,5 @@ class Facts:
                 Storage(relation=relation, name=name, file=file, attached=attached)
                 for relation, name, file, attached in stored["storage"]
             ),
+            made=stored["made"],
         )

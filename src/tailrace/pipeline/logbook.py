@@ -178,7 +178,7 @@ def versions(path: Path) -> list[LogVersion]:
             number=version.table, schema=table.schema, table=table.name, version=version.version,
             position=row[change.POSITION] if row else None,
             committed_at=_time(row[change.COMMITTED_AT].timestamp() * 1e6) if row else None,
-            definition=log.schemas.definition(version),
+            definition=version.definition,
         ))  # fmt: skip
     return found
 

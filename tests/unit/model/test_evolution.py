@@ -26,11 +26,12 @@ def own(file: int | None = 7) -> Storage:
 
 
 def table(
-    *columns: Column, facts: tuple[ColumnFacts, ...] | None = None, storage: tuple[Storage, ...] = (own(),)
-) -> TableSchema:
+    *columns: Column, facts: tuple[ColumnFacts, ...] | None = None, storage: tuple[Storage, ...] = (own(),),
+    made: int = 0,
+) -> TableSchema:  # fmt: skip
     return TableSchema(
         table=TableId("public", "items"), relation=9, columns=columns, key=("id",), identity=Identity.KEY,
-        facts=Facts(columns=facts, storage=storage) if facts is not None else None,
+        facts=Facts(columns=facts, storage=storage, made=made or len(columns)) if facts is not None else None,
     )  # fmt: skip
 
 
@@ -82,6 +83,20 @@ def test_where_facts_are_missing_nothing_is_concluded(old: TableSchema, new: Tab
     found = evolve(old, new)
     assert found.rewritten is None
     assert [change.at_rest for change in found.changes] == [AtRest.UNKNOWN]
+
+
+def test_a_column_that_is_only_published_now_had_values_nobody_was_told() -> None:
+    old = table(ID, facts=(fact(1),), made=2)
+    (change,) = evolve(old, table(ID, A, facts=(fact(1), fact(2, fill="5")))).changes
+    assert (change.kind, change.at_rest, change.value) == (Kind.ADD, AtRest.UNKNOWN, None)
+
+
+def test_a_column_in_the_place_of_another_of_its_name_and_type_leaves_everything_unknown() -> None:
+    found = evolve(TWO, table(ID, A, facts=(fact(1), fact(3, fill="5")), made=3))
+    assert found.rewritten is None
+    assert [(change.kind, change.at_rest) for change in found.changes] == [
+        (Kind.DROP, None), (Kind.ADD, AtRest.UNKNOWN),
+    ]  # fmt: skip
 
 
 def test_new_storage_alone_is_no_rewrite() -> None:

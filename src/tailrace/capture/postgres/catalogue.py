@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psycopg
 
 from tailrace.capture.postgres.connect import explain
-from tailrace.capture.postgres.facts import SENT, TREE, Announced, read_facts
+from tailrace.capture.postgres.facts import AS_BYTES, SENT, TREE, Announced, read_facts
 from tailrace.capture.postgres.types import arrow_type, is_known
 from tailrace.errors import ProtocolViolation, SourceError, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
@@ -40,8 +40,8 @@ _USABLE = f"""not exists (
          select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({_KEY_OF_INDEX}) and not {SENT}))))"""
 
 _TABLES = f"""
-select c.oid::int8, n.nspname, c.relname, c.relpersistence = 'p', c.relreplident::text,
-       c.reltuples::float8::int8, {_USABLE.format(table="c.oid")},
+select c.oid::int8, {AS_BYTES.format(text="n.nspname::text")}, {AS_BYTES.format(text="c.relname::text")},
+       c.relpersistence = 'p', c.relreplident::text, c.reltuples::float8::int8, {_USABLE.format(table="c.oid")},
        array(select a.relid::oid::int8 from pg_partition_ancestors(c.oid) a(relid) where a.relid <> c.oid)
 from pg_class c join pg_namespace n on n.oid = c.relnamespace
 where c.relkind in ('r', 'p') and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
@@ -84,9 +84,10 @@ left join pg_type e on e.oid = t.typelem and t.typcategory = 'A'
 where t.typtype is distinct from 'd' order by n
 """
 
-# The last column says whether the key is sent whole: a message flags what is left of it.
+# Besides: what kind of table it is, if it is still there, and whether its key is sent whole.
 _USABLE_OF = f"""
-select t.oid::int8, {_USABLE.format(table="t.oid")}, not exists (
+select t.oid::int8, (select relkind::text from pg_class where oid = t.oid), {_USABLE.format(table="t.oid")},
+not exists (
   select from pg_class c join pg_index i on i.indrelid = c.oid
   join pg_attribute a on a.attrelid = c.oid and a.attnum = any({_KEY_OF_INDEX})
   where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end and not {SENT})
@@ -103,7 +104,7 @@ NAME_MAX = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
+class Told:
     """What is known of a table before the catalogue is asked for its types."""
 
     table: TableId
@@ -112,6 +113,21 @@ class _Told:
     columns: Announced
     flagged: tuple[str, ...] = ()
     """The key, where a message says it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """What the catalogue says of a table's identity, whenever its rows were written."""
+
+    kind: str | None
+    """`p` for a partitioned table; None: it is not there any more."""
+    usable: bool
+    """Whether updates and deletes can be told."""
+    key_is_sent: bool
+    """Whether every column of the key can be sent."""
+    primary: tuple[str, ...]
+    replica: tuple[str, ...]
+    """The columns of the primary key, and of the index that the replica identity uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +153,12 @@ class Catalogue:
         found = []
         for row in self._rows(_TABLES):
             oid, schema, name, logged, replica, estimate, usable, ancestors = row
+            if (table := table_id(schema, name)) is None:
+                continue
             found.append(
                 SourceTable(
                     oid=oid,
-                    table=TableId(schema, name),
+                    table=table,
                     logged=logged,
                     rows_estimated=max(0, estimate),
                     identity=_identity(replica, usable),
@@ -169,7 +187,7 @@ class Catalogue:
         columns = self._rows(_COLUMNS, (oid,))
         published = self._published(table, publications, {name for name, _, _ in columns})
         columns = [column for column in columns if column[0] in published]
-        told = _Told(table=table, oid=oid, replica=replica, columns=columns)
+        told = Told(table=table, oid=oid, replica=replica, columns=columns)
         return self._shapes([told], publications, {})[0]
 
     def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
@@ -210,7 +228,7 @@ class Catalogue:
         """
         told = [
             # Under REPLICA IDENTITY FULL every column is flagged.
-            _Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ())
+            Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ())
             for oid, table, replica, columns, flagged in map(parse_relation, messages)
         ]
         with self._one_view():
@@ -226,14 +244,18 @@ class Catalogue:
             raise explain(error) from error
 
     def _shapes(
-        self, told: Sequence[_Told], publications: Sequence[str], known: Mapping[int, TableSchema]
+        self, told: Sequence[Told], publications: Sequence[str], known: Mapping[int, TableSchema]
     ) -> list[TableSchema]:
         oids, columns = [item.oid for item in told], [column for item in told for column in item.columns]
         types = iter(self._rows(_TYPES, ([kind for _, kind, _ in columns], [modifier for _, _, modifier in columns])))
-        usable = {oid: answers for oid, *answers in self._rows(_USABLE_OF, (oids,))}
         keys: dict[tuple[int, str], tuple[str, ...]] = {}
         for oid, primary, replica, names in self._rows(_INDEX_KEYS, (oids,)):
             keys.update({(oid, kind): tuple(names) for kind, is_one in (("p", primary), ("i", replica)) if is_one})
+        now = {
+            oid: Now(kind=kind, usable=usable, key_is_sent=sent, primary=keys.get((oid, "p"), ()),
+                      replica=keys.get((oid, "i"), ()))
+            for oid, kind, usable, sent in self._rows(_USABLE_OF, (oids,))
+        }  # fmt: skip
         facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
         shapes = []
         for item, fact in zip(told, facts, strict=True):
@@ -241,19 +263,15 @@ class Catalogue:
             for (name, _, _), (source_type, base, modifier, kind) in zip(
                 item.columns, itertools.islice(types, len(item.columns)), strict=True
             ):
-                if not is_known(base, kind):
+                if not is_known(base, kind) and source_type != _NO_TYPE:
                     _note_once(source_type)
                 found.append(
                     Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier))
                 )
-            identity, key_is_sent = _identity(item.replica, usable[item.oid][0]), usable[item.oid][1]
-            whole = keys.get((item.oid, "i" if item.replica == "i" else "p"), ())
-            # Of a key that a column list leaves a part of out, only the rest is flagged, and that is no key.
-            key = item.flagged if item.flagged and not (fact and set(item.flagged) < set(whole)) else whole
-            if fact is None and item.oid in known:
-                identity, key, found = _as_known(known[item.oid], item, identity, key, found)
-            if not key_is_sent or not {column.name for column in found}.issuperset(key):
-                key = ()
+            before = known.get(item.oid) if fact is None else None
+            if before is not None:
+                found = [_as_before(column, before) for column in found]
+            key, identity = key_and_identity(item, now[item.oid], before)
             shapes.append(TableSchema(
                 table=item.table, relation=item.oid, columns=tuple(found), key=key, identity=identity, facts=fact,
             ))  # fmt: skip
@@ -266,23 +284,56 @@ class Catalogue:
             raise explain(error) from error
 
 
+def table_id(schema: bytes, name: bytes) -> TableId | None:
+    """The table's name; None, and said once, if it is no text: then the settings cannot name it either."""
+    try:
+        return TableId(schema.decode(), name.decode())
+    except UnicodeDecodeError:
+        _warn_once((schema + b"." + name).decode(errors="backslashreplace"))
+        return None
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    log.warning(
+        "a table whose name is not UTF-8 cannot be captured",
+        extra={"table": name, "hint": "Rename it at the source: a SQL_ASCII database does not check names."},
+    )
+
+
 @functools.cache
 def _note_once(source_type: str) -> None:
     log.info("a type of an extension arrives as text", extra={"type": source_type})
 
 
-def _as_known(
-    known: TableSchema, told: _Told, identity: Identity, key: tuple[str, ...], columns: list[Column]
-) -> tuple[Identity, tuple[str, ...], list[Column]]:
-    """The same, with what only the catalogue could have said as it was before."""
-    before = {column.name: column for column in known.columns}
-    columns = [
-        before.get(column.name, column) if column.source_type == _NO_TYPE else column for column in columns
-    ]
-    same = [column.name for column in columns] == known.names
-    if same and (identity is Identity.FULL) == (known.identity is Identity.FULL):
-        identity = known.identity
-    return identity, told.flagged or (known.key if same else key), columns
+def _as_before(column: Column, before: TableSchema) -> Column:
+    """The column as it was known, where its type is not there any more."""
+    known = {column.name: column for column in before.columns}
+    return known.get(column.name, column) if column.source_type == _NO_TYPE else column
+
+
+def key_and_identity(told: Told, now: Now, before: TableSchema | None) -> tuple[tuple[str, ...], Identity]:
+    """What a table's rows are known by, and what is told of old ones.
+
+    A message is right about its rows, but it does not say everything. The rest is the catalogue's, or what was known
+    `before` where the catalogue does not show the message's columns any more.
+    """
+    names = [name for name, _, _ in told.columns]
+    whole = now.replica if told.replica == "i" else now.primary
+    # Of a key that a column list leaves a part of out, only the rest is flagged, and that is no key.
+    cut = set(told.flagged) < set(whole) and not set(whole).issubset(names)
+    if told.flagged and not cut:
+        key, proven = told.flagged, now.kind != "p"
+    else:
+        key, proven = (whole if now.key_is_sent and not cut else ()), False
+    identity = Identity.KEY if proven else _identity(told.replica, now.usable)
+    if before is not None and not told.flagged:
+        same = names == before.names
+        if same or (now.kind is None and set(before.key).issubset(names)):
+            key = before.key
+        if same and (identity is Identity.FULL) == (before.identity is Identity.FULL):
+            identity = before.identity
+    return key if set(key).issubset(names) else (), identity
 
 
 def _identity(replica: str, usable: bool) -> Identity:
@@ -312,6 +363,10 @@ def parse_relation(message: bytes) -> tuple[int, TableId, str, list[tuple[str, i
         # An empty schema name stands for pg_catalog.
         return oid, TableId(schema.decode() or "pg_catalog", name.decode()), replica, columns, tuple(flagged)
     except (struct.error, ValueError, IndexError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise ProtocolViolation(
+                "the name of a table or column is not UTF-8", hint="Rename it at the source."
+            ) from error
         raise ProtocolViolation(
             "a relation message cannot be read", hint="Report it with the server's version."
         ) from error

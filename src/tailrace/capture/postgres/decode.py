@@ -34,7 +34,6 @@ from tailrace.errors import ProtocolViolation
 from tailrace.kernels import kernel
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
-from tailrace.model.evolution import same_version
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.model.system import MESSAGE_STREAM
@@ -441,7 +440,7 @@ class Decoder:
         messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special[relations]]
         for k, schema in zip(relations, self._describe(messages) if messages else (), strict=True):
             known = self._slot_of_oid.get(schema.relation)
-            if known is None or not same_version(self._shapes[known].schema, schema):
+            if known is None or not _as_known(self._shapes[known].schema, schema):
                 known = len(self._shapes)
                 self._shapes.append(Shape(schema, self._kinds))
             self._slot_of_oid[schema.relation] = known
@@ -485,6 +484,11 @@ class Decoder:
             cuts = np.append(begins[low:high], end)
             shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
             yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
+
+
+def _as_known(known: TableSchema, schema: TableSchema) -> bool:
+    """Whether nothing was told that was not known."""
+    return known == schema and (schema.facts is None or known.facts == schema.facts)
 
 
 def _layout(shapes: Sequence[Shape]) -> tuple[Ints, Bytes]:

@@ -26,15 +26,21 @@ TREE = """(
   select oid from tree)"""
 """A table and all partitions below it. The server's own `pg_partition_tree` locks each of them."""
 
+AS_BYTES = "convert_to({text}, case getdatabaseencoding() when 'SQL_ASCII' then 'SQL_ASCII' else 'UTF8' end)"
+"""UTF-8, or whatever a database without an encoding has: asked for text, it would refuse the whole answer."""
+
 # A partitioned table has no rows, so what older rows were filled with is known to its partitions. The text of an
 # array of one element holds that element's text, quoted where the delimiter is a comma. An expression is printed
 # without its table, which would be locked for it; that of a generated column cannot be.
+_DEFAULT = """case
+  when a.attidentity <> '' then 'generated as identity' when a.attgenerated <> '' then 'generated'
+  else pg_get_expr(d.adbin, 0) end"""
+_FILL = """case
+  when t.typdelim = ',' then (f.attmissingval::text::text[])[1]
+  else substr(f.attmissingval::text, 2, length(f.attmissingval::text) - 2) end"""
 _COLUMNS = f"""
 select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.attnum, not a.attnotnull,
-       case when a.attidentity <> '' then 'generated as identity' when a.attgenerated <> '' then 'generated'
-            else pg_get_expr(d.adbin, 0) end,
-       case when t.typdelim = ',' then (f.attmissingval::text::text[])[1]
-            else substr(f.attmissingval::text, 2, length(f.attmissingval::text) - 2) end,
+       {AS_BYTES.format(text=_DEFAULT)}, {AS_BYTES.format(text=_FILL)},
        a.xmin::text::int8
 from pg_attribute a
 left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
@@ -52,17 +58,22 @@ select r.prrelid::int8, r.prattrs::int2[] from pg_publication_rel r join pg_publ
 where p.pubname = any(%s) and r.prrelid = any(%s::oid[]) and r.prattrs is not null
 """
 
-# A table that was made as a partition has a row type as old as its place in the tree.
+# ATTACH writes every column of the partition again, after its place in the tree; where it is made as one, that is
+# before. If the columns were written again since, a row type that is older than the place tells most of it.
 _STORAGE = f"""
-select t.oid::int8, c.oid::int8, n.nspname || '.' || c.relname, pg_relation_filenode(c.oid)::int8,
-       coalesce(c.oid <> t.oid and i.xmin <> y.xmin, false)
+select t.oid::int8, r.relnatts, c.oid::int8, n.nspname || '.' || c.relname, pg_relation_filenode(c.oid)::int8,
+       c.oid <> t.oid and coalesce(
+         (select bool_or(a.cmin::text::int8 >= i.cmin::text::int8) from pg_attribute a
+          where a.attrelid = c.oid and a.attnum > 0 and a.xmin = i.xmin),
+         i.xmin <> y.xmin, false)
 from unnest(%s::oid[]) t(oid)
+join pg_class r on r.oid = t.oid
 cross join lateral {TREE.format(table="t.oid")} m
 join pg_class c on c.oid = m.oid
 join pg_namespace n on n.oid = c.relnamespace
 left join pg_type y on y.oid = c.reltype
 left join pg_inherits i on i.inhrelid = c.oid
-order by 1, 2
+order by 1, 3
 """
 
 
@@ -75,13 +86,18 @@ def read_facts(
     shown: dict[int, list[_Shown]] = {}
     for oid, name, kind, modifier, generated, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
         if oid not in lists or number in lists[oid]:
-            fact = ColumnFacts(number=number, nullable=nullable, default=default, fill=fill, stamp=stamp)
+            fact = ColumnFacts(
+                number=number, nullable=nullable, default=_text(default), fill=_text(fill), stamp=stamp
+            )
             shown.setdefault(oid, []).append(_Shown((name, kind, modifier), generated, fact))
     storage: dict[int, list[Storage]] = {}
-    for oid, relation, name, file, attached in ask(_STORAGE, (oids,)):
+    made: dict[int, int] = {}
+    for oid, columns_made, relation, name, file, attached in ask(_STORAGE, (oids,)):
+        made[oid] = columns_made
         storage.setdefault(oid, []).append(Storage(relation=relation, name=name, file=file, attached=attached))
     return [
-        _matched(told, shown.get(oid, []), storage[oid]) if oid in storage else None for oid, told in announced
+        _matched(told, shown.get(oid, []), storage[oid], made[oid]) if oid in storage else None
+        for oid, told in announced
     ]
 
 
@@ -93,9 +109,13 @@ class _Shown(NamedTuple):
     fact: ColumnFacts
 
 
-def _matched(told: Announced, shown: list[_Shown], storage: list[Storage]) -> Facts | None:
+def _text(sent: bytes | None) -> str | None:
+    return None if sent is None else sent.decode(errors="backslashreplace")
+
+
+def _matched(told: Announced, shown: list[_Shown], storage: list[Storage], made: int) -> Facts | None:
     # Whether a generated column is published is for the message to say.
     same = [column for column in shown if not column.generated or column.told in told]
     if [column.told for column in same] != list(told):
         return None
-    return Facts(columns=tuple(column.fact for column in same), storage=tuple(storage))
+    return Facts(columns=tuple(column.fact for column in same), storage=tuple(storage), made=made)

@@ -16,8 +16,9 @@ from psycopg import sql
 
 from tailrace.capture.base import Lag, SourceId
 from tailrace.capture.postgres import history
-from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
+from tailrace.capture.postgres.catalogue import Catalogue, SourceTable, table_id
 from tailrace.capture.postgres.connect import command, connect_replication, explain
+from tailrace.capture.postgres.facts import AS_BYTES, TREE
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.errors import NEW_LOG_HINT, ConfigError, PositionLost, SlotBusy, SourceNotReady, SourceRefused
 from tailrace.model.position import Lsn
@@ -27,9 +28,34 @@ log = logging.getLogger(__name__)
 
 SLOT_WAIT_SECONDS_MAX = 30.0
 VERSION_MIN = 150000
+ORIGIN_VERSION_MIN = 160000
 GENERATED_VERSION_MIN = 180000
 """From here on a publication can publish generated columns: the stored ones."""
 _PAUSE_SECONDS = 0.2
+
+
+# What `pg_publication_tables` says, without the locks that it takes on every table from 16 on. A publication that
+# publishes through roots lists a partition only if none above it is in it; any other lists the leaves.
+_PUBLISHED = f"""
+with member as (
+  select p.pubname, p.pubviaroot, c.oid from pg_publication p join pg_class c on c.relkind in ('r', 'p')
+  join pg_namespace n on n.oid = c.relnamespace
+  where p.pubname = any(%s) and (
+    p.puballtables and n.nspname !~ '^pg_' and n.nspname <> 'information_schema'
+    or exists (select from pg_publication_rel r where r.prpubid = p.oid and r.prrelid = c.oid)
+    or exists (select from pg_publication_namespace s where s.pnpubid = p.oid and s.pnnspid = c.relnamespace))
+), sent as (
+  select pubname, oid from member m where pubviaroot and not exists (
+    select from pg_partition_ancestors(m.oid) a(oid) join member above on above.oid = a.oid
+    where above.pubname = m.pubname and a.oid <> m.oid)
+  union
+  select m.pubname, t.oid from member m cross join lateral {TREE.format(table="m.oid")} t
+  where not m.pubviaroot and (select relkind from pg_class where oid = t.oid) <> 'p'
+)
+select {AS_BYTES.format(text="n.nspname::text")}, {AS_BYTES.format(text="c.relname::text")}, sent.pubname
+from sent join pg_class c on c.oid = sent.oid
+join pg_namespace n on n.oid = c.relnamespace where c.relpersistence = 'p'
+"""
 
 
 def check_server(connection: psycopg.Connection) -> None:
@@ -54,6 +80,18 @@ def check_server(connection: psycopg.Connection) -> None:
             "the role may not replicate",
             role=connection.info.user,
             hint=f'Run `ALTER ROLE "{connection.info.user}" REPLICATION;` as a superuser.',
+        )
+
+
+def check_origin(connection: psycopg.Connection, settings: PostgresSettings) -> None:
+    """Refuse a server that cannot leave out what was replicated to it, if that is wanted."""
+    version = connection.info.server_version
+    if not settings.origins and version < ORIGIN_VERSION_MIN:
+        raise SourceNotReady(
+            "the server cannot leave out what was replicated to it",
+            version=version // 10000,
+            needed=ORIGIN_VERSION_MIN // 10000,
+            hint="Upgrade it, or remove `source.origin`.",
         )
 
 
@@ -193,7 +231,7 @@ def ensure_publications(connection: psycopg.Connection, settings: PostgresSettin
     # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
     _reconcile(connection, settings.publication, told, "insert, update, delete, truncate")
     _reconcile(connection, settings.publication_inserts, silent, "insert, truncate")
-    return tables
+    return [*told, *silent]
 
 
 def _explain_partitions(
@@ -242,11 +280,11 @@ def _identity_unsent(
 
 def published(connection: psycopg.Connection, settings: PostgresSettings) -> dict[TableId, set[str]]:
     """Which of our publications hold each table now."""
-    query = "select schemaname, tablename, pubname from pg_publication_tables where pubname = any(%s)"
     found: dict[TableId, set[str]] = {}
     try:
-        for schema, table, publication in connection.execute(query, (list(settings.publications),)):
-            found.setdefault(TableId(schema, table), set()).add(publication)
+        for schema, table, publication in connection.execute(_PUBLISHED, (list(settings.publications),)):
+            if (known := table_id(schema, table)) is not None:
+                found.setdefault(known, set()).add(publication)
     except psycopg.Error as error:
         raise explain(error) from error
     return found

@@ -14,6 +14,7 @@ import select
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -145,7 +146,7 @@ class SnapshotReader:
             # Read again to say where the row is: asking for its place from the start would cost every load.
             placed = replace(schema, columns=(_CTID, *schema.columns))
             again = SnapshotReader(self._url, self._name, self._publications, self._invalid_text_replaced)
-            with again:
+            with suppress(SourceError), again:
                 for _ in again._copied(placed):
                     pass
             raise

@@ -49,6 +49,7 @@ class PostgresCapture:
         if position is not None and origin is not None:
             preflight.check_history(self.settings.url, origin, position)
         with connect(self.settings.url) as connection:
+            preflight.check_origin(connection, self.settings)
             if not preflight.ensure_publications(connection, self.settings):
                 raise ConfigError(
                     "no table at the source matches the settings",

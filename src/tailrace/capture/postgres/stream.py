@@ -28,7 +28,7 @@ from tailrace.capture.postgres.decode import EPOCH_2000, Decoder, Describe
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.text import text_of
 from tailrace.capture.postgres.values import Bytes, Ints
-from tailrace.errors import SourceError, SourceNotReady, SourceUnreachable, TailraceError
+from tailrace.errors import SourceError, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
 
@@ -59,7 +59,6 @@ STATUS_SECONDS = 0.1
 """Confirmations are sent at most this often,"""
 STATUS_SECONDS_MAX = 10.0
 """and at least this often, or three times in the server's time-out."""
-_ORIGIN_VERSION_MIN = 160000
 
 
 class _Buffer:
@@ -158,13 +157,6 @@ class PostgresStream:
         names = ",".join(f'"{name}"' for name in settings.publications)
         options = f"proto_version '1', publication_names '{names}', messages '{settings.messages is not None}'"
         if not settings.origins:
-            if self._connection.server_version < _ORIGIN_VERSION_MIN:
-                raise SourceNotReady(
-                    "the server cannot leave out what was replicated to it",
-                    version=self._connection.server_version // 10000,
-                    needed=_ORIGIN_VERSION_MIN // 10000,
-                    hint="Upgrade it, or remove `source.origin`.",
-                )
             options += ", origin 'none'"
         command(self._connection, f'START_REPLICATION SLOT "{settings.slot}" LOGICAL {after} ({options})')
 
