@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from tailrace.demo.server import EmbeddedPostgres
 
 GONE_SECONDS_MAX = 10.0
-_LOADS = "select from pg_replication_slots where database = %s and temporary"
+_IN_USE = "select from pg_replication_slots where database = %s and (temporary or active)"
 _DROP_SLOTS = "select pg_drop_replication_slot(slot_name) from pg_replication_slots where database = %s"
 
 
@@ -21,9 +21,9 @@ def database(server: EmbeddedPostgres, name: str, options: str = "") -> Iterator
         try:
             yield name
         finally:
-            # A load's slot goes with its session, which the server ends in its own time.
+            # A session that is closed at our end is ended by the server in its own time.
             deadline = time.monotonic() + GONE_SECONDS_MAX
-            while admin.execute(_LOADS, (name,)).fetchone() is not None and time.monotonic() < deadline:
+            while admin.execute(_IN_USE, (name,)).fetchone() is not None and time.monotonic() < deadline:
                 time.sleep(0.02)
             admin.execute(_DROP_SLOTS, (name,))
             admin.execute(f"drop database {name} with (force)")

@@ -26,7 +26,7 @@ class Text(enum.Enum):
     REFUSED = enum.auto()
     """One that is not does not fit its column."""
     REPLACED = enum.auto()
-    """In one that is not, `�` stands for each byte that cannot be read."""
+    """In one that is not, `�` stands for what cannot be read."""
 
 
 def text_of(connection: PGconn, *, replaced: bool) -> Text:

@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_UTC, {"timestamptz": (1184, 1185)}, "as for `timestamp`"),
     _text("exact text; `24:00:00` stays", "time 1083 1183 timetz 1266 1270"),
     _text("as `1 year 2 mons -3 days 04:05:06.7`", "interval 1186 1187"),
-    _text("as `-$1,234.56`, whatever the server's locale", "money 790 791"),
+    _text("as in the locale `C`, with two decimals: `-$1,234.56`", "money 790 791"),
     _text("the digits", "bit(n) 1560 1561 varbit(n) 1562 1563"),
     _text("in lower case", "uuid 2950 2951"),
     _text("as it was written", "json 114 199"),
