@@ -475,7 +475,8 @@ class Decoder:
         # Where a batch of its own begins for its size: pieces of the cells found so far, and of the bytes.
         piece = np.cumsum(self._layout[0][_COLUMNS][slots]) // BATCH_CELLS_MAX
         if b.size > BATCH_BYTES_MAX:
-            piece = piece + np.maximum(rows.new, rows.old)[order] // BATCH_BYTES_MAX
+            # A truncate lies nowhere: -1 in both.
+            piece = piece + np.maximum(0, np.maximum(rows.new, rows.old)[order]) // BATCH_BYTES_MAX
         new_piece = np.diff(piece, prepend=-1) != 0
         begins = np.flatnonzero((np.diff(slots, prepend=-1) != 0) | new_piece)
         groups = np.flatnonzero(new_piece[begins])

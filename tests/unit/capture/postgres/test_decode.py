@@ -387,6 +387,17 @@ def test_a_large_window_is_split_into_batches_that_together_are_the_same(
     assert sum(batch.truncates for batch in split.batches) == 1
 
 
+@pytest.mark.parametrize("limit", ["BATCH_BYTES_MAX", "BATCH_CELLS_MAX"])
+def test_a_truncate_that_comes_first_in_a_large_window_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    messages = transaction(ITEMS.relation(), OTHER.relation(), truncate(ITEMS), OTHER.insert(1), truncate(OTHER))
+    monkeypatch.setattr(decode_module, limit, 8)
+    assert [(row["_seq"], row["_op"]) for row in rows(decode(messages))] == [
+        (0, "truncate"), (1, "insert"), (2, "truncate"),
+    ]  # fmt: skip
+
+
 # --- anything else is refused ------------------------------------------------------------------------------
 
 
