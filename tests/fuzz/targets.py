@@ -31,7 +31,7 @@ from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells
 from tailrace.errors import SourceError, TableError, Unsupported, ValueUnfit
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tests.fuzz.frames import LENGTH_MAX, frames, pieces
 from tests.support.fuzzing import dealt
 from tests.support.guarded import Guarded
@@ -361,6 +361,8 @@ class Server:
         self._room = room
         self._messages: list[bytes] = []
         self._lent = 0
+        self.end = ZERO
+        """How far the last reader came."""
         word = ctypes.c_int64
         self._keep = (
             ctypes.CFUNCTYPE(word, word, word, word)(self._get), ctypes.CFUNCTYPE(word, word, word, word)(self._read),
@@ -408,10 +410,16 @@ def read(data: bytes, place: Place) -> bytes:
     seed, after, text = _head(data)
     messages = pieces(data[2:])
     little, ample = ROOMS[seed % len(ROOMS)], 1 << 16
-    found = outcome(lambda: _decoded(_read(messages, after, place, text, little), data, text))
-    at_once = outcome(lambda: _decoded(_read(messages, after, place, text, ample), data, text))
+    found = outcome(lambda: _told(_read(messages, after, place, text, little), data, text))
+    at_once = outcome(lambda: _told(_read(messages, after, place, text, ample), data, text))
     assert found == at_once or not (_is_rows(found) or _is_rows(at_once)), (found, at_once)
     return at_once
+
+
+def _told(windows: Iterable[Window], data: bytes, text: Text) -> Iterator[bytes]:
+    """What the windows hold, and how far the reader has come."""
+    yield from _decoded(windows, data, text)
+    yield str(_server().end).encode()
 
 
 def _read(messages: list[bytes], after: Lsn, place: Place, text: Text, room: int) -> Iterator[Window]:
@@ -433,6 +441,7 @@ def _read(messages: list[bytes], after: Lsn, place: Place, text: Text, room: int
         following.take_rest(buffer)
         buffer = following
     assert server.settled, "a message was lost or kept"
+    server.end = buffer.end
 
 
 def _buffer(room: Bytes) -> stream._Buffer:

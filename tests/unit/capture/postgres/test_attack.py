@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import tests.fuzz
 from tailrace.capture.postgres.decode import EPOCH_2000
-from tests.fuzz.frames import LENGTH_MAX, framed
+from tests.fuzz.frames import LENGTH_MAX, framed, pieces
 from tests.fuzz.judge import MEMORY_MAX, Engine, Fell, Judge
 from tests.fuzz.mutator import TYPES
 from tests.support.fuzzing import ITEMS, WHOLE, sample
@@ -80,6 +80,38 @@ def test_the_corpus_holds_every_kind_of_message_and_stays_small() -> None:
 @ATTACK
 def test_any_bytes_give_rows_or_a_clear_error(judge: Judge, target: str, data: bytes) -> None:
     assert is_clear(judge.outcome(target, data))
+
+
+def cut_anywhere(target: str) -> Iterator[bytes]:
+    """Inputs that end where a kernel does not expect it: each kind of message, text and row after each of its bytes."""
+    if target in ("decode", "read"):
+        envelope = b"w" + bytes(24) if target == "read" else b""
+        good = [envelope + body for body in sample()]
+        for number, one in enumerate(good):
+            # The reader looks into these alone.
+            for size in range(1, len(one)) if target == "decode" or one[25:26] in (b"B", b"C", b"M") else ():
+                yield bytes([3 + size % 4, 0]) + framed([*good[:number], one[:size]])
+    for path in sorted((CORPUS / target).glob("pg16-*")) if target in ("value", "copy") else ():
+        data = path.read_bytes()
+        if target == "copy":
+            yield from (data[:size] for size in range(2 + int.from_bytes(data[:2], "big"), len(data)))
+        else:
+            yield from (data[:8] + framed([text[:size]]) for text in pieces(data[8:]) for size in range(len(text)))
+
+
+@pytest.mark.parametrize("target", ["decode", "read", "value", "copy"])
+def test_bytes_that_end_anywhere_give_rows_or_a_clear_error(judge: Judge, target: str) -> None:
+    found = [judge.outcome(target, data) for data in cut_anywhere(target)]
+    assert len(found) > 200
+    assert all(map(is_clear, found))
+
+
+def test_a_message_of_any_length_is_laid_down_inside_its_buffer(judge: Judge) -> None:
+    for size in range(80):
+        for room in range(4):
+            body = message("p", b"c" * size, outside_at=EPOCH_2000)[:-8]
+            found = judge.outcome("read", bytes([room, 0]) + framed([b"w" + bytes(24) + body]))
+            assert found.startswith(b"rows ")
 
 
 EDITS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 4), st.binary(max_size=4)), max_size=4)
