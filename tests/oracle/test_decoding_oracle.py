@@ -89,7 +89,7 @@ def test_our_log_and_the_servers_own_reading_agree_on_every_row_and_value(
     seen: Counter[str] = Counter()
 
     @seed(conftest.seed())
-    @conftest.examples(30)
+    @conftest.examples(22)
     @given(
         script=scripts(ALL, ddl=True, rare=True, looks=True, messages=True),
         part=st.sampled_from(PART_BYTES),
@@ -136,7 +136,7 @@ def test_a_capture_that_is_killed_while_it_reads_neither_loses_nor_repeats_a_row
 
 def play_some(player: Player, number: int) -> None:
     @seed(number)
-    @conftest.examples(6)
+    @conftest.examples(4)
     @given(script=scripts(ALL, ddl=True, rare=True, messages=True))
     def play(script: Script) -> None:
         player.play(script)
