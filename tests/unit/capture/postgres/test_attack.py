@@ -114,6 +114,13 @@ def test_a_message_of_any_length_is_laid_down_inside_its_buffer(judge: Judge) ->
             assert found.startswith(b"rows ")
 
 
+@pytest.mark.parametrize("size", [1, 9, 17])
+def test_the_end_of_a_transaction_is_not_read_behind_its_buffer(judge: Judge, size: int) -> None:
+    for before in range(1, 64):
+        sent = [b"w" + bytes(24) + body for body in (b"Y" * before, commit()[:size])]
+        assert is_clear(judge.outcome("read", bytes(2) + framed(sent)))
+
+
 EDITS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 4), st.binary(max_size=4)), max_size=4)
 
 
