@@ -496,8 +496,10 @@ class Player:
         self._settle(commit=True)
 
     def truncate(self, tables: Sequence[Table]) -> None:
-        """Begin anew: a script that fails can then be repeated on its own."""
+        """Begin anew: a script that fails can then be repeated on its own. Whoever reads the tables is waited for."""
+        self._sessions[0].execute("set lock_timeout = 0")
         self._run(0, f"truncate {', '.join(table.sql for table in tables)} restart identity cascade")
+        self._sessions[0].execute(f"set lock_timeout = {LOCK_MILLISECONDS}".encode())
 
     def _play(self, transaction: Transaction) -> None:
         self._begin(0, transaction)
