@@ -27,8 +27,8 @@ check: setup ## Lint, types and the arrows between packages (ruff, mypy, import-
 	if [ -n "$$failed" ]; then echo "check: failed:$$failed" >&2; exit 1; fi; \
 	echo "check: all good"
 
-test: setup ## Run every test, in random order, two files at once (JOBS=2 ARGS="tests/unit -k fold")
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+test: setup ## Run every test, in random order, two at once (JOBS=2 ARGS="tests/unit -k fold")
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 demo: setup ## A shop in a PostgreSQL of its own, mirrored live (ARGS="--seconds 120 --keep")
 	@$(PY) -m tailrace.demo $(ARGS)
