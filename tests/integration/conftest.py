@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tailrace.demo.server import EmbeddedPostgres
+from tests.support.databases import database as new_database
 
 
 def server_version() -> int:
@@ -25,11 +26,5 @@ def server() -> Iterator[EmbeddedPostgres]:
 @pytest.fixture
 def database(server: EmbeddedPostgres) -> Iterator[str]:
     """The URL of an empty database; its slots go with it."""
-    name = f"test_{uuid.uuid4().hex[:12]}"
-    with server.connect() as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    yield server.url(name)
-    with server.connect() as connection:
-        gone = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s"
-        connection.execute(gone, (name,))
-        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+    with new_database(server, f"test_{uuid.uuid4().hex[:12]}") as name:
+        yield server.url(name)
