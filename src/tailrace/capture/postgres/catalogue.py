@@ -253,7 +253,7 @@ class Catalogue:
             keys.update({(oid, kind): tuple(names) for kind, is_one in (("p", primary), ("i", replica)) if is_one})
         now = {
             oid: Now(kind=kind, usable=usable, key_is_sent=sent, primary=keys.get((oid, "p"), ()),
-                      replica=keys.get((oid, "i"), ()))
+                     replica=keys.get((oid, "i"), ()))
             for oid, kind, usable, sent in self._rows(_USABLE_OF, (oids,))
         }  # fmt: skip
         facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
@@ -271,7 +271,7 @@ class Catalogue:
             before = known.get(item.oid) if fact is None else None
             if before is not None:
                 found = [_as_before(column, before) for column in found]
-            key, identity = key_and_identity(item, now[item.oid], before)
+            key, identity = key_and_identity(item, now[item.oid], before, shown=fact is not None)
             shapes.append(TableSchema(
                 table=item.table, relation=item.oid, columns=tuple(found), key=key, identity=identity, facts=fact,
             ))  # fmt: skip
@@ -312,7 +312,9 @@ def _as_before(column: Column, before: TableSchema) -> Column:
     return known.get(column.name, column) if column.source_type == _NO_TYPE else column
 
 
-def key_and_identity(told: Told, now: Now, before: TableSchema | None) -> tuple[tuple[str, ...], Identity]:
+def key_and_identity(
+    told: Told, now: Now, before: TableSchema | None, *, shown: bool
+) -> tuple[tuple[str, ...], Identity]:
     """What a table's rows are known by, and what is told of old ones.
 
     A message is right about its rows, but it does not say everything. The rest is the catalogue's, or what was known
@@ -321,7 +323,7 @@ def key_and_identity(told: Told, now: Now, before: TableSchema | None) -> tuple[
     names = [name for name, _, _ in told.columns]
     whole = now.replica if told.replica == "i" else now.primary
     # Of a key that a column list leaves a part of out, only the rest is flagged, and that is no key.
-    cut = set(told.flagged) < set(whole) and not set(whole).issubset(names)
+    cut = shown and set(told.flagged) < set(whole) and not set(whole).issubset(names)
     if told.flagged and not cut:
         key, proven = told.flagged, now.kind != "p"
     else:
