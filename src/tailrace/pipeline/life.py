@@ -152,8 +152,9 @@ class Lives:
         for item in pending:
             if item.first > end or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
                 break
-            # Of a commit that a load's point lies inside of, the task sees which rows are left at all.
-            inside = self.index.start_of(item.first) < life.cursor.position
+            # Of a commit that a load's point lies inside of, the task sees which rows are left at all; rows of another
+            # shape it gets by themselves, so that those before them are not held back.
+            inside = not taken and self.index.start_of(item.first) < life.cursor.position
             error = None if inside else self._unusable(life.shape, item)
             if error is not None and not taken:
                 life.fail(error)
