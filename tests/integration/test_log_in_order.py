@@ -196,6 +196,7 @@ def test_a_broken_table_holds_its_rows_until_the_log_is_full_and_never_stops_cap
             lambda: pipeline.table_status("steady")["rows_applied"] == 1002, seconds=60, pause=0.5
         )
         assert pipeline.status()["capture_pid"] == capture_pid
+        assert pipeline.table_status("steady")["state"] == "live"
     finally:
         ended = running.terminate()
         said = running.said()

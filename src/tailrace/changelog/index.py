@@ -146,8 +146,9 @@ class LogIndex:
         return self.end_of(self.commit)
 
     def _unsealed(self, commit: int) -> _Hot | None:
-        place = commit - self._hot[0].commit if self._hot else -1
-        return self._hot[place] if 0 <= place < len(self._hot) else None
+        hot = self._hot
+        place = commit - hot[0].commit if hot else -1
+        return hot[place] if 0 <= place < len(hot) else None
 
     def end_of(self, commit: int) -> Lsn:
         """Where a commit ends in the source's log."""
@@ -180,10 +181,9 @@ class LogIndex:
 
     def commit_at(self, position: Lsn) -> int:
         """The last commit that ends at or before the position; 0 if none does."""
-        if self._hot and self._hot[0].end <= position:
-            return (
-                self._hot[0].commit - 1 + bisect.bisect_right(self._hot, position, key=lambda item: item.end)
-            )
+        hot = self._hot  # once: another thread may put a shorter one in its place
+        if hot and hot[0].end <= position:
+            return hot[0].commit - 1 + bisect.bisect_right(hot, position, key=lambda item: item.end)
         for seal in reversed(self._seals):
             if seal.end <= position:
                 return seal.last

@@ -119,8 +119,8 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
         going += _free(kept, live, going, total - _size(going) - min(limits))
         while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
             worst = _worst(kept, live, going)
-            if worst is None:
-                break  # what is left is not sealed yet
+            if worst is None or _size(_free(kept, [], going, over)) < over:
+                break  # what is left is not sealed yet, and nobody is detached in vain
             live.remove(worst)
             detached.append(worst)
             going += _free(kept, live, going, over)

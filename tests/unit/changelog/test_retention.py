@@ -383,6 +383,18 @@ def test_what_is_not_sealed_yet_cannot_be_taken_from_anyone(diary: Diary) -> Non
 # --- the record ----------------------------------------------------------------------------------------------
 
 
+def test_nobody_is_detached_for_room_that_only_sealing_can_make(diary: Diary) -> None:
+    write_sealed(diary, (inserts(1),))
+    diary.commit(heavy(2, OTHER))
+    tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
+    over = int((disk_bytes(diary.path) - 20_000) / 0.9)
+    assert let_go(diary.path, age_seconds=None, max_bytes=over).detached == ()
+    assert numbers_kept(diary.path) == {1: [1]}
+    seal(diary.path)
+    over = int((disk_bytes(diary.path) - 20_000) / 0.9)
+    assert let_go(diary.path, age_seconds=None, max_bytes=over).detached == (str(OTHER.table),)
+
+
 def test_the_record_counts_what_is_gone(diary: Diary) -> None:
     diary.commit()
     write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
