@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from tailrace.capture.postgres import copy, stream, values, wire
 from tailrace.capture.postgres import decode as decoding
-from tailrace.capture.postgres import snapshot, stream, values, wire
 from tailrace.capture.postgres.decode import Decoder
 from tailrace.capture.postgres.text import Text, check_text
 from tailrace.capture.postgres.types import arrow_type
@@ -291,7 +291,7 @@ def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[
     assert _drained(data.splitlines(keepends=True), place) == data
     expected = _fields(data, max(len(schema.columns), 1))
     try:
-        (batch,) = snapshot.batches_of(schema, [(place(data), len(data))], text)
+        (batch,) = copy.batches_of(schema, [(place(data), len(data))], text)
     except ValueUnfit:
         assert expected is not None
         raise

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import pyarrow as pa
 
-from tailrace.capture.postgres import decode, snapshot, wire
+from tailrace.capture.postgres import copy, decode, wire
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
@@ -61,6 +61,6 @@ def warm_kernels() -> None:
     assert window.rows == 7, window.rows
     line = b"\t".join(text.replace(b"\\", b"\\\\") for _, text in _TEXTS) + b"\n"
     copied = np.frombuffer(line, np.uint8).copy()
-    for _ in snapshot.batches_of(schema, [(copied, copied.size)]):
+    for _ in copy.batches_of(schema, [(copied, copied.size)]):
         pass
     wire.warm()

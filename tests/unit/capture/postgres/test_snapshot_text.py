@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.capture.postgres.snapshot import batches_of
+from tailrace.capture.postgres.copy import batches_of
 from tailrace.errors import SourceError, ValueUnfit
 from tailrace.model.schema import TableSchema
 from tests.support.changes import table_schema
