@@ -6,15 +6,18 @@ therefore knows exactly which changes the rows hold, after any crash, and needs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import Folded
+
+if TYPE_CHECKING:
+    from tailrace.tables.staging import StagedFile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +43,17 @@ class Applied:
     deleted: int = 0
 
 
+Reread = Callable[[pa.Table], pa.Table]
+"""Given keys, the key's columns by their own names, the rows as the source has them now, all columns; a row that
+is gone is not among them."""
+
+
 class LakeTable(Protocol):
     """A mirror of one source table, written on behalf of one change log.
 
     Order: changes are applied in `_seq` order and `expected` names the position they start from, so a gap is
     refused, not applied. Repetition: an apply that the table already covers does nothing, so any call may be
-    repeated. Durability: when `load` or `apply` returns, rows and position are on disk; when it raises or the
+    repeated. Durability: when `load`, `land` or `apply` returns, rows and position are on disk; when it raises or the
     process dies, either the whole commit is there or nothing of it is visible. No commit lacks the position.
 
     One table has one writer at a time. That is not assumed but checked: a commit fails if any other was made
@@ -73,15 +81,35 @@ class LakeTable(Protocol):
         """
         ...
 
+    def refuse_foreign(self) -> None:
+        """Raise what `load` and `land` would raise before they begin; nothing is touched."""
+        ...
+
+    def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
+        """Make these staged files all that the table holds, at this position, in one commit; return their rows.
+
+        Replaces and refuses what `load` does. Files that are in the table already are not landed again: the call
+        may be repeated. No files: an empty table.
+        """
+        ...
+
+    def landed(self, prefix: str) -> bool:
+        """Whether the newest version holds any file that was staged under this name, or one that begins with it
+        and a dash."""
+        ...
+
     def apply(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False
-    ) -> Applied:
+        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
+        reread: Reread | None = None,
+    ) -> Applied:  # fmt: skip
         """Bring the table from `expected` to `cursor` in one commit.
 
         Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
         position does not move, unless it is asked to (`touch`). Whoever goes on from here must expect the
         cursor that was returned. A value to be taken from a row that the table does not hold is found before
-        the commit (`BaseRowMissing`), never nulled.
+        the commit (`BaseRowMissing`), never nulled; with `reread` such rows are asked for by the key that they
+        have after this batch and taken as they are given. A row that is not given is left out: its delete is
+        still to come.
         """
         ...
 

@@ -8,7 +8,8 @@ nothing else, so Spark may send it to its workers.
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -18,23 +19,32 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import CommitProperties, DeltaTable, write_deltalake
+from deltalake import CommitProperties, DeltaTable, TableFeatures, write_deltalake
+from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, create_table_with_add_actions
 
 from tailrace import failpoints
-from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, ValueUnfit
-from tailrace.model.schema import TableSchema
-from tailrace.tables.base import Applied, Cursor
-from tailrace.tables.deltalog import Position, app_id, last_position, make_durable, position_of
+from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, TailraceError
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.base import Applied, Cursor, Reread
+from tailrace.tables.deltalog import (
+    Position,
+    app_id,
+    file_names,
+    has_commits,
+    last_position,
+    make_durable,
+    position_of,
+)
 from tailrace.tables.fold import UPSERT, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, make_folder, unreadable
+from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import merge_source, without
+from tailrace.tables.staging import StagedFile, discard, is_staged_as, stage
 
 BATCHES_IN_FLIGHT_MAX = 4
 HANDOVER_SECONDS = 0.2
-
-# delta-rs computes statistics with a calendar that ends in the year 262142 and dies on a date past it.
-DAYS_MAX = 95_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,32 +78,97 @@ class DeltaRsTable:
 
     def files(self) -> list[str]:
         """The data files of the newest version, by name."""
-        found = self._adds()
-        return [] if found is None else [str(name) for name in found.column("path").to_pylist()]
+        newest = self._newest()
+        return [] if newest is None else file_names(newest[1])
 
     def load(self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor) -> int:
-        _refuse_names(schema)
+        refuse_names(schema)
         table = self._own_table()
+        name = f"load-{uuid.uuid4().hex}"
+        files = stage(self._path, name, schema, batches)
+        try:
+            return self._land(table, schema, files, cursor)
+        except TailraceError:
+            discard(self._path, name)
+            raise
+
+    def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
+        refuse_names(schema)
+        return self._land(self._own_table(), schema, files, cursor)
+
+    def landed(self, prefix: str) -> bool:
+        return any(is_staged_as(name, prefix) for name in self.files())
+
+    def refuse_foreign(self) -> None:
+        self._own_table()
+
+    def _land(
+        self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor
+    ) -> int:
+        """Swap what was there when the table was looked at for these files."""
+        rows = sum(file.rows for file in files)
+        held = set() if table is None else set(file_names(table))
+        if any(file.path in held for file in files):
+            return rows  # a load's files are landed once, and all at once
         folder = make_folder(self._path)
-        target: DeltaTable | str = str(folder) if table is None else table
+        adds = [self._add(folder, file) for file in files]
+        fields = DeltaSchema.from_arrow(pa.schema(schema.row_fields()))
         properties = self._properties(schema, cursor)
-        count = _Count()
+        if table is None:
+            self._commit(lambda: _create(folder, fields, adds, properties))
+            self._make_durable(folder, 0)
+            return rows
+        self._add_features(folder, table, schema)
+        self._commit(
+            lambda: table.create_write_transaction(
+                adds, mode="overwrite", schema=fields, commit_properties=properties  # type: ignore[arg-type,unused-ignore]
+            )
+        )  # fmt: skip
+        # The object does not follow its own commit, but that one can only be the next.
+        self._make_durable(folder, table.version() + 1)
+        return rows
 
-        def write(rows: pa.RecordBatchReader) -> None:
-            # On a new path `error`, so that a table made meanwhile is not overwritten.
-            mode, schema_mode = ("error", None) if table is None else ("overwrite", "overwrite")
-            write_deltalake(
-                target, rows, mode=mode, schema_mode=schema_mode, commit_properties=properties  # type: ignore[call-overload,arg-type,unused-ignore]
-            )  # fmt: skip
+    def _add(self, folder: Path, file: StagedFile) -> AddAction:
+        try:
+            found = (folder / file.path).stat()
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+        if found.st_size != file.size:
+            raise TableUnusable(
+                "a staged file is not what was written", path=self._path, file=file.path, hint=_LOAD_AGAIN
+            )
+        return AddAction(
+            path=file.path, size=file.size, partition_values={}, modification_time=found.st_mtime_ns // 1_000_000,
+            data_change=True, stats=file.stats,
+        )  # fmt: skip
 
-        fields = pa.schema(schema.row_fields())
-        self._stream(fields, count.each(_own_batches(schema, batches)), write)
-        self._make_durable(folder, 0 if table is None else table.version())
-        return count.rows
+    def _add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
+        """Allow the table timestamps without a zone, a feature that a new schema does not bring along.
+
+        A commit of its own that changes no rows. It repeats the position, unless others wrote since: what a crash
+        leaves behind it is neither more nor less ours than it was.
+        """
+        if _NTZ in (table.protocol().writer_features or ()) or not any(map(_is_naive, schema.columns)):
+            return
+        try:
+            opened = self._open()
+            position = None if opened is None else opened.position
+        except (ForeignWrite, TableUnusable):
+            position = None
+        properties = CommitProperties(max_commit_retries=0) if position is None else position.properties()
+        self._commit(
+            lambda: table.alter.add_feature(
+                TableFeatures.TimestampWithoutTimezone,
+                allow_protocol_versions_increase=True,
+                commit_properties=properties,
+            )
+        )
+        self._make_durable(folder, table.version())
 
     def apply(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False
-    ) -> Applied:
+        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
+        reread: Reread | None = None,
+    ) -> Applied:  # fmt: skip
         opened = self._open()
         if opened is None:
             raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
@@ -122,7 +197,7 @@ class DeltaRsTable:
         """One commit, in the cheapest way that is exact."""
         table, before = opened.table, opened.table.version()
         upserts = _upserts(schema, folded)
-        _refuse_far_dates(schema, upserts.columns)
+        refuse_far_dates(schema, upserts.columns)
         if folded.truncated:
             self._commit(
                 lambda: write_deltalake(table, upserts, mode="overwrite", commit_properties=properties)
@@ -235,6 +310,8 @@ class DeltaRsTable:
         return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
 
+_NTZ = "timestampNtz"
+_LOAD_AGAIN = "Load the table again; nobody else may write or remove files in its folder meanwhile."
 _ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _RELOAD = "Move the folder away or delete it; the next `tailrace run` loads the table again."
 
@@ -265,6 +342,21 @@ def _merge(
     return merger.when_not_matched_insert(fresh, "s.op = 0").execute
 
 
+def _create(folder: Path, fields: DeltaSchema, adds: list[AddAction], properties: CommitProperties) -> None:
+    """A new table; one that was made meanwhile is not overwritten."""
+    try:
+        create_table_with_add_actions(str(folder), fields, adds, mode="error", commit_properties=properties)
+    except DeltaError as exc:
+        if has_commits(folder):
+            raise CommitFailedError("a table was made here meanwhile") from exc
+        raise
+
+
+def _is_naive(column: Column) -> bool:
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    return pa.types.is_timestamp(kind) and kind.tz is None
+
+
 def quoted(name: str) -> str:
     """A column's name as SQL, verbatim."""
     return '"' + name.replace('"', '""') + '"'
@@ -281,52 +373,6 @@ def _upserts(schema: TableSchema, folded: Folded) -> pa.Table:
     places = pa.array(np.repeat(np.arange(copies.size), copies))
     rows = folded.rows.select(range(len(schema.columns))).take(places)
     return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))
-
-
-@dataclass
-class _Count:
-    rows: int = 0
-
-    def each(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            self.rows += batch.num_rows
-            yield batch
-
-
-def _own_batches(schema: TableSchema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    fields = pa.schema(schema.row_fields())
-    for batch in batches:
-        _refuse_far_dates(schema, batch.columns)
-        yield pa.RecordBatch.from_arrays(batch.columns, schema=fields)
-
-
-def _refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
-    for column, values in zip(schema.columns, columns, strict=True):
-        if pa.types.is_date32(column.type) and len(values) > values.null_count:
-            ends = pc.min_max(values.cast(pa.int32()))
-            if max(-ends["min"].as_py(), ends["max"].as_py()) > DAYS_MAX:
-                raise ValueUnfit(
-                    "a date lies past the year 262000, which delta-rs cannot write",
-                    table=schema.table, column=column.name,
-                    hint="Exclude the table, or change the column's type to text, then reload the table.",
-                )  # fmt: skip
-
-
-def _refuse_names(schema: TableSchema) -> None:
-    if not schema.columns:
-        raise TableUnusable(
-            "the table has no columns, and Delta has no such tables", table=schema.table,
-            hint="Exclude it in `source.exclude`.",
-        )  # fmt: skip
-    seen: dict[str, str] = {}
-    for name in schema.names:
-        other = seen.setdefault(name.lower(), name)
-        if other != name:
-            raise TableUnusable(
-                "two columns differ only in case, which Delta does not allow",
-                table=schema.table, columns=f"{other}, {name}",
-                hint="Rename one at the source, or publish the table without it, or exclude the table.",
-            )  # fmt: skip
 
 
 _ABORT = object()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from deltalake import CommitProperties, Transaction
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction
 
 from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
@@ -117,10 +118,25 @@ def make_durable(folder: Path, version: int) -> None:
     """Push a commit and the files it adds to the disk: delta-rs leaves them in the operating system's cache."""
     commit = _Commit.read(folder, version)
     for name in commit.adds if commit else ():
-        _fsync(folder / name)
-    _fsync(folder)
-    _fsync(_commit_path(folder, version))
-    _fsync(folder / "_delta_log")
+        fsync(folder / name)
+    fsync(folder)
+    fsync(_commit_path(folder, version))
+    fsync(folder / "_delta_log")
+
+
+def added_since(folder: Path, mtime_ns: int) -> set[str]:
+    """The names of the files that commits made at this time or later have added, as far as the log holds them."""
+    log, added = folder / "_delta_log", set[str]()
+    for entry in log.iterdir() if log.is_dir() else ():
+        if entry.suffix == ".json" and entry.stem.isdigit() and entry.stat().st_mtime_ns >= mtime_ns:
+            commit = _Commit.read(folder, int(entry.stem))
+            added |= set(commit.adds) if commit else set()
+    return added
+
+
+def file_names(table: DeltaTable) -> list[str]:
+    """The data files of the version that was opened."""
+    return [str(name) for name in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +179,8 @@ def _commit_path(folder: Path, version: int) -> Path:
     return folder / "_delta_log" / f"{version:020d}.json"
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Push a file or a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -43,14 +43,25 @@ def find_folder(path: Path) -> Path | None:
     return None
 
 
+def existing_folder(path: Path) -> Path | None:
+    """The folder, whether or not it holds a table yet."""
+    folder = _real(path)
+    return folder if folder is not None and folder.is_dir() else None
+
+
 def make_folder(path: Path) -> Path:
-    """The folder for a new table, made if need be."""
+    """The folder for a new table, made if need be. Many may ask at once: all get the same."""
     try:
         if _needs_link(path) and not path.is_symlink():
             aside = path.parent.parent / ASIDE / uuid.uuid4().hex
             aside.mkdir(parents=True)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.symlink_to(os.path.relpath(aside, path.parent), target_is_directory=True)
+            try:
+                path.symlink_to(os.path.relpath(aside, path.parent), target_is_directory=True)
+            except FileExistsError:
+                aside.rmdir()
+                if not path.is_symlink():
+                    raise
         folder = _real(path) or path
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:

@@ -1,0 +1,209 @@
+"""Rows that lie in a table's folder and are not part of the table yet.
+
+A load may be shared out among many tasks: each stages its rows as files of its own, and one commit adds them
+all (`LakeTable.land`). Until then no reader sees them, and a file whose load died is a stray that is removed
+by its name. A staged file is whole and on disk when its name is returned; what fails leaves none behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from tailrace.model.schema import TableSchema
+from tailrace.tables.deltalog import added_since, file_names, fsync
+from tailrace.tables.folder import existing_folder, find_folder, make_folder, unreadable
+from tailrace.tables.limits import own_batches, refuse_names
+from tailrace.tables.stats import delta_stats
+
+FILE_BYTES_MAX = 256 << 20
+"""A file that has passed this gets no further row group."""
+GROUP_ROWS_MAX = 1 << 20
+GROUP_BYTES_MAX = 64 << 20
+"""Of a row group in memory, which is what staging holds."""
+
+COMPRESSION = "snappy"
+WRITE_BYTES = 1 << 20
+
+_TOKEN = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedFile:
+    """One data file, as the commit that adds it will tell of it."""
+
+    path: str
+    """Its name in the table's folder."""
+    size: int
+    rows: int
+    stats: str
+    """Delta's statistics, as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> StagedFile:
+        return cls(**stored)
+
+
+def stage(
+    path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch]
+) -> tuple[StagedFile, ...]:
+    """Write rows, the table's own columns, to files in its folder; none for no rows.
+
+    `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
+    one row group. An exception out of `batches` is raised unchanged, and nothing is left of what was written.
+    """
+    refuse_names(schema)
+    _refuse_token(name)
+    find_folder(path)  # refuses a place that holds something else
+    parts = _Parts(path, name, schema)
+    try:
+        for group in _groups(own_batches(schema, batches)):
+            parts.add(group)
+        return parts.close()
+    except BaseException:
+        parts.abandon()
+        raise
+
+
+def discard(path: Path, prefix: str) -> int:
+    """Remove the staged files of a name, or of all names that begin with it and a dash; return how many.
+
+    A file that the table holds, or that a commit made since it was written has added, stays.
+    """
+    _refuse_token(prefix)
+    try:
+        folder = existing_folder(path)
+        found = {} if folder is None else _written(folder, prefix)
+        if folder is None or not found:
+            return 0
+        kept = added_since(folder, min(found.values()))
+        if find_folder(path) is not None:
+            kept |= set(file_names(DeltaTable(str(folder))))
+        strays = [name for name in found if name not in kept]
+        for name in strays:
+            (folder / name).unlink(missing_ok=True)
+    except (DeltaError, OSError) as exc:
+        raise unreadable(path, exc) from exc
+    return len(strays)
+
+
+def is_staged_as(name: str, prefix: str) -> bool:
+    """Whether a file of this name was staged under the prefix, or under a name that begins with it and a dash."""
+    return name.startswith(f"part-{prefix}-") and name.endswith(".parquet")
+
+
+def _written(folder: Path, prefix: str) -> dict[str, int]:
+    """The files that are there, each with the time of its last write."""
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_mtime_ns for entry in entries if is_staged_as(entry.name, prefix)}
+
+
+def _refuse_token(token: str) -> None:
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("a staged file's name is made of letters, digits, dots, dashes and underscores")
+
+
+def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The rows in pieces that each make one row group."""
+    pending: list[pa.RecordBatch] = []
+    rows = size = 0
+    for piece in (piece for batch in batches for piece in _pieces(batch)):
+        if pending and (rows + piece.num_rows > GROUP_ROWS_MAX or size + piece.nbytes > GROUP_BYTES_MAX):
+            yield pa.Table.from_batches(pending)
+            pending, rows, size = [], 0, 0
+        pending.append(piece)
+        rows, size = rows + piece.num_rows, size + piece.nbytes
+    if pending:
+        yield pa.Table.from_batches(pending)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    parts = max(math.ceil(batch.num_rows / GROUP_ROWS_MAX), math.ceil(batch.nbytes / GROUP_BYTES_MAX), 1)
+    step = math.ceil(batch.num_rows / parts)
+    for start in range(0, batch.num_rows, max(step, 1)):
+        yield batch.slice(start, step)
+
+
+class _Parts:
+    """The files of one name, written one after the other."""
+
+    def __init__(self, path: Path, name: str, schema: TableSchema) -> None:
+        self._path, self._name, self._schema = path, name, schema
+        self._folder = path
+        self._fields = pa.schema(schema.row_fields())
+        self._floats = [column.name for column in schema.columns if pa.types.is_floating(column.type)]
+        self._made: list[Path] = []
+        self._done: list[StagedFile] = []
+        self._handle: BinaryIO | None = None
+        self._writer: pq.ParquetWriter | None = None
+        self._nan: set[str] = set()
+
+    def add(self, group: pa.Table) -> None:
+        try:
+            handle, writer = self._opened()
+            writer.write_table(group, row_group_size=group.num_rows)
+            self._nan |= {name for name in self._floats if pc.any(pc.is_nan(group.column(name))).as_py()}
+            if handle.tell() >= FILE_BYTES_MAX:
+                self._finish()
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+
+    def close(self) -> tuple[StagedFile, ...]:
+        """End the last file; the names of all are on disk too when this returns."""
+        try:
+            self._finish()
+            if self._made:
+                fsync(self._folder)
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+        return tuple(self._done)
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._handle is not None:
+                self._handle.close()
+            for path in self._made:
+                path.unlink(missing_ok=True)
+
+    def _opened(self) -> tuple[BinaryIO, pq.ParquetWriter]:
+        if self._handle is None or self._writer is None:
+            self._folder = make_folder(self._path)
+            path = self._folder / f"part-{self._name}-{len(self._made):03d}.parquet"
+            self._handle = path.open("xb", buffering=WRITE_BYTES)
+            self._made.append(path)
+            # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
+            self._writer = pq.ParquetWriter(
+                self._handle, self._fields, version="2.6", compression=COMPRESSION, store_schema=False,
+                store_decimal_as_integer=True, use_deprecated_int96_timestamps=False,
+            )  # fmt: skip
+        return self._handle, self._writer
+
+    def _finish(self) -> None:
+        if self._handle is None or self._writer is None:
+            return
+        self._writer.close()
+        footer = self._writer.writer.metadata
+        self._handle.flush()
+        os.fsync(self._handle.fileno())
+        size = self._handle.tell()
+        self._handle.close()
+        self._handle = self._writer = None
+        stats = delta_stats(self._schema, footer, self._nan)
+        self._nan = set()
+        name = self._made[-1].name
+        self._done.append(StagedFile(path=name, size=size, rows=footer.num_rows, stats=stats))
