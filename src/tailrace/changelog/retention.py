@@ -93,6 +93,8 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
 
 def disk_bytes(path: Path) -> int:
     """What the log takes on disk, but for what processes say in `status/`: letting go of rows makes no room there."""
+    if not path.is_dir():
+        return path.stat().st_size if path.exists() else 0
     size = 0
     for folder, below, names in os.walk(path):
         if Path(folder) == path and "status" in below:
@@ -115,12 +117,14 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     detached: list[Hold] = []
     limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
     if limits:
-        total = disk_bytes(change_log.path)
+        # What seals have replaced goes by itself, and twice the room is not a reason to let go of rows.
+        total = disk_bytes(change_log.path) - sum(disk_bytes(path) for path in sealer.leaving())
+        unsealed = sum(disk_bytes(path) for path in sealer.not_sealed())
         going += _free(kept, live, going, total - _size(going) - min(limits))
         while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
             worst = _worst(kept, live, going)
-            if worst is None or _size(_free(kept, [], going, over)) < over:
-                break  # what is left is not sealed yet, and nobody is detached in vain
+            if worst is None or over <= unsealed:
+                break  # what is too much is not sealed yet, and nobody is detached in vain
             live.remove(worst)
             detached.append(worst)
             going += _free(kept, live, going, over)

@@ -125,6 +125,13 @@ class Sealer:
         newest = self.log.newest()
         return self._first_unsealed(), newest
 
+    def not_sealed(self) -> Iterator[Path]:
+        """Where the rows of those commits lie."""
+        first, last = self.unsealed()
+        for number in range(first, last + 1):
+            yield commit_path(self.path, number)
+            yield self.path / "big" / f"{number:020d}"
+
     def _first_unsealed(self) -> int:
         self.log.cold.refresh()
         return max(self.log.cold.last, self.log.trimmed().commit) + 1
@@ -250,6 +257,10 @@ class Sealer:
         old = time.time() - grace_seconds
         removed = sum(_remove(path) for path in self._replaced(old))
         return Sealed(removed=removed)
+
+    def leaving(self) -> list[Path]:
+        """What seals have replaced and the next cleanings will remove."""
+        return list(self._replaced(time.time() + 1.0))
 
     def _replaced(self, old: float) -> Iterator[Path]:
         """Files that nobody will look up again, replaced for longer than the grace period."""
