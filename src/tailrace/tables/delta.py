@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from tailrace.tables.deltalog import (
 from tailrace.tables.fold import UPSERT, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.limits import refuse_far_dates, refuse_names
-from tailrace.tables.lookup import merge_source, without
+from tailrace.tables.lookup import merge_source, with_bases, without
 from tailrace.tables.staging import StagedFile, discard, is_staged_as, stage
 
 BATCHES_IN_FLIGHT_MAX = 4
@@ -185,6 +185,8 @@ class DeltaRsTable:
             raise SchemaChanged(
                 "the table was loaded with other columns", table=schema.table, path=self._path, hint=_RELOAD
             )
+        if not folded.truncated:
+            folded = replace(folded, rows=with_bases(schema, opened.table, folded.rows, reread))
         self._write(opened, schema, folded, self._properties(schema, cursor))
         self._make_durable(opened.folder, opened.table.version())
         upserted = int(np.count_nonzero(_operations(folded) == UPSERT))
@@ -319,7 +321,7 @@ _RELOAD = "Move the folder away or delete it; the next `tailrace run` loads the 
 def _merge(
     schema: TableSchema, table: DeltaTable, rows: pa.Table, properties: CommitProperties
 ) -> Callable[[], object]:
-    """The merge, ready to run; a base row that is missing is found here."""
+    """The merge, ready to run."""
     source, kept = merge_source(schema, table, rows)
     names = [quoted(column.name) for column in schema.columns]
     fresh = {name: f"s.c{i}" for i, name in enumerate(names)}

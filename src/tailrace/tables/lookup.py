@@ -7,6 +7,7 @@ A row that must be there and is not is an error here, before anything is committ
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,33 +17,87 @@ from deltalake import DeltaTable
 
 from tailrace.errors import BaseRowMissing
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold import key_ordinals
+from tailrace.tables.base import Reread
+from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.identity import Ints, image_numbers, key_numbers
 
 CHUNK_ROWS_MIN = 65_536
 CHUNK_BYTES_MAX = 64 << 20
 
 
+def with_bases(
+    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread | None = None
+) -> pa.Table:
+    """The folded rows, once it is known that every row they take values from stands in the table.
+
+    Where one does not, the row that needs it is taken whole from `reread`, which is asked for the key that it has
+    after the batch, or left out if it is not given; without `reread` that is an error. Costs a scan of the key's
+    columns.
+    """
+    partial = _Partial.of(schema, rows)
+    if partial is None:
+        return rows
+    if reread is None:
+        # What a row that moved takes is fetched later, and missed then.
+        still = pa.array(partial.still)
+        find_rows(schema, table, [column.filter(still) for column in partial.bases], [])
+        return rows
+    missing = _locate(schema, table, partial.bases, []).found < 0
+    if not missing.any():
+        return rows
+    names = [schema.columns[i].name for i in key_ordinals(schema)]
+    keys = pa.Table.from_arrays([column.filter(pa.array(missing)) for column in partial.own], names=names)
+    given = reread(keys)
+    return _replaced(schema, rows, partial.rows[missing], given, _answers(keys, given))
+
+
+def _answers(keys: pa.Table, given: pa.Table) -> Ints:
+    """Per key the row that was given for it; -1 if none was."""
+    both = [_joined(keys.column(name), _as(given.column(name), kind)) for name, kind in _types(keys)]
+    numbered = key_numbers(both)
+    answer_of = np.full(numbered.limit, -1, np.int64)
+    answer_of[numbered.numbers[keys.num_rows :]] = np.arange(given.num_rows)
+    answers: Ints = answer_of[numbered.numbers[: keys.num_rows]]
+    return answers
+
+
+def _types(table: pa.Table) -> list[tuple[str, pa.DataType]]:
+    return [(field.name, field.type) for field in table.schema]
+
+
+def _replaced(schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table, answers: Ints) -> pa.Table:
+    """The rows, those asked for as they were given; without those that were not given."""
+    places = np.arange(rows.num_rows)
+    places[asked] = np.where(answers >= 0, rows.num_rows + answers, -1)
+    kept = np.flatnonzero(places >= 0)
+    result = rows.take(pa.array(kept))
+    for ordinal, column in enumerate(schema.columns):
+        both = _joined(rows.column(ordinal), _as(given.column(column.name), column.type))
+        result = result.set_column(ordinal, rows.schema.field(ordinal), both.take(pa.array(places[kept])))
+    whole = pa.array(places[kept] >= rows.num_rows)
+    for name in ("absent", "base"):
+        field = rows.schema.field(name)
+        values = pc.if_else(whole, pa.scalar(None, field.type), result.column(name))
+        result = result.set_column(rows.schema.get_field_index(name), field, values)
+    return result
+
+
 def merge_source(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> tuple[pa.Table, set[int]]:
     """The folded rows as a merge takes them: `c0…cN`, `op`, and a flag `k<i>` for each column in the returned
-    set, true where the table's own row keeps its value. Values of rows that moved are fetched."""
+    set, true where the table's own row keeps its value. Values of rows that moved are fetched. Bases are known to
+    be there (`with_bases`)."""
     plain = rows.select([*(f"c{i}" for i in range(len(schema.columns))), "op"])
-    absent = rows.column("absent").combine_chunks()
-    if absent.null_count == len(absent):
+    partial = _Partial.of(schema, rows)
+    if partial is None:
         return plain, set()
-    partial = np.flatnonzero(absent.is_valid().to_numpy(zero_copy_only=False))
-    own = [rows.column(f"c{i}").take(pa.array(partial)) for i in key_ordinals(schema)]
-    base = rows.column("base").combine_chunks().take(pa.array(partial))
-    bases = [pc.struct_field(base, [i]) for i in range(len(own))]
+    absent = rows.column("absent").combine_chunks()
     stays = np.zeros(rows.num_rows, np.bool_)
-    stays[partial] = _same(own, bases)
+    stays[partial.rows] = partial.still
     row_of, ordinal_of = pc.list_parent_indices(absent).to_numpy(), absent.flatten().to_numpy()
-    still = pa.array(stays[partial])
-    find_rows(schema, table, [column.filter(still) for column in bases], [])
     moves = ~stays[row_of]
-    moved = partial[~stays[partial]]
+    moved = partial.rows[~partial.still]
     if moved.size:
-        wanted = [column.filter(pc.invert(still)) for column in bases]
+        wanted = [column.filter(pa.array(~partial.still)) for column in partial.bases]
         plain = _fetch(schema, table, plain, moved, wanted, row_of[moves], ordinal_of[moves])
     kept = set(np.unique(ordinal_of[~moves]).tolist())
     for ordinal in sorted(kept):
@@ -50,6 +105,28 @@ def merge_source(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> tupl
         flags[row_of[(ordinal_of == ordinal) & ~moves]] = True
         plain = plain.append_column(f"k{ordinal}", pa.array(flags))
     return plain, kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Partial:
+    """The folded rows that take values from the table: their places, their keys, and the keys of their bases."""
+
+    rows: Ints
+    own: list[Any]
+    bases: list[Any]
+    still: Flags
+    """Whether both are one key."""
+
+    @classmethod
+    def of(cls, schema: TableSchema, folded: pa.Table) -> _Partial | None:
+        absent = folded.column("absent").combine_chunks()
+        if absent.null_count == len(absent):
+            return None
+        rows = np.flatnonzero(absent.is_valid().to_numpy(zero_copy_only=False))
+        own = [folded.column(f"c{i}").take(pa.array(rows)) for i in key_ordinals(schema)]
+        base = folded.column("base").combine_chunks().take(pa.array(rows))
+        bases = [pc.struct_field(base, [i]) for i in range(len(own))]
+        return cls(rows=rows, own=own, bases=bases, still=_same(own, bases))
 
 
 def _fetch(
@@ -71,6 +148,28 @@ def _fetch(
 
 def find_rows(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordinals: list[int]) -> pa.Table:
     """The named columns of the rows with these keys, in the keys' order. Each key is asked for once."""
+    located = _locate(schema, table, wanted, ordinals)
+    if (located.found < 0).any():
+        raise _missing(schema, located.found >= 0)
+    return located.rows.take(pa.array(located.found))
+
+
+def _missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
+    return BaseRowMissing(
+        "a partial change arrived for a row that the table does not hold",
+        table=schema.table, rows=int(np.count_nonzero(~there)), hint=_RELOAD,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Located:
+    """The rows that were found, in the order of the scan, and for each key that was asked for which it is; or -1."""
+
+    rows: pa.Table
+    found: Ints
+
+
+def _locate(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordinals: list[int]) -> _Located:
     count = len(wanted[0])
     found = np.full(count, -1, np.int64)
     keys = [schema.columns[i] for i in key_ordinals(schema)]
@@ -87,12 +186,7 @@ def find_rows(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ord
         found[asked[hits]] = total + np.arange(hits.size)
         pieces.append(chunk.select([column.name for column in columns]).take(pa.array(hits)))
         total += hits.size
-    if (found < 0).any():
-        raise BaseRowMissing(
-            "a partial change arrived for a row that the table does not hold",
-            table=schema.table, rows=int(np.count_nonzero(found < 0)), hint=_RELOAD,
-        )  # fmt: skip
-    return pa.concat_tables(pieces).take(pa.array(found))
+    return _Located(rows=pa.concat_tables(pieces), found=found)
 
 
 def without(schema: TableSchema, table: DeltaTable, removals: pa.Table) -> Iterator[pa.RecordBatch]:
@@ -131,6 +225,10 @@ def _first_copies(image: Ints, left: Ints) -> Any:
 def _same(left: Sequence[Any], right: Sequence[Any]) -> Any:
     numbers = key_numbers([_joined(a, b) for a, b in zip(left, right, strict=True)]).numbers
     return numbers[: len(left[0])] == numbers[len(left[0]) :]
+
+
+def _as(column: Any, kind: pa.DataType) -> Any:
+    return column if column.type == kind else column.cast(kind)
 
 
 def _joined(first: Any, second: Any) -> Any:
