@@ -53,7 +53,7 @@ class LakeTable(Protocol):
 
     Order: changes are applied in `_seq` order and `expected` names the position they start from, so a gap is
     refused, not applied. Repetition: an apply that the table already covers does nothing, so any call may be
-    repeated. Durability: when `load`, `land` or `apply` returns, rows and position are on disk; when it raises or the
+    repeated. Durability: when a method that writes returns, rows and position are on disk; when it raises or the
     process dies, either the whole commit is there or nothing of it is visible. No commit lacks the position.
 
     One table has one writer at a time. That is not assumed but checked: a commit fails if any other was made
@@ -110,6 +110,20 @@ class LakeTable(Protocol):
         the commit (`BaseRowMissing`), never nulled; with `reread` such rows are asked for by the key that they
         have after this batch and taken as they are given. A row that is not given is left out: its delete is
         still to come.
+        """
+        ...
+
+    def refresh(
+        self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
+        keys: Sequence[StagedFile] | None = None,
+    ) -> Applied:  # fmt: skip
+        """Make the rows of a table with a key those of the staged files, in one commit, and leave alone what holds
+        them already.
+
+        With `keys`, staged files that hold the key's columns of all rows at the source, the staged rows are a part
+        of the table: other rows stay as they are if their key is listed, and go if it is not. Starts from
+        `expected` as `apply` does, and commits nothing if no row differs and the position stays. The staged files
+        do not become part of the table; whoever staged them discards them.
         """
         ...
 

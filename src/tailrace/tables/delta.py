@@ -7,11 +7,10 @@ nothing else, so Spark may send it to its workers.
 
 from __future__ import annotations
 
-import queue
+import contextlib
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable, TableFeatures, write_deltalake
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, create_table_with_add_actions
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from tailrace import failpoints
-from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, TailraceError
+from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, TailraceError, Unsupported
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
@@ -41,10 +40,9 @@ from tailrace.tables.fold import UPSERT, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import merge_source, with_bases, without
+from tailrace.tables.pump import pump
+from tailrace.tables.refresh import Difference, compare
 from tailrace.tables.staging import StagedFile, discard, is_staged_as, stage
-
-BATCHES_IN_FLIGHT_MAX = 4
-HANDOVER_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,7 @@ class DeltaRsTable:
         try:
             return self._land(table, schema, files, cursor)
         except TailraceError:
-            discard(self._path, name)
+            self._discard(name)
             raise
 
     def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
@@ -121,9 +119,9 @@ class DeltaRsTable:
         self._add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
-                adds, mode="overwrite", schema=fields, commit_properties=properties  # type: ignore[arg-type,unused-ignore]
+                [*adds], mode="overwrite", schema=fields, commit_properties=properties
             )
-        )  # fmt: skip
+        )
         # The object does not follow its own commit, but that one can only be the next.
         self._make_durable(folder, table.version() + 1)
         return rows
@@ -131,12 +129,15 @@ class DeltaRsTable:
     def _add(self, folder: Path, file: StagedFile) -> AddAction:
         try:
             found = (folder / file.path).stat()
+        except FileNotFoundError:
+            found = None
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
-        if found.st_size != file.size:
+        if found is None or found.st_size != file.size:
             raise TableUnusable(
-                "a staged file is not what was written", path=self._path, file=file.path, hint=_LOAD_AGAIN
-            )
+                "a staged file is gone, or not what was written",
+                path=self._path, file=file.path, hint=_LOAD_AGAIN,
+            )  # fmt: skip
         return AddAction(
             path=file.path, size=file.size, partition_values={}, modification_time=found.st_mtime_ns // 1_000_000,
             data_change=True, stats=file.stats,
@@ -169,22 +170,12 @@ class DeltaRsTable:
         self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
         reread: Reread | None = None,
     ) -> Applied:  # fmt: skip
-        opened = self._open()
-        if opened is None:
-            raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
+        opened = self._loaded()
         here = opened.position.cursor
         idle = not folded.truncated and not folded.rows.num_rows
         if here.seq >= cursor.seq or (idle and not touch):
             return Applied(committed=False, cursor=here)
-        if here != expected:
-            raise ForeignWrite(
-                "the table is not where this apply starts from", path=self._path,
-                expected_seq=expected.seq, found_seq=here.seq, hint=_ONE_APPLIER,
-            )  # fmt: skip
-        if not opened.position.schema.same_rows(schema):
-            raise SchemaChanged(
-                "the table was loaded with other columns", table=schema.table, path=self._path, hint=_RELOAD
-            )
+        self._refuse_elsewhere(opened.position, schema, expected)
         if not folded.truncated:
             folded = replace(folded, rows=with_bases(schema, opened.table, folded.rows, reread))
         self._write(opened, schema, folded, self._properties(schema, cursor))
@@ -192,6 +183,86 @@ class DeltaRsTable:
         upserted = int(np.count_nonzero(_operations(folded) == UPSERT))
         deleted = folded.rows.num_rows - upserted
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
+
+    def refresh(
+        self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
+        keys: Sequence[StagedFile] | None = None,
+    ) -> Applied:  # fmt: skip
+        if not schema.key:
+            raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=_RELOAD)
+        opened = self._loaded()
+        here = opened.position.cursor
+        if here != expected and here.seq >= cursor.seq:
+            return Applied(committed=False, cursor=here)
+        self._refuse_elsewhere(opened.position, schema, expected)
+        self._refuse_features(opened.table)
+        properties, before = self._properties(schema, cursor), opened.table.version()
+        try:
+            found = compare(
+                opened.folder, schema, table=file_names(opened.table), staged=[file.path for file in files],
+                keys=None if keys is None else [file.path for file in keys],
+            )  # fmt: skip
+            if not found.empty:
+                self._replace(opened, found, properties)
+            elif cursor != here:
+                self._append(opened.table, pa.schema(schema.row_fields()).empty_table(), properties)
+            else:
+                return Applied(committed=False, cursor=here)
+        except (OSError, pa.ArrowException) as exc:
+            raise unreadable(self._path, exc) from exc
+        self._make_durable(opened.folder, before + 1)
+        upserted, deleted = found.counts()
+        return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
+
+    def _refuse_features(self, table: DeltaTable) -> None:
+        """Refuse files that do not say by themselves which rows the table holds."""
+        others = set(table.protocol().reader_features or ()) - {_NTZ}
+        if others:
+            raise TableUnusable(
+                "the table uses features that a refresh does not know", path=self._path,
+                features=", ".join(sorted(others)), hint=_RELOAD,
+            )  # fmt: skip
+
+    def _replace(self, opened: _Opened, found: Difference, properties: CommitProperties) -> None:
+        """Swap the files in which rows go for what stays of them and for what comes in."""
+        folder, now = opened.folder, time.time_ns() // 1_000_000
+        name = f"refresh-{uuid.uuid4().hex}"
+        files = stage(self._path, name, found.schema, found.rows())
+        actions: list[AddAction | RemoveAction] = [self._add(folder, file) for file in files]
+        actions += [RemoveAction(gone, True, now, (folder / gone).stat().st_size, {}) for gone in found.kept]
+        fields = DeltaSchema.from_arrow(pa.schema(found.schema.row_fields()))
+        try:
+            self._commit(
+                lambda: opened.table.create_write_transaction(
+                    actions, mode="append", schema=fields, commit_properties=properties
+                )
+            )
+        except TailraceError:
+            self._discard(name)
+            raise
+
+    def _discard(self, name: str) -> None:
+        """Leave no strays of what has failed; where that fails too the first error is the one to tell."""
+        with contextlib.suppress(TailraceError):
+            discard(self._path, name)
+
+    def _loaded(self) -> _Opened:
+        opened = self._open()
+        if opened is None:
+            raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
+        return opened
+
+    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
+        """Refuse to go on from another position, or with rows of another shape."""
+        if position.cursor != expected:
+            raise ForeignWrite(
+                "the table is not where this apply starts from", path=self._path,
+                expected_seq=expected.seq, found_seq=position.cursor.seq, hint=_ONE_APPLIER,
+            )  # fmt: skip
+        if not position.schema.same_rows(schema):
+            raise SchemaChanged(
+                "the table was loaded with other columns", table=schema.table, path=self._path, hint=_RELOAD
+            )
 
     def _write(
         self, opened: _Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
@@ -240,7 +311,7 @@ class DeltaRsTable:
         batches: Iterator[pa.RecordBatch],
         write: Callable[[pa.RecordBatchReader], None],
     ) -> None:
-        _pump(fields, batches, lambda reader: self._commit(lambda: write(reader), streams=True))
+        pump(fields, batches, lambda reader: self._commit(lambda: write(reader), streams=True))
 
     def _commit(self, write: Callable[[], object], *, streams: bool = False) -> None:
         """Run the one call that commits. A stream passes the first failpoint itself, at its end."""
@@ -375,53 +446,3 @@ def _upserts(schema: TableSchema, folded: Folded) -> pa.Table:
     places = pa.array(np.repeat(np.arange(copies.size), copies))
     rows = folded.rows.select(range(len(schema.columns))).take(places)
     return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))
-
-
-_ABORT = object()
-
-
-class _Aborted(Exception):
-    """Ends a stream in an error, so that nothing is committed; never leaves this module."""
-
-
-def _pump(
-    fields: pa.Schema, batches: Iterable[pa.RecordBatch], write: Callable[[pa.RecordBatchReader], None]
-) -> None:
-    """Read in the caller's thread, write in another.
-
-    delta-rs pulls a stream from inside its own runtime, where nothing else that uses the runtime, such as a
-    scan, may be called; and what `batches` raises must reach the caller as it is.
-    """
-    handover: queue.Queue[Any] = queue.Queue(BATCHES_IN_FLIGHT_MAX)
-
-    def pulled() -> Iterator[pa.RecordBatch]:
-        while (batch := handover.get()) is not None:
-            if batch is _ABORT:
-                raise _Aborted
-            yield batch
-        failpoints.hit("table.before_commit")
-
-    with ThreadPoolExecutor(max_workers=1) as writer:
-        written = writer.submit(write, pa.RecordBatchReader.from_batches(fields, pulled()))
-        try:
-            for batch in batches:
-                _hand(handover, batch, written)
-        except BaseException:
-            _hand(handover, _ABORT, written)
-            wait_for([written])
-            raise
-        _hand(handover, None, written)
-        written.result()
-
-
-def _hand(handover: queue.Queue[Any], batch: object, written: Future[None]) -> None:
-    """Give the writer a batch; if it has ended, its error is raised."""
-    while True:
-        if written.done():
-            written.result()
-            return
-        try:
-            handover.put(batch, timeout=HANDOVER_SECONDS)
-            return
-        except queue.Full:
-            continue

@@ -91,7 +91,7 @@ def _codes(column: Any, *, signed_zero: bool) -> Numbered:
     if pa.types.is_binary_view(kind):
         return _encoded(column.cast(pa.binary()))
     if pa.types.is_floating(kind):
-        return _with_nulls(column, _dense(_float_bits(column, signed_zero)))
+        return _with_nulls(column, _dense(float_bits(column, signed_zero)))
     if pa.types.is_list(kind):
         return _with_nulls(column, _list_codes(column, signed_zero))
     if pa.types.is_struct(kind):
@@ -99,11 +99,11 @@ def _codes(column: Any, *, signed_zero: bool) -> Numbered:
             _codes(pc.struct_field(column, [i]), signed_zero=signed_zero) for i in range(kind.num_fields)
         ]
         return _with_nulls(column, _combined(fields))
-    bits = _integer_bits(column)
+    bits = integer_bits(column)
     return _encoded(column) if bits is None else _with_nulls(column, _dense(bits))
 
 
-def _integer_bits(column: Any) -> Ints | None:
+def integer_bits(column: Any) -> Ints | None:
     """The values of a type that is an integer underneath, nulls as zero; None for any other type."""
     kind = column.type
     if pa.types.is_timestamp(kind):
@@ -116,7 +116,8 @@ def _integer_bits(column: Any) -> Ints | None:
     return values
 
 
-def _float_bits(column: Any, signed_zero: bool) -> Ints:
+def float_bits(column: Any, signed_zero: bool) -> Ints:
+    """The bits of the values as doubles, one pattern for every NaN; nulls as zero."""
     values = column.fill_null(0.0).to_numpy(zero_copy_only=False).astype(np.float64)
     values[np.isnan(values)] = np.nan
     if not signed_zero:

@@ -1,0 +1,157 @@
+"""What must change in a table so that it holds the rows that were staged, file by file.
+
+A file in which no row goes is left alone; of the others the rows that stay are written again. Rows are streamed:
+every staged one is read twice, every row of the table once, and those of files in which rows go once more. What is
+held is 17 bytes per staged row, a byte per row of a file in which rows go, and 16 per row that comes or goes; with
+a list of keys 16 bytes more per staged row and per key. Making these takes about twice as much for a moment.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.fingerprints import Prints, PrintSet, image_prints, key_prints
+from tailrace.tables.fold import Flags, key_ordinals
+
+READ_ROWS = 65_536
+
+
+@dataclass(kw_only=True)
+class Difference:
+    """How a table's files differ from the rows that were staged; `compare` makes it, `rows` may be read once."""
+
+    folder: Path
+    schema: TableSchema
+    staged: Sequence[str]
+    seed: int
+    images: PrintSet
+    held: Flags
+    """Per number in `images`, whether the table holds that row."""
+    kept: dict[str, Flags] = field(default_factory=dict)
+    """The table's files in which rows go, and which of their rows stay."""
+    gone: list[Prints] = field(default_factory=list)
+    """The keys of the rows that go."""
+    fresh: list[Prints] = field(default_factory=list)
+    """The keys of the staged rows that come in; filled by `rows`."""
+
+    @property
+    def empty(self) -> bool:
+        return not self.kept and bool(self.held.all())
+
+    def rows(self) -> Iterator[pa.RecordBatch]:
+        """What to write: the rows that stay in files that go, then the staged rows the table does not hold."""
+        for name, stays in self.kept.items():
+            for batch, flags in _beside(read_rows(self.folder / name, self.schema.columns), stays):
+                yield batch.filter(pa.array(flags))
+        for batch in _all_rows(self.folder, self.staged, self.schema.columns):
+            found = self.images.find(image_prints(batch.columns, self.seed))
+            new = batch.filter(pa.array(~self.held[found]))
+            self.fresh.append(_keys(self.schema, new, self.seed))
+            yield new
+
+    def counts(self) -> tuple[int, int]:
+        """How many rows came in, new or changed, and how many went and did not come back."""
+        came, went = _joined(self.fresh), _joined(self.gone)
+        return len(came), int(np.count_nonzero(PrintSet(came).find(went) < 0))
+
+
+def compare(
+    folder: Path, schema: TableSchema, table: Iterable[str], staged: Sequence[str], keys: Sequence[str] | None
+) -> Difference:
+    """Compare the table's files with the staged ones; `keys` are files that hold the keys of all rows that may stay."""
+    seed = secrets.randbits(128)
+    images, own = [], []
+    for batch in _all_rows(folder, staged, schema.columns):
+        images.append(image_prints(batch.columns, seed))
+        if keys is not None:
+            own.append(_keys(schema, batch, seed))
+    there = PrintSet(_joined(images))
+    found = Difference(
+        folder=folder,
+        schema=schema,
+        staged=staged,
+        seed=seed,
+        images=there,
+        held=np.zeros(len(there), np.bool_),
+    )
+    del images
+    staying = None if keys is None else _Staying(folder, schema, own, keys, seed)
+    for name in table:
+        flags = [_kept(found, batch, staying) for batch in read_rows(folder / name, schema.columns)]
+        stays = np.concatenate([np.empty(0, np.bool_), *flags])
+        if not stays.all():
+            found.kept[name] = stays
+    return found
+
+
+class _Staying:
+    """Which rows of the table stay although they are not among those staged: their key is listed, but not staged."""
+
+    def __init__(
+        self, folder: Path, schema: TableSchema, staged: list[Prints], keys: Sequence[str], seed: int
+    ) -> None:
+        columns = [schema.columns[i] for i in key_ordinals(schema)]
+        self._staged = PrintSet(_joined(staged))
+        listed = [key_prints(batch.columns, seed) for batch in _all_rows(folder, keys, columns)]
+        self._listed = PrintSet(_joined(listed))
+
+    def __call__(self, prints: Prints) -> Flags:
+        return (self._listed.find(prints) >= 0) & (self._staged.find(prints) < 0)
+
+
+def _kept(found: Difference, batch: pa.RecordBatch, staying: _Staying | None) -> Flags:
+    """Which rows of the table stay as they are: those staged as they are, each once, and those that may."""
+    places = found.images.find(image_prints(batch.columns, found.seed))
+    stays = np.zeros(batch.num_rows, np.bool_)
+    held, first = np.unique(places[places >= 0], return_index=True)
+    stays[np.flatnonzero(places >= 0)[first[~found.held[held]]]] = True
+    found.held[held] = True
+    others = np.flatnonzero(~stays)
+    if others.size:
+        prints = _keys(found.schema, batch.take(pa.array(others)), found.seed)
+        if staying is not None:
+            stays[others] = staying(prints)
+        found.gone.append(prints[~stays[others]])
+    return stays
+
+
+def read_rows(path: Path, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+    """A data file's rows as these columns, in the file's order; null where it has no such column."""
+    fields = pa.schema([pa.field(column.name, column.type) for column in columns])
+    with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
+        for batch in file.iter_batches(READ_ROWS):
+            yield pa.RecordBatch.from_arrays([_column(batch, column) for column in columns], schema=fields)
+
+
+def _column(batch: pa.RecordBatch, column: Column) -> Any:
+    place = batch.schema.get_field_index(column.name)
+    return pa.nulls(batch.num_rows, column.type) if place < 0 else batch.column(place).cast(column.type)
+
+
+def _all_rows(folder: Path, files: Iterable[str], columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+    for name in files:
+        yield from read_rows(folder / name, columns)
+
+
+def _beside(batches: Iterator[pa.RecordBatch], flags: Flags) -> Iterator[tuple[pa.RecordBatch, Flags]]:
+    start = 0
+    for batch in batches:
+        yield batch, flags[start : start + batch.num_rows]
+        start += batch.num_rows
+
+
+def _keys(schema: TableSchema, batch: pa.RecordBatch, seed: int) -> Prints:
+    return key_prints([batch.column(i) for i in key_ordinals(schema)], seed)
+
+
+def _joined(prints: list[Prints]) -> Prints:
+    return np.concatenate([np.empty((0, 2), np.uint64), *prints])
