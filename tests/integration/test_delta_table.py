@@ -25,7 +25,7 @@ from tailrace import failpoints
 from tailrace.errors import BaseRowMissing, ForeignWrite, SchemaChanged, TableUnusable, ValueUnfit
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.tables.base import Applied, Cursor, LakeTable
+from tailrace.tables.base import Applied, Cursor, LakeTable, Reread
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
 from tailrace.tables.paths import table_path
@@ -72,10 +72,10 @@ class Mirror:
     def version(self) -> int:
         return DeltaTable(str(self.folder.resolve())).version()
 
-    def apply(self, *rows: Change) -> Applied:
+    def apply(self, *rows: Change, reread: Reread | None = None) -> Applied:
         seq = self.seq
         result = fold(self.schema, changes(self.schema, *rows))
-        return self.table.apply(self.schema, result, at(seq), at(seq + 10))
+        return self.table.apply(self.schema, result, at(seq), at(seq + 10), reread=reread)
 
     def content(self) -> list[dict[str, Any]]:
         return content(self.folder, self.schema)
@@ -477,6 +477,70 @@ def test_a_missing_base_row_is_found_before_the_commit(shop: Mirror, rows: tuple
     assert refused.value.hint
 
 
+def shop_rows(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_batches(record_batches(SHOP, rows), pa.schema(SHOP.row_fields()))
+
+
+def test_rows_whose_base_is_missing_are_read_again(shop: Mirror) -> None:
+    asked = []
+
+    def reread(keys: pa.Table) -> pa.Table:
+        asked.append(keys.to_pylist())
+        return shop_rows({"id": 88, "big": "now", "name": "new", "n": 8}, {"id": 55, "big": "not asked for"})
+
+    rows = [update(1, n=9, unchanged=BIG), update(88, unchanged=BIG), update(99, unchanged=BIG), delete(3)]
+    applied = shop.apply(*rows, reread=reread)
+    assert asked == [[{"id": 88}, {"id": 99}]]
+    assert (applied.committed, applied.upserted, applied.deleted) == (True, 2, 1)
+    found = {row["id"]: row for row in shop.content()}
+    assert sorted(found) == [1, 2, 4, 5, 88]
+    assert found[1] == {"id": 1, "name": None, "big": "large 1", "n": 9}
+    assert found[88] == {"id": 88, "name": "new", "big": "now", "n": 8}
+
+
+def test_rows_that_moved_are_read_again_by_their_last_key(shop: Mirror) -> None:
+    """Also where the table has their old key: by now it may be another row's."""
+    asked = []
+
+    def reread(keys: pa.Table) -> pa.Table:
+        asked.append(sorted(row["id"] for row in keys.to_pylist()))
+        return shop_rows(
+            {"id": 12, "big": "twelve"}, {"id": 2, "big": "two"}, {"id": 79, "big": "seventy-nine"}
+        )
+
+    shop.apply(
+        *move(1, 11, unchanged=BIG), *move(11, 12, unchanged=BIG), *move(2, 22, unchanged=BIG),
+        *move(22, 2, unchanged=BIG), *move(78, 79, unchanged=BIG), *move(3, 33, unchanged=BIG),
+        *move(4, 44, big="whole"), reread=reread,
+    )  # fmt: skip
+    assert asked == [[2, 12, 33, 79]]
+    expected = {2: "two", 5: "large 5", 12: "twelve", 44: "whole", 79: "seventy-nine"}
+    assert by_id(shop.content()) == expected
+
+
+def test_nothing_is_read_again_when_nothing_is_missing(shop: Mirror) -> None:
+    def reread(keys: pa.Table) -> pa.Table:
+        raise AssertionError
+
+    shop.apply(update(1, n=9, unchanged=BIG), *move(2, 9, big="x"), insert(10), delete(77), reread=reread)
+    shop.apply(truncate(), insert(1), update(1, n=1, unchanged=BIG), reread=reread)
+    assert len(shop.content()) == 1
+
+
+def test_a_batch_of_which_no_row_is_left_still_moves_the_position(shop: Mirror) -> None:
+    applied = shop.apply(update(77, unchanged=BIG), reread=lambda keys: shop_rows())
+    assert (applied.committed, applied.upserted, applied.deleted) == (True, 0, 0)
+    assert (shop.seq, len(shop.content())) == (10, 5)
+
+
+def test_an_error_of_the_rereading_is_raised_as_it_is_and_commits_nothing(shop: Mirror) -> None:
+    def reread(keys: pa.Table) -> pa.Table:
+        raise ConnectionResetError("the source went away")
+
+    with nothing_committed(shop), pytest.raises(ConnectionResetError):
+        shop.apply(update(1, n=9), update(77, unchanged=BIG), reread=reread)
+
+
 def test_a_truncate_replaces_all_rows_in_one_commit(shop: Mirror) -> None:
     shop.apply(update(1, big="x"), truncate(), insert(3, big="after"), insert(4), delete(4))
     assert (by_id(shop.content()), shop.version, shop.table.rows()) == ({3: "after"}, 1, 1)
@@ -742,6 +806,34 @@ def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[An
                 pending = []
                 found = mirror.content()
                 assert sorted(map(str, found)) == sorted(map(str, model.table().values()))
+
+
+@given(STEPS, st.lists(st.integers(0, 40), min_size=5, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_rows_read_at_any_time_and_the_changes_since_end_in_the_source_s_rows(
+    steps: list[tuple[Any, ...]], read_at: list[int]
+) -> None:
+    """A load in parts: each key is read at a time of its own, then everything since the first is replayed."""
+    model, history, loaded = Model(), [], []
+    for time, (*step, _cut) in enumerate([*steps, *[("none", 99, 0, None, (), False)] * 40]):
+        due = [Model.key(number) for number, when in enumerate(read_at) if when == time]
+        loaded += [row for row in model.table().values() if {"shop": row["shop"], "code": row["code"]} in due]
+        history.append(model.step(*step))
+
+    def reread(keys: pa.Table) -> pa.Table:
+        wanted = [tuple(key.values()) for key in keys.select(["code", "shop"]).to_pylist()]
+        rows = [row for row in model.table().values() if (row["code"], row["shop"]) in wanted]
+        return pa.Table.from_pylist(rows, schema=pa.schema(model.schema.row_fields()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        mirror = Mirror(Path(folder) / "t", model.schema, loaded)
+        pending: list[Change] = []
+        for done, (*_, cut) in zip(history, [*steps, *[(True,)] * 40], strict=True):
+            pending += done
+            if cut:
+                mirror.apply(*pending, reread=reread)
+                pending = []
+        assert sorted(map(str, mirror.content())) == sorted(map(str, model.table().values()))
 
 
 IMAGE = st.tuples(st.sampled_from([None, 0]), st.sampled_from([None, "x"]))

@@ -107,9 +107,12 @@ class LakeTable(Protocol):
         Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
         position does not move, unless it is asked to (`touch`). Whoever goes on from here must expect the
         cursor that was returned. A value to be taken from a row that the table does not hold is found before
-        the commit (`BaseRowMissing`), never nulled; with `reread` such rows are asked for by the key that they
-        have after this batch and taken as they are given. A row that is not given is left out: its delete is
-        still to come.
+        the commit (`BaseRowMissing`), never nulled.
+
+        With `reread` the table may hold rows as they were at different times after `expected`, as long as all
+        changes since come too. A partial row whose base is missing, or that had another key (its old one may be
+        another row's by now), is then asked for by the key that it has after this batch and taken as it is given.
+        One that is not given is left out: its delete, or its next move, is still to come.
         """
         ...
 

@@ -57,7 +57,8 @@ class Folded:
 
 def folded_schema(schema: TableSchema) -> pa.Schema:
     """`c0…cN` are the table's own columns in order; `absent` lists the ordinals of those whose value stands in
-    the table's row `base` (its key before this batch); `copies` counts equal rows of a keyless table."""
+    the table's row `base` (its key before this batch), and `moved` says whether that row had another key since;
+    `copies` counts equal rows of a keyless table."""
     own = [pa.field(f"c{i}", column.type) for i, column in enumerate(schema.columns)]
     key = [own[i] for i in key_ordinals(schema)]
     return pa.schema(
@@ -66,6 +67,7 @@ def folded_schema(schema: TableSchema) -> pa.Schema:
             pa.field("op", pa.int8(), nullable=False),
             pa.field("absent", pa.list_(pa.int16())),
             pa.field("base", pa.struct(key)),
+            pa.field("moved", pa.bool_(), nullable=False),
             pa.field("copies", pa.int64(), nullable=False),
         ]
     )
@@ -140,16 +142,18 @@ def _fold_keyed(batch: _Batch) -> pa.Table:
     gaps = _Gaps.of(batch)
     if gaps is None:
         _refuse_unfit(batch, picked, alive)
-        return _result(batch.schema, _take(batch.own, picked), ~alive, None, None)
-    source, root = _follow_all(batch, keys, gaps)
+        return _result(batch.schema, _take(batch.own, picked), ~alive)
+    source, root, moved = _follow_all(batch, keys, gaps)
     at = keys.own[final]
     for place, ordinal in enumerate(gaps.ordinals):
         picked[ordinal] = np.where(alive, source[at, place], final)
     _refuse_unfit(batch, picked, alive)
     missing = (source[at] == _NOWHERE) & alive[:, None]
     absent = _lists(missing, np.array(gaps.ordinals, np.int16))
-    base = keys.structs(np.where(missing.any(axis=1), root[at], _NOWHERE))
-    return _result(batch.schema, _take(batch.own, picked), ~alive, absent, base)
+    partial = missing.any(axis=1)
+    base = keys.structs(np.where(partial, root[at], _NOWHERE))
+    taken = _take(batch.own, picked)
+    return _result(batch.schema, taken, ~alive, absent=absent, base=base, moved=moved[at] & partial)
 
 
 class _Keys:
@@ -219,24 +223,35 @@ class _Gaps:
                 raise batch.base_missing(row, "a change came without a part of its key")
 
 
-def _follow_all(batch: _Batch, keys: _Keys, gaps: _Gaps) -> tuple[Ints, Ints]:
-    """Per key and gappy column the row that gives the value (-1: the table does), and the table row's key."""
+def _follow_all(batch: _Batch, keys: _Keys, gaps: _Gaps) -> tuple[Ints, Ints, Flags]:
+    """Per key and gappy column the row that gives the value (-1: the table does); the table row's key, and
+    whether the row had another since."""
     source = np.full((keys.limit, len(gaps.ordinals)), _NOWHERE, np.int64)
     root = np.arange(keys.limit)
     state = np.zeros(keys.limit, np.int8)
     left_at = np.full(keys.limit, _NOWHERE, np.int64)
+    moved = np.zeros(keys.limit, np.bool_)
     wrong = _follow(
-        batch.operations, keys.own, keys.old, gaps.flags, batch.empty_before, source, root, state, left_at
+        batch.operations,
+        keys.own,
+        keys.old,
+        gaps.flags,
+        batch.empty_before,
+        source,
+        root,
+        state,
+        left_at,
+        moved,
     )
     if wrong >= 0:
         raise batch.base_missing(int(wrong), "a partial change arrived for a row that does not exist")
-    return source, root
+    return source, root, moved
 
 
 @kernel
 def _follow(
     operations: Codes, own: Ints, old: Ints, gap: Flags, empty_before: bool,
-    source: Ints, root: Ints, state: Codes, left_at: Ints,
+    source: Ints, root: Ints, state: Codes, left_at: Ints, moved: Flags,
 ) -> int:  # fmt: skip
     """Walk the changes in order; the first row whose missing values have no base, or -1.
 
@@ -264,6 +279,7 @@ def _follow(
             else:
                 source[k, c] = source[base, c]
         root[k] = root[base] if base >= 0 else k
+        moved[k] = base >= 0 and (moved[base] or operations[i] != _UPDATED)
         state[k] = _ALIVE
     return -1
 
@@ -279,7 +295,7 @@ def _fold_keyless(batch: _Batch) -> pa.Table:
         raise batch.base_missing(row, "a partial change arrived for a table without a key")
     images, weights = _images(batch)
     if not weights.size:
-        return _result(batch.schema, batch.own, np.zeros(0, np.bool_), None, None)
+        return _result(batch.schema, batch.own, np.zeros(0, np.bool_))
     unfit = images.pop()
     numbered = image_numbers([*images, unfit] if unfit.null_count < weights.size else images)
     net = np.zeros(numbered.limit, np.int64)
@@ -293,7 +309,7 @@ def _fold_keyless(batch: _Batch) -> pa.Table:
         raise _unfit(batch, int(rows[at]), str(surviving[at][0]["column"].as_py()))
     copies = net[numbered.numbers[rows]]
     columns = _take(images, [rows] * len(images))
-    return _result(batch.schema, columns, copies < 0, None, None, copies)
+    return _result(batch.schema, columns, copies < 0, copies=copies)
 
 
 def _images(batch: _Batch) -> tuple[list[Any], Ints]:
@@ -353,7 +369,9 @@ def _refuse_unfit_moves(batch: _Batch, rows: Ints, names: Any) -> None:
 
 def _unfit(batch: _Batch, row: int, column: str) -> ValueUnfit:
     own = column.rpartition(".")[2]
-    is_text = any(item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns)
+    is_text = any(
+        item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns
+    )
     return ValueUnfit(
         "a value does not fit the column's type", table=batch.schema.table, column=column,
         position=batch.position(row), hint=_TEXT_HINT if is_text else _UNFIT_HINT,
@@ -383,20 +401,16 @@ def _lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
 
 
 def _result(
-    schema: TableSchema,
-    columns: list[Any],
-    deleted: Flags,
-    absent: Any,
-    base: Any,
-    copies: Ints | None = None,
-) -> pa.Table:
+    schema: TableSchema, columns: list[Any], deleted: Flags, *,
+    absent: Any = None, base: Any = None, moved: Flags | None = None, copies: Ints | None = None,
+) -> pa.Table:  # fmt: skip
     fields = folded_schema(schema)
     size = deleted.size
-    copies = np.ones(size, np.int64) if copies is None else copies
     rest = [
         pa.array(deleted.astype(np.int8)),
         pa.nulls(size, fields.field("absent").type) if absent is None else absent,
         pa.nulls(size, fields.field("base").type) if base is None else base,
-        pa.array(copies),
+        pa.array(np.zeros(size, np.bool_) if moved is None else moved),
+        pa.array(np.ones(size, np.int64) if copies is None else copies),
     ]
     return pa.Table.from_arrays([*columns, *rest], schema=fields)

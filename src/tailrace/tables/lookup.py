@@ -42,13 +42,15 @@ def with_bases(
         still = pa.array(partial.still)
         find_rows(schema, table, [column.filter(still) for column in partial.bases], [])
         return rows
-    missing = _locate(schema, table, partial.bases, []).found < 0
-    if not missing.any():
+    # Of a row that moved nothing in the table can be trusted: it may have been read after the move, when another
+    # row already had the old key. A row that kept its key is brought up to date by the changes still to come.
+    wanted = partial.moved | (_locate(schema, table, partial.bases, []).found < 0)
+    if not wanted.any():
         return rows
     names = [schema.columns[i].name for i in key_ordinals(schema)]
-    keys = pa.Table.from_arrays([column.filter(pa.array(missing)) for column in partial.own], names=names)
+    keys = pa.Table.from_arrays([column.filter(pa.array(wanted)) for column in partial.own], names=names)
     given = reread(keys)
-    return _replaced(schema, rows, partial.rows[missing], given, _answers(keys, given))
+    return _replaced(schema, rows, partial.rows[wanted], given, _answers(keys, given))
 
 
 def _answers(keys: pa.Table, given: pa.Table) -> Ints:
@@ -116,6 +118,8 @@ class _Partial:
     bases: list[Any]
     still: Flags
     """Whether both are one key."""
+    moved: Flags
+    """Whether the row had another key in between."""
 
     @classmethod
     def of(cls, schema: TableSchema, folded: pa.Table) -> _Partial | None:
@@ -126,7 +130,8 @@ class _Partial:
         own = [folded.column(f"c{i}").take(pa.array(rows)) for i in key_ordinals(schema)]
         base = folded.column("base").combine_chunks().take(pa.array(rows))
         bases = [pc.struct_field(base, [i]) for i in range(len(own))]
-        return cls(rows=rows, own=own, bases=bases, still=_same(own, bases))
+        moved = folded.column("moved").to_numpy()[rows]
+        return cls(rows=rows, own=own, bases=bases, still=_same(own, bases), moved=moved)
 
 
 def _fetch(
