@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
@@ -26,7 +25,7 @@ from tailrace.model.schema import TableSchema
 from tailrace.tables.deltalog import added_since, file_names, fsync
 from tailrace.tables.folder import existing_folder, find_folder, make_folder, unreadable
 from tailrace.tables.limits import own_batches, refuse_names
-from tailrace.tables.stats import delta_stats
+from tailrace.tables.stats import FloatBounds, delta_stats, footer_columns
 
 FILE_BYTES_MAX = 256 << 20
 """A file that has passed this gets no further row group."""
@@ -146,18 +145,18 @@ class _Parts:
         self._path, self._name, self._schema = path, name, schema
         self._folder = path
         self._fields = pa.schema(schema.row_fields())
-        self._floats = [column.name for column in schema.columns if pa.types.is_floating(column.type)]
+        self._floats = self._no_floats()
         self._made: list[Path] = []
         self._done: list[StagedFile] = []
         self._handle: BinaryIO | None = None
         self._writer: pq.ParquetWriter | None = None
-        self._nan: set[str] = set()
 
     def add(self, group: pa.Table) -> None:
         try:
             handle, writer = self._opened()
             writer.write_table(group, row_group_size=group.num_rows)
-            self._nan |= {name for name in self._floats if pc.any(pc.is_nan(group.column(name))).as_py()}
+            for name, bounds in self._floats.items():
+                bounds.see(group.column(name))
             if handle.tell() >= FILE_BYTES_MAX:
                 self._finish()
         except OSError as exc:
@@ -189,9 +188,15 @@ class _Parts:
             # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
             self._writer = pq.ParquetWriter(
                 self._handle, self._fields, version="2.6", compression=COMPRESSION, store_schema=False,
+                write_statistics=footer_columns(self._schema),
                 store_decimal_as_integer=True, use_deprecated_int96_timestamps=False,
             )  # fmt: skip
         return self._handle, self._writer
+
+    def _no_floats(self) -> dict[str, FloatBounds]:
+        return {
+            column.name: FloatBounds() for column in self._schema.columns if pa.types.is_floating(column.type)
+        }
 
     def _finish(self) -> None:
         if self._handle is None or self._writer is None:
@@ -203,7 +208,7 @@ class _Parts:
         size = self._handle.tell()
         self._handle.close()
         self._handle = self._writer = None
-        stats = delta_stats(self._schema, footer, self._nan)
-        self._nan = set()
+        stats = delta_stats(self._schema, footer, self._floats)
+        self._floats = self._no_floats()
         name = self._made[-1].name
         self._done.append(StagedFile(path=name, size=size, rows=footer.num_rows, stats=stats))

@@ -1,20 +1,21 @@
 """A data file's statistics as Delta's log holds them, from the file's own footer.
 
 A reader skips a file whose bounds exclude what it looks for, so a bound may be too wide but never too narrow,
-and a bound that cannot be written exactly or rounded outwards is left out. NaN is above every number for Spark
-and unordered for Parquet: a column that has any has no bounds.
+and a bound that cannot be written exactly or rounded outwards is left out. For engines NaN is above every number,
+but Parquet's own statistics pass over it: floats have none in the footer, and are looked at as they are written.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Context, Decimal
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace.model.schema import TableSchema
@@ -29,24 +30,66 @@ _EPOCH_DAY = date(1970, 1, 1).toordinal()
 _EXACT = Context(prec=80)
 
 
-def delta_stats(schema: TableSchema, footer: pq.FileMetaData, nan: Collection[str]) -> str:
-    """Delta's statistics of one file as JSON; `nan` names the columns in which there is a NaN."""
+class FloatBounds:
+    """The ends of a column of floats, of which parts are seen one after the other."""
+
+    def __init__(self) -> None:
+        self.nulls = 0
+        self._ends: list[float] = []
+        self._nan = False
+
+    def see(self, values: Any) -> None:
+        self.nulls += values.null_count
+        if self._nan or values.null_count == len(values):
+            return
+        self._nan = pc.any(pc.is_nan(values)).as_py()
+        found = pc.min_max(values).as_py()
+        ends = [*self._ends, found["min"], found["max"]]
+        self._ends = [min(ends), max(ends)]
+
+    def bounds(self) -> tuple[str | None, ...]:
+        """As JSON. Zero is below itself and above: its sign is not compared by all alike."""
+        if self._nan or not self._ends:
+            return ()
+        low, high = (-0.0 if self._ends[0] == 0 else self._ends[0]), (self._ends[1] + 0.0)
+        return tuple(repr(end) if math.isfinite(end) else None for end in (low, high))
+
+
+def footer_columns(schema: TableSchema) -> list[str]:
+    """The columns that are to have statistics in a file's footer."""
+    return [column.name for column in schema.columns if _rule(column.type) or _is_counted(column.type)]
+
+
+def _is_counted(kind: pa.DataType) -> bool:
+    """Whether nulls are all that is told of it."""
+    return bool(pa.types.is_boolean(kind) or pa.types.is_binary(kind))
+
+
+def delta_stats(schema: TableSchema, footer: pq.FileMetaData, floats: Mapping[str, FloatBounds]) -> str:
+    """Delta's statistics of one file as JSON."""
     low, high, nulls = [], [], []
+    null_count: int | None
     for ordinal, column in enumerate(schema.columns):
         if pa.types.is_nested(column.type) or (ordinal >= COLUMNS_MAX and column.name not in schema.key):
             continue
-        name = json.dumps(column.name)
-        parts = [footer.row_group(group).column(ordinal).statistics for group in range(footer.num_row_groups)]
-        if all(part is not None and part.has_null_count for part in parts):
-            nulls.append(f"{name}:{sum(part.null_count for part in parts)}")
-        if column.name not in nan:
-            bounds = _bounds(column.type, footer, ordinal)
-            low += [f"{name}:{text}" for text in bounds[:1] if text]
-            high += [f"{name}:{text}" for text in bounds[1:] if text]
+        name = _quoted(column.name)
+        if column.name in floats:
+            bounds, null_count = floats[column.name].bounds(), floats[column.name].nulls
+        else:
+            bounds, null_count = _bounds(column.type, footer, ordinal), _nulls(footer, ordinal)
+        low += [f"{name}:{text}" for text in bounds[:1] if text]
+        high += [f"{name}:{text}" for text in bounds[1:] if text]
+        nulls += [f"{name}:{null_count}"] if null_count is not None else []
     return (
         f'{{"numRecords":{footer.num_rows},"minValues":{{{",".join(low)}}},'
         f'"maxValues":{{{",".join(high)}}},"nullCount":{{{",".join(nulls)}}}}}'
     )
+
+
+def _nulls(footer: pq.FileMetaData, ordinal: int) -> int | None:
+    parts = [footer.row_group(group).column(ordinal).statistics for group in range(footer.num_row_groups)]
+    known = all(part is not None and part.has_null_count for part in parts)
+    return sum(part.null_count for part in parts) if known else None
 
 
 def _bounds(kind: pa.DataType, footer: pq.FileMetaData, ordinal: int) -> tuple[str | None, ...]:
@@ -82,8 +125,6 @@ def _rule(kind: pa.DataType) -> tuple[Callable[[Any], Any], Write] | None:
     """How a type's bounds are read from the footer and written; None for a type that has none in Delta."""
     if pa.types.is_integer(kind):
         return int, lambda value, _: str(value)
-    if pa.types.is_floating(kind):
-        return float, lambda value, _: repr(value) if math.isfinite(value) else None
     if pa.types.is_decimal(kind):
         return _unscaled, lambda value, _: _decimal(value, kind.scale)
     if pa.types.is_date(kind):
@@ -124,10 +165,15 @@ def _timestamp(micros: int, zone: str, *, up: bool) -> str | None:
 def _text(raw: bytes, *, up: bool) -> str | None:
     text = raw.decode("utf-8")
     if len(text) <= TEXT_CHARS_MAX:
-        return json.dumps(text)
+        return _quoted(text)
     cut = text[:TEXT_CHARS_MAX]
     bound = _above(cut) if up else cut
-    return None if bound is None else json.dumps(bound)
+    return None if bound is None else _quoted(bound)
+
+
+def _quoted(text: str) -> str:
+    # As it is: delta-rs misreads a character that is escaped as two.
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _above(prefix: str) -> str | None:

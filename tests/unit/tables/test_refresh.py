@@ -1,0 +1,264 @@
+"""A table made equal to what was staged: what differs is written, what does not is left alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace import failpoints
+from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, Unsupported
+from tailrace.model.position import Lsn
+from tailrace.tables.base import Applied, Cursor
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.fold import fold
+from tailrace.tables.staging import StagedFile, stage
+from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update
+
+LOG = "a-log"
+KEYED = table_schema(
+    {"v": pa.float64(), "a": pa.float64(), "b": pa.string(), "l": pa.list_(pa.string())}, ("b", "a")
+)
+KEYS = replace(KEYED, columns=tuple(column for column in KEYED.columns if column.name in KEYED.key))
+
+
+def at(seq: int) -> Cursor:
+    return Cursor(seq=seq, commit=seq // 10, position=Lsn(seq * 16))
+
+
+def row(key: int, value: Any = None) -> dict[str, Any]:
+    return {"id": key, "name": None, "big": value, "n": None}
+
+
+class Lake:
+    """A table of several files, at 0."""
+
+    def __init__(self, folder: Path, files: Sequence[Sequence[dict[str, Any]]], schema: Any = SHOP) -> None:
+        self.path, self.schema, self._count = folder / "t", schema, 0
+        self.table = DeltaRsTable(self.path, LOG)
+        self.table.land(schema, [file for rows in files for file in self.stage(rows)], at(0))
+
+    def stage(self, rows: Sequence[dict[str, Any]], schema: Any = None) -> tuple[StagedFile, ...]:
+        self._count += 1
+        used = schema or self.schema
+        return stage(self.path, f"s{self._count:03d}", used, record_batches(used, rows))
+
+    def refresh(self, rows: Sequence[dict[str, Any]], upto: int = 10, keys: Any = None) -> Applied:
+        listed = None if keys is None else self.stage(keys, KEYS if self.schema is KEYED else ID)
+        return self.table.refresh(self.schema, self.stage(rows), at(0), at(upto), keys=listed)
+
+    def content(self) -> list[str]:
+        rows = pa.table(DeltaTable(str(self.path)).scan()).to_pylist()
+        return sorted(str(dict(zip(self.schema.names, row.values(), strict=True))) for row in rows)
+
+    @property
+    def version(self) -> int:
+        return DeltaTable(str(self.path)).version()
+
+
+ID = replace(SHOP, columns=SHOP.columns[:1])
+FILES = [[row(n, str(n)) for n in range(start, start + 10)] for start in range(0, 50, 10)]
+ALL = [row for rows in FILES for row in rows]
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(tmp_path, FILES)
+
+
+def test_only_the_files_in_which_a_row_differs_are_written(lake: Lake) -> None:
+    before = lake.table.files()
+    wanted = [row(13, "new") if r["id"] == 13 else r for r in ALL if r["id"] != 27] + [row(77), row(78)]
+    applied = lake.refresh(wanted[::-1])
+    assert (applied.committed, applied.cursor, applied.upserted, applied.deleted) == (True, at(10), 3, 1)
+    assert lake.content() == sorted(map(str, wanted))
+    after = lake.table.files()
+    assert [name for name in before if name in after] == [before[0], before[3], before[4]]
+    assert (lake.version, lake.table.cursor(), lake.table.rows()) == (1, at(10), 51)
+
+
+def test_new_rows_alone_leave_every_file_alone(lake: Lake) -> None:
+    before = lake.table.files()
+    assert lake.refresh([*ALL, row(99)]).upserted == 1
+    assert set(before) < set(lake.table.files())
+
+
+def test_nothing_staged_empties_the_table(lake: Lake) -> None:
+    assert lake.refresh([]).deleted == 50
+    assert (lake.content(), lake.table.files(), lake.table.cursor()) == ([], [], at(10))
+
+
+def test_an_empty_table_is_filled(tmp_path: Path) -> None:
+    lake = Lake(tmp_path, [])
+    assert lake.refresh(ALL).upserted == 50
+    assert lake.content() == sorted(map(str, ALL))
+
+
+def test_with_the_keys_the_staged_rows_are_a_part_of_the_table(lake: Lake) -> None:
+    before = lake.table.files()
+    staged = [row(1, "new"), row(2, "2"), row(60, "60")]
+    applied = lake.refresh(staged, keys=[{"id": n} for n in [*range(45), 60, 61]])
+    assert (applied.upserted, applied.deleted) == (2, 5)
+    assert lake.content() == sorted(map(str, [*staged, row(0, "0"), *ALL[3:45]]))
+    assert set(before[1:4]) < set(lake.table.files())
+
+
+def test_a_staged_row_whose_key_is_not_listed_stays(lake: Lake) -> None:
+    assert lake.refresh([row(1, "1"), row(2, "new")], keys=[]).deleted == 48
+    assert lake.content() == sorted(map(str, [row(1, "1"), row(2, "new")]))
+
+
+def test_rows_that_do_not_differ_make_no_commit_unless_the_position_moves(lake: Lake) -> None:
+    before = lake.table.files()
+    assert lake.refresh(ALL, upto=0) == Applied(committed=False, cursor=at(0))
+    assert lake.version == 0
+    assert lake.refresh(ALL, upto=10) == Applied(committed=True, cursor=at(10))
+    assert (lake.version, lake.table.cursor(), sorted(lake.table.files())) == (1, at(10), sorted(before))
+
+
+def test_rows_may_change_where_the_position_stays(lake: Lake) -> None:
+    assert lake.refresh(ALL[:5], upto=0).deleted == 45
+    assert (lake.table.cursor(), lake.version, lake.table.rows()) == (at(0), 1, 5)
+
+
+def test_a_refresh_that_is_repeated_does_nothing(lake: Lake) -> None:
+    files = lake.stage(ALL[:5])
+    assert lake.table.refresh(SHOP, files, at(0), at(10)).committed
+    again = lake.table.refresh(SHOP, files, at(0), at(10))
+    assert (again, lake.version) == (Applied(committed=False, cursor=at(10)), 1)
+
+
+def test_the_staged_files_stay_apart_from_the_table(lake: Lake) -> None:
+    files = lake.stage([row(1)])
+    lake.table.refresh(SHOP, files, at(0), at(10))
+    assert files[0].path not in lake.table.files()
+    assert (lake.path / files[0].path).exists()
+
+
+def test_a_row_that_stands_twice_in_the_table_is_mended(lake: Lake) -> None:
+    lake.table.land(SHOP, [*lake.stage(ALL), *lake.stage([ALL[3]]), *lake.stage([ALL[4], ALL[4]])], at(0))
+    lake.refresh(ALL)
+    assert lake.content() == sorted(map(str, ALL))
+
+
+def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
+    folded = fold(
+        SHOP, changes(SHOP, update(1, big="x"), update(2, n=5, unchanged=("big", "name")), delete(3))
+    )
+    lake.table.apply(SHOP, folded, at(0), at(5))
+    expected = lake.content()
+    rows = pa.table(DeltaTable(str(lake.path)).scan()).to_pylist()
+    assert not lake.table.refresh(SHOP, lake.stage(rows), at(5), at(5)).committed
+    applied = lake.table.refresh(SHOP, lake.stage(ALL), at(5), at(6))
+    assert (applied.upserted, applied.deleted) == (3, 0)
+    assert lake.content() == sorted(map(str, ALL)) != expected
+
+
+def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None:
+    lake.refresh(ALL[:45])
+    lines = (lake.path / "_delta_log" / f"{1:020d}.json").read_text().splitlines()
+    actions = [json.loads(line) for line in lines]
+    (gone,) = [action["remove"] for action in actions if "remove" in action]
+    assert (gone["path"], gone["dataChange"], gone["size"] > 0) == ("part-s005-000.parquet", True, True)
+    assert json.loads(actions[0]["commitInfo"]["tailrace"])["seq"] == 10
+
+
+# --- refusing ----------------------------------------------------------------------------------------------
+
+
+def test_a_table_that_is_elsewhere_is_refused(lake: Lake) -> None:
+    with pytest.raises(ForeignWrite, match="starts from"):
+        lake.table.refresh(SHOP, lake.stage(ALL[:1]), at(5), at(10))
+    assert lake.version == 0
+
+
+def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path: Path) -> None:
+    other = table_schema({"id": pa.int64()})
+    with pytest.raises(SchemaChanged):
+        lake.table.refresh(other, [], at(0), at(10))
+    with pytest.raises(Unsupported):
+        Lake(tmp_path / "k", [], KEYLESS).refresh([])
+    with pytest.raises(TableUnusable, match="not been loaded"):
+        DeltaRsTable(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
+
+
+def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = lake.stage(ALL[:5])
+    present = set(lake.path.glob("*.parquet"))
+
+    def hit(name: str) -> None:
+        monkeypatch.undo()
+        write_deltalake(str(lake.path), pa.Table.from_batches(record_batches(SHOP, [row(99)])), mode="append")
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+    with pytest.raises(ForeignWrite, match="at the same time"):
+        lake.table.refresh(SHOP, files, at(0), at(10))
+    assert (lake.version, len(lake.content())) == (1, 51)
+    assert len(set(lake.path.glob("*.parquet")) - present) == 1
+
+
+def test_a_staged_file_that_is_gone_or_damaged_is_an_error_and_commits_nothing(lake: Lake) -> None:
+    gone, damaged = lake.stage(ALL[:5]), lake.stage(ALL[:5])
+    (lake.path / gone[0].path).unlink()
+    (lake.path / damaged[0].path).write_bytes(b"PAR1 nonsense PAR1")
+    for files in (gone, damaged):
+        with pytest.raises(TableUnusable):
+            lake.table.refresh(SHOP, files, at(0), at(10))
+    assert lake.version == 0
+
+
+# --- against the plainest model ----------------------------------------------------------------------------
+
+KEY = st.tuples(st.sampled_from([0.0, -0.0, 1.0, math.inf]), st.sampled_from(["", "é", "x" * 40]))
+VALUE = st.tuples(st.sampled_from([None, 0.0, -0.0, math.nan]), st.sampled_from([None, [], [None], ["a"]]))
+
+
+Rows = dict[Any, dict[str, Any]]
+
+
+def rows_of(drawn: dict[Any, Any]) -> Rows:
+    """By key; the two zeros are one."""
+    return {key: {"v": value[0], "a": key[0], "b": key[1], "l": value[1]} for key, value in drawn.items()}
+
+
+ROWS = st.dictionaries(KEY, VALUE, max_size=5).map(rows_of)
+
+
+@given(st.lists(ROWS, max_size=4), ROWS, st.none() | st.lists(KEY, max_size=8), st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys: Any, other: int) -> None:
+    table: Rows = {}
+    files: list[Rows] = []
+    for part in drawn:
+        files.append({key: found for key, found in part.items() if key not in table})
+        table |= files[-1]
+    # Most rows of a real table do not differ.
+    staged = {
+        key: table.get(key, found) if n % 5 >= other else found
+        for n, (key, found) in enumerate(staged.items())
+    }
+    stay = {key: found for key, found in table.items() if key not in staged and key in (keys or ())}
+    wanted = stay | staged
+    with tempfile.TemporaryDirectory() as folder:
+        lake = Lake(Path(folder), [list(part.values()) for part in files], KEYED)
+        names = sorted(lake.table.files())
+        listed = None if keys is None else [{"a": a, "b": b} for a, b in keys]
+        applied = lake.refresh(list(staged.values()), keys=listed)
+        assert lake.content() == sorted(map(str, wanted.values()))
+        assert applied.deleted == len(table.keys() - wanted.keys())
+        assert applied.upserted == len([key for key in staged if str(table.get(key)) != str(staged[key])])
+        for name, part in zip(names, filter(None, files), strict=True):
+            alone = all(str(wanted.get(key)) == str(found) for key, found in part.items())
+            assert alone == (name in lake.table.files())
