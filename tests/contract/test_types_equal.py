@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from tailrace.capture.postgres.connect import command, connect, connect_replication
+from tailrace.capture.postgres.copy_binary import KINDS
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.capture.postgres.types import is_known
@@ -492,6 +493,10 @@ def test_every_type_that_the_server_brings_along_is_tried_and_has_a_rule(
     assert len(types) > 150
     assert [name for oid, name, _ in types if oid not in world.type_numbers] == []
     assert [name for oid, name, _ in types if not is_known(oid)] == []
+
+
+def test_every_type_that_is_copied_in_binary_form_is_tried(world: World) -> None:
+    assert set(KINDS) <= world.type_numbers
 
 
 def test_a_type_that_no_server_brings_along_is_not_known(world: World) -> None:

@@ -159,7 +159,7 @@ class _Stalled(Exception):
 
 def interpret() -> None:
     """Give what only compiled code can do its plain meaning, so that the kernels can be run as Python."""
-    from tailrace.capture.postgres import decode, values, wire
+    from tailrace.capture.postgres import copy_binary, decode, values, wire
 
     def call(address: int, *words: int) -> int:
         return int(_function(int(address))(*map(int, words)))
@@ -170,7 +170,8 @@ def interpret() -> None:
 
     set_meaning: Any = setattr
     set_meaning(wire, "_call", call)
-    set_meaning(values, "_COPY_BYTES_MIN", 1 << 62)  # all are copied byte by byte, where every index is checked
+    for module in (values, copy_binary):
+        set_meaning(module, "_COPY_BYTES_MIN", 1 << 62)  # all are copied byte by byte, where every index is checked
     set_meaning(decode, "_signed", lambda word: np.array(word, np.uint64).astype(np.int64)[()])
     np.seterr(all="ignore")
 

@@ -1,8 +1,8 @@
 """Records what a real server sends, as inputs to begin from: `python -m tests.fuzz.record [VERSION]`.
 
-Every kind of message that the stream can hold, every type as the server prints it, and COPY's text of the same
-tables. A file of messages is one transaction, with the descriptions of its tables before it: a server sends those
-once in a session. Run it again when the decoder learns of a new kind of message.
+Every kind of message that the stream can hold, every type as the server prints it, and a copy of the same tables. A
+file of messages is one transaction, with the descriptions of its tables before it: a server sends those once in a
+session. Run it again when the decoder learns of a new kind of message.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from psycopg import sql
 from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres.connect import command, connect, connect_replication
+from tailrace.capture.postgres.copy import selected
 from tailrace.demo.server import EmbeddedPostgres
 from tests.fuzz.frames import framed
+from tests.support.pgoutput import describe_one
 
 CORPUS = Path(__file__).parent / "corpus"
 SECONDS_MAX = 30.0
@@ -194,15 +197,18 @@ def _bodies(transaction: list[bytes]) -> list[bytes]:
 
 
 def _record_copies(server: EmbeddedPostgres, version: int, sent: list[bytes]) -> None:
-    """COPY's text of every table that still has the columns it was described with last."""
+    """A copy of every table that still has the columns it was described with last."""
     relations = {one[26:30]: one[_ENVELOPE:] for one in sent if one[_ENVELOPE : _ENVELOPE + 1] == b"R"}
-    with connect(server.url()) as session:
+    with connect(server.url()) as session, session.transaction():
         for number, (oid, relation) in enumerate(sorted(relations.items())):
             row = session.execute("select %s::oid::regclass::text", struct.unpack(">I", oid)).fetchone()
             assert row is not None
-            with session.cursor().copy(f"copy {row[0]} to stdout".encode()) as copied:
-                text = b"".join(bytes(piece) for piece in copied)
-            _keep("copy", f"pg{version}-{number:02}", struct.pack(">H", len(relation)) + relation + text)
+            source = sql.SQL(f"from {row[0]}")
+            _, columns = selected(session, describe_one(relation), source)
+            statement = sql.SQL("copy (select {} {}) to stdout (format binary)").format(columns, source)
+            with session.cursor().copy(statement) as copied:
+                data = b"".join(bytes(piece) for piece in copied)
+            _keep("copy", f"pg{version}-{number:02}", struct.pack(">H", len(relation)) + relation + data)
 
 
 def _record_values(server: EmbeddedPostgres, version: int) -> None:

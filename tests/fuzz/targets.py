@@ -13,17 +13,38 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
+import math
 import random
-import re
 import struct
+import uuid
 from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from tailrace.capture.postgres import copy, stream, values, wire
 from tailrace.capture.postgres import decode as decoding
+from tailrace.capture.postgres import stream, values, wire
+from tailrace.capture.postgres.catalogue import parse_relation
+from tailrace.capture.postgres.copy_binary import (
+    BOOL,
+    DATE,
+    DECIMAL,
+    FLOAT4,
+    FLOAT8,
+    INSTANT,
+    INT2,
+    INT4,
+    INT8,
+    JSONB,
+    OID,
+    PRINTED,
+    UUID,
+    BinaryRows,
+    kind_of,
+)
 from tailrace.capture.postgres.decode import Decoder
 from tailrace.capture.postgres.text import Text, check_text
 from tailrace.capture.postgres.types import arrow_type
@@ -32,10 +53,13 @@ from tailrace.errors import SourceError, TableError, Unsupported, ValueUnfit
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import Column
 from tests.fuzz.frames import LENGTH_MAX, frames, pieces
 from tests.support.fuzzing import dealt
 from tests.support.guarded import Guarded
+from tests.support.pgcopy import END, HEAD
 from tests.support.pgoutput import describe, describe_one, laid_out
+from tests.support.typecases import UNFIT, bits_of, plain
 
 Place = Callable[[bytes], Bytes]
 """Where a target's bytes are put: against a page that must not be touched, if crashes are looked for."""
@@ -278,7 +302,7 @@ def _typed(kind: pa.DataType, cells: list[tuple[int, bytes]], place: Place) -> v
 
 
 def copy(data: bytes, place: Place) -> bytes:
-    """A relation message, which says what the table looks like, and COPY's text for the rest. The highest bits of
+    """A relation message, which says what the table looks like, and COPY's bytes for the rest. The highest bits of
     the message's length say what is known of texts."""
     head = int.from_bytes(data[:2], "big")
     length = head & 0x3FFF
@@ -288,33 +312,46 @@ def copy(data: bytes, place: Place) -> bytes:
 
 def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[bytes]:
     schema = describe_one(relation)
-    assert _drained(data.splitlines(keepends=True), place) == data
-    expected = _fields(data, max(len(schema.columns), 1))
+    types = [(number, modifier) for _, number, modifier in parse_relation(relation)[3]]
+    kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
+    assert _drained([data[at : at + 40] for at in range(0, len(data), 40)], place) == data
+    cuts = _row_cuts(data, len(kinds))
+    expected = None if cuts is None else [_cells(data[at:end]) for at, end in itertools.pairwise(cuts)]
+    columns = [[row[number] for row in expected or []] for number in range(len(kinds))]
+    wanted = [_meant(kind, column, cells) for kind, column, cells in zip(kinds, schema.columns, columns, strict=True)]
+    if any(_REFUSED in column for column in wanted):
+        expected = None
     try:
-        (batch,) = copy.batches_of(schema, [(place(data), len(data))], text)
+        batches = list(BinaryRows(schema, kinds, text).batches([(place(data), len(data))]))
     except ValueUnfit:
         assert expected is not None
+        # What a type's text holds, and whether it is any, is for other targets.
+        assert any(UNFIT in column for column in wanted) or PRINTED in kinds or text is Text.REFUSED
         raise
     except SourceError:
         assert expected is None, "a copy was refused that can be read"
         raise
+    assert cuts is not None
     assert expected is not None, "a copy was read that must be refused"
-    yield str(batch.num_rows).encode()
-    for number, column in enumerate(schema.columns):
-        assert batch.num_rows == len(expected)
-        array = batch.column(number)
-        raw = [row[number] for row in expected]
-        check_whole(array, b"\0".join(one or b"" for one in raw), text)
-        if pa.types.is_string(column.type) and text is not Text.REPLACED:
-            assert array.cast(pa.binary()).to_pylist() == raw
+    assert [batch.num_rows for batch in batches] == ([len(expected)] if expected else [])
+    yield str(len(expected)).encode()
+    pieces = [data[at:end] for at, end in itertools.pairwise([0, *cuts[1::2], len(data)])]
+    # One after the other: all are put in the same place.
+    parted = list(BinaryRows(schema, kinds, text).batches((place(piece), len(piece)) for piece in pieces))
+    for number, column in enumerate(schema.columns if batches else ()):
+        array = batches[0].column(number)
+        check_whole(array, b"\0".join(one or b"" for one in columns[number]), text)
+        assert content(pa.concat_arrays([batch.column(number) for batch in parted])) == content(array)
+        if kinds[number] != PRINTED and (text is not Text.REPLACED or not pa.types.is_string(column.type)):
+            assert plain(array) == wanted[number]
         yield content(array)
 
 
-def _drained(lines: list[bytes], place: Place) -> bytes:
-    """The rows as the reader of a copy lays them out, in a buffer that is too small for some of them."""
-    found, buffer, server, state = b"", place(bytes(64)), _server(), np.zeros(wire.STATE_SIZE, np.int64)
-    server.begin(lines)
-    for _ in range(4 + 2 * len(lines)):
+def _drained(messages: list[bytes], place: Place) -> bytes:
+    """The bytes as the reader of a copy lays them out, in a buffer that is too small for some messages."""
+    found, buffer, server, state = b"", place(bytes(36)), _server(), np.zeros(wire.STATE_SIZE, np.int64)
+    server.begin(messages)
+    for _ in range(4 + 2 * len(messages)):
         why = wire.drain_copy(server.functions, 0, buffer, state, 32)
         found += buffer[: int(state[wire.BYTES])].tobytes()
         if why == wire.FULL and not state[wire.BYTES]:
@@ -326,28 +363,92 @@ def _drained(lines: list[bytes], place: Place) -> bytes:
     return found
 
 
-_FIELD = re.compile(rb"((?:[^\t\n\\]|\\[\s\S])*)([\t\n])")
-_ESCAPED = {b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+# COPY's bytes read another way, slowly.
 
 
-def _fields(data: bytes, columns: int) -> list[list[bytes | None]] | None:
-    """COPY's text read another way, slowly; None if it must be refused."""
-    rows: list[list[bytes | None]] = []
-    row: list[bytes | None] = []
-    at = 0
-    while at < len(data):
-        found = _FIELD.match(data, at)
-        if found is None or (found[1].startswith(b"\\N") and found[1] != b"\\N"):
+def _row_cuts(data: bytes, columns: int) -> list[int] | None:
+    """Where the first row begins and where each ends; None if it must be refused."""
+    if not data.startswith(HEAD[:-4]) or len(data) < len(HEAD):
+        return None
+    cuts = [len(HEAD) + int.from_bytes(data[15:19], "big")]
+    while data[cuts[-1] :] != END:
+        at = cuts[-1] + 2
+        if data[at - 2 : at] != columns.to_bytes(2, "big"):
             return None
-        plain = re.sub(rb"\\([\s\S])", lambda one: _ESCAPED.get(one[1], one[1]), found[1])
-        row.append(None if found[1] == b"\\N" else plain)
-        at = found.end()
-        if found[2] == b"\n":
-            if len(row) != columns:
+        for _ in range(columns):
+            length = int.from_bytes(data[at : at + 4], "big")
+            at += 4 + (0 if length == 0xFFFFFFFF else length)
+            if at > len(data):
                 return None
-            rows.append(row)
-            row = []
-    return rows if not row else None
+        cuts.append(at)
+    return cuts
+
+
+def _cells(row: bytes) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    at = 2
+    while at < len(row):
+        length = int.from_bytes(row[at : at + 4], "big", signed=True)
+        found.append(row[at + 4 : at + 4 + length] if length >= 0 else None)
+        at += 4 + max(length, 0)
+    return found
+
+
+_REFUSED = object()
+"""What no server sends."""
+_SIZES = {BOOL: 1, INT2: 2, INT4: 4, INT8: 8, OID: 4, FLOAT4: 4, FLOAT8: 8, DATE: 4, INSTANT: 8, UUID: 16}
+_DAYS, _DAY = 10_957, 86_400_000_000
+_INFINITE = {
+    DATE: {2**31 - 1: 2_932_896, -(2**31): -719_162},
+    INSTANT: {2**63 - 1: 2_932_897 * _DAY - 1, -(2**63): -719_162 * _DAY},
+}
+
+
+def _meant(kind: int, column: Column, cells: list[bytes | None]) -> list[Any]:
+    return [None if cell is None else _one_meant(kind, column.type, cell) for cell in cells]
+
+
+def _one_meant(kind: int, wanted: pa.DataType, cell: bytes) -> Any:
+    """A value as `plain` has it, or that it does not fit, or that it is none."""
+    if len(cell) != _SIZES.get(kind, len(cell)):
+        return _REFUSED
+    number = int.from_bytes(cell, "big", signed=kind != OID)
+    if kind == BOOL:
+        return number != 0
+    if kind in (INT2, INT4, INT8, OID):
+        return number
+    if kind in (DATE, INSTANT):
+        limit, later = (2**31, _DAYS) if kind == DATE else (2**63, _DAYS * _DAY)
+        number = _INFINITE[kind].get(number, number + later)
+        return number if number < limit else UNFIT
+    if kind in (FLOAT4, FLOAT8):
+        (found,) = struct.unpack(">f" if kind == FLOAT4 else ">d", cell)
+        return bits_of(found if found == found else math.nan)
+    if kind == DECIMAL:
+        return _number(wanted, cell)
+    if kind == UUID:
+        return str(uuid.UUID(bytes=cell)).encode()
+    if kind == JSONB:
+        return cell[1:] if cell[:1] == b"\1" else _REFUSED
+    return cell
+
+
+def _number(wanted: pa.Decimal128Type, cell: bytes) -> Any:
+    if len(cell) < 8 or len(cell) != 8 + 2 * int.from_bytes(cell[:2], "big"):
+        return _REFUSED
+    weight, sign, places, *digits = struct.unpack(f">hHH{len(cell) // 2 - 4}H", cell[2:])
+    if sign not in (0, 0x4000) or places > wanted.scale:
+        return UNFIT
+    last = weight - len(digits) + 1
+    if digits and 4 * last + wanted.scale <= -4:
+        return UNFIT
+    if any(digit >= 10_000 for digit in digits):
+        return _REFUSED
+    whole = sum(digit * 10_000**n for n, digit in enumerate(reversed(digits)))
+    scaled = whole * Fraction(10) ** (4 * min(last, 100) + wanted.scale)
+    if scaled.denominator != 1 or scaled >= 10**wanted.precision:
+        return UNFIT
+    return int(scaled) * (-1 if sign else 1)
 
 
 # --- the wire ----------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ _LARGE = "(select string_agg(md5(n::text), '' order by n) from generate_series(1
 """So large that it is kept beside the row and not sent again when it did not change."""
 _NINES = "9" * 38
 _INSTANTS = [
-    "infinity", "-infinity", "4713-11-24 00:00:00 BC", "0044-03-15 12:00:00.5 BC", "0001-12-31 23:59:59.999999 BC",
+    "infinity", "-infinity", "4714-11-24 00:00:00 BC",
+    "4713-11-24 00:00:00 BC", "0044-03-15 12:00:00.5 BC", "0001-12-31 23:59:59.999999 BC",
     "0001-01-01 00:00:00", "1582-10-10 00:00:00", "1969-12-31 23:59:59.999999", "1970-01-01 00:00:00",
     "2000-02-29 12:34:56.000001", "2016-12-31 23:59:60", "2026-01-02 03:04:05.6", "9999-12-31 23:59:59.999999",
     "10000-01-01 00:00:00", "19999-12-31 23:59:59.999999", "294247-01-10 04:00:54.775807",
@@ -44,14 +45,14 @@ BUILT_IN: dict[str, list[str]] = {
     "integer": ["(-2147483648)", "2147483647", "0"],
     "bigint": ["(-9223372036854775808)", "9223372036854775807", "0"],
     "oid": ["0", "'4294967295'", "2147483648"],
-    "real": quoted(
-        "3.4028235e38", "-3.4028235e38", "1e-45", "1.17549435e-38", "0.1", "-0", "16777216", "NaN", "Infinity",
-        "-Infinity",
-    ),
-    "double precision": quoted(
-        "1.7976931348623157e308", "-5e-324", "2.2250738585072014e-308", "0.1", "0.30000000000000004", "-0", "1e23",
-        "9007199254740993", "NaN", "Infinity", "-Infinity",
-    ),
+    "real": [
+        *quoted("3.4028235e38", "-3.4028235e38", "1e-45", "1.17549435e-38", "0.1", "-0", "16777216"),
+        *quoted("NaN", "Infinity", "-Infinity"), "-('NaN'::real)",
+    ],
+    "double precision": [
+        *quoted("1.7976931348623157e308", "-5e-324", "2.2250738585072014e-308", "0.1", "0.30000000000000004", "-0"),
+        *quoted("1e23", "9007199254740993", "NaN", "Infinity", "-Infinity"), "-('NaN'::float8)",
+    ],
     "numeric": quoted(
         "NaN", "Infinity", "-Infinity", _NINES, _NINES + "9", "-" + "9" * 1000, "0", "-0.50", "1.500", "1e-16383",
         "1e131071", "0." + "0" * 999 + "1", "123456789012345678901234567890.123456789012345678901234567890",
@@ -98,7 +99,10 @@ BUILT_IN: dict[str, list[str]] = {
     "bit(10)": ["B'1010101010'", "B'0000000000'"],
     "varbit": ["B''", "B'1'", "repeat('10', 100)"],
     "varbit(5)": ["B'101'"],
-    "uuid": quoted("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11", "00000000-0000-0000-0000-000000000000"),
+    "uuid": quoted(
+        "A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11", "00000000-0000-0000-0000-000000000000",
+        "ffffffff-ffff-ffff-ffff-ffffffffffff",
+    ),
     "json": [
         *quoted('{"a": "\\u0000",  "a": [1.50, {"b": null}], "é": "\\ud83e\\udd86"}'),
         *quoted("null", '""', " [ ] ", '"\\t"', "1e400"),
@@ -292,9 +296,9 @@ def meaning(kind: pa.DataType, text: str) -> Any:
     if pa.types.is_integer(kind):
         return int(text)
     if pa.types.is_float32(kind):
-        return _bits(struct.unpack("f", struct.pack("f", float(text)))[0])
+        return bits_of(struct.unpack("f", struct.pack("f", float(text)))[0])
     if pa.types.is_float64(kind):
-        return _bits(float(text))
+        return bits_of(float(text))
     if pa.types.is_decimal(kind):
         return UNFIT if text == "NaN" else _unscaled(Fraction(text), kind)
     if pa.types.is_date32(kind):
@@ -321,14 +325,15 @@ def plain(column: pa.Array) -> list[Any]:
     if pa.types.is_string(kind):
         return list(column.cast(pa.binary()).to_pylist())
     if pa.types.is_floating(kind):
-        return [None if value is None else _bits(value) for value in column.to_pylist()]
+        return [None if value is None else bits_of(value) for value in column.to_pylist()]
     if pa.types.is_decimal(kind):
         return [None if value is None else _unscaled(value, kind) for value in column.to_pylist()]
     return list(column.to_pylist())
 
 
-def _bits(number: float) -> bytes:
-    return b"NaN" if number != number else struct.pack(">d", number)
+def bits_of(number: float) -> bytes:
+    """A float that can be compared: NaN is not equal to itself, and -0 is to 0."""
+    return struct.pack(">d", number)
 
 
 def _unscaled(number: Decimal | Fraction, kind: pa.Decimal128Type) -> int:

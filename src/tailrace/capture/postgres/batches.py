@@ -279,17 +279,6 @@ class Unfit:
     cells: Cells
 
 
-def typed_columns(
-    schema: TableSchema, cells: list[Cells], text: Text = Text.SOUND
-) -> tuple[dict[str, pa.Array], list[Unfit]]:
-    """The table's own columns under their stored names, and what did not fit."""
-    own: dict[str, pa.Array] = {}
-    unfit: list[Unfit] = []
-    for column, cell in zip(schema.columns, cells, strict=True):
-        own[change.stored_name(column.name)] = _typed(cell, column, column.name, unfit, text)
-    return own, unfit
-
-
 def _typed(cells: Cells, column: Column, name: str, unfit: list[Unfit], text: Text) -> pa.Array:
     converted = check_text(values.typed(cells, column.type), text)
     if converted.unfit.size:

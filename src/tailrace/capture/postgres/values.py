@@ -44,14 +44,18 @@ _INSTANT_LIMIT = (1 << 63) - 1
 _DATE_LIMIT = 1 << 31  # days that fit 32 bits
 
 
+# An unsigned index is no index from the end, so nothing is asked of it, and all of a number is loaded at once.
 @kernel
 def u16(b: Bytes, i: Word) -> Word:
-    return (np.int64(b[i]) << 8) | np.int64(b[i + 1])
+    k = np.uint64(i)
+    return (np.int64(b[k]) << 8) | np.int64(b[k + np.uint64(1)])
 
 
 @kernel
 def u32(b: Bytes, i: Word) -> Word:
-    return (u16(b, i) << 16) | u16(b, i + 2)
+    k = np.uint64(i)
+    high = (np.int64(b[k]) << 24) | (np.int64(b[k + np.uint64(1)]) << 16)
+    return high | (np.int64(b[k + np.uint64(2)]) << 8) | np.int64(b[k + np.uint64(3)])
 
 
 @kernel

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 import pyarrow as pa
 
-from tailrace.capture.postgres import copy, decode, wire
+from tailrace.capture.postgres import copy_binary, decode, wire
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
@@ -51,6 +51,11 @@ def _messages() -> list[bytes]:
     ]  # fmt: skip
 
 
+def _copy() -> bytes:
+    cells = b"".join(struct.pack(">I", len(text)) + text for _, text in _TEXTS)
+    return copy_binary.SIGNATURE + bytes(8) + struct.pack(">H", len(_TEXTS)) + cells + b"\xff\xff"
+
+
 def warm_kernels() -> None:
     """After this no kernel of the PostgreSQL capture has to be compiled in this process."""
     schema, messages = _schema(), _messages()
@@ -59,8 +64,8 @@ def warm_kernels() -> None:
     b = np.frombuffer(b"".join(messages), np.uint8).copy()
     window = decode.Decoder(lambda _: [schema]).decode(b, starts, len(messages), ZERO, Lsn(2))
     assert window.rows == 7, window.rows
-    line = b"\t".join(text.replace(b"\\", b"\\\\") for _, text in _TEXTS) + b"\n"
-    copied = np.frombuffer(line, np.uint8).copy()
-    for _ in copy.batches_of(schema, [(copied, copied.size)]):
-        pass
+    # Which kinds there are is data: what reads one reads all.
+    rows = copy_binary.BinaryRows(schema, [copy_binary.PRINTED] * len(_TEXTS))
+    copied = np.frombuffer(_copy(), np.uint8).copy()
+    assert [batch.num_rows for batch in rows.batches([(copied, copied.size)])] == [1]
     wire.warm()
