@@ -27,15 +27,18 @@ from benchmarks import (
     log_commit,
     log_scan,
     pg_bigtx,
+    pg_copy,
     pg_debezium,
     pg_growth,
     pg_latency,
     pg_mixed,
     pg_oltp,
+    pg_snapshot,
     pg_stream,
     pg_types,
     report,
     seal,
+    snapshot_growth,
 )
 from benchmarks.measure import Bench, BenchError, Outcome
 
@@ -49,6 +52,9 @@ BENCHES: tuple[Bench, ...] = (
     pg_latency.BENCH,
     pg_bigtx.BENCH,
     pg_growth.BENCH,
+    pg_copy.BENCH,
+    pg_snapshot.BENCH,
+    snapshot_growth.BENCH,
     seal.BENCH,
     log_scan.BENCH,
 )
