@@ -98,6 +98,17 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message, hint=hint)
 
 
+    def parse_known_args(  # type: ignore[override] # argparse overloads it; we always pass what it is called with
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Take tables that stand behind a flag too: argparse looks for them at one place only."""
+        found, rest = super().parse_known_args(args, namespace)
+        if self.prog.endswith(" snapshot"):
+            found.tables = [*found.tables, *(word for word in rest if not word.startswith("-"))]
+            rest = [word for word in rest if word.startswith("-")]
+        return found, rest
+
+
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata
@@ -115,6 +126,7 @@ COMMANDS = {
     "capture": "copy the source's changes into the log; no Spark, no Java",
     "apply": "load tables and apply the log to them with Spark",
     "status": "show tables, positions, rows and lag",
+    "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
     "consumers": "show whom the log is kept for, or forget one of them",
     "check": "check the settings file, offline",
@@ -155,6 +167,8 @@ def build_parser() -> Parser:
             command.add_argument("--quiet", action="store_true", help="show no progress and no summary")
         if name == "capture":
             command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+        if name == "snapshot":
+            _add_snapshot(command)
         if name == "log":
             actions = "; ".join(f"{action}: {what}" for action, what in _LOG_ACTIONS.items())
             command.add_argument("action", metavar="ACTION", choices=_LOG_ACTIONS, help=actions)
@@ -166,6 +180,20 @@ def build_parser() -> Parser:
         if name == "drop":
             command.add_argument("--yes", action="store_true", help="do not ask")
     return parser
+
+
+def _add_snapshot(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "tables", metavar="TABLE", nargs="*", help='schema.table or a pattern, e.g. "public.order_*"'
+    )
+    command.add_argument("--where", metavar="SQL", help="read only rows that fulfil this; the others stay")
+    command.add_argument(
+        "--mode", choices=("replace", "refresh"), help="replace all files (default), or write only what differs"
+    )
+    holds = command.add_mutually_exclusive_group()
+    holds.add_argument("--pause", action="store_true", help="begin no more chunks; without TABLE of any table")
+    holds.add_argument("--resume", action="store_true", help="let loads go on that were paused or stopped")
+    holds.add_argument("--stop", action="store_true", help="give loads up; a table that has rows goes on as it was")
 
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
@@ -181,11 +209,13 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def load(file: str) -> PipelineSettings:
-    """The settings; from here on their password is kept out of everything printed."""
+    """The settings; from here on their passwords are kept out of everything printed."""
     from tailrace.pipeline.settings import load_settings
 
     settings = load_settings(file)
     logs.hide(settings.source.url)
+    if settings.load.standby is not None:
+        logs.hide(settings.load.standby)
     return settings
 
 
@@ -258,7 +288,7 @@ def confirmed(settings: PipelineSettings) -> bool:
 
 def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     """`run`, `capture` and `apply`: go, show, sum up."""
-    from tailrace.cli import render
+    from tailrace.cli import render, renderload
     from tailrace.pipeline.report import tables_exit_code
 
     settings = load(arguments.file)
@@ -276,12 +306,17 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
                 take_over=take_over,
                 child=arguments.child,
             )
+    observer.loads.see(summary.tables)
+    loads = observer.loads.done
     code = summary.exit_code
     if code is ExitCode.OK and until and arguments.command != "capture":
         code = tables_exit_code(summary.tables)
     if arguments.json:
-        print_json({**summary.to_json(), "exit_code": int(code)})
+        told = {**summary.to_json(), "loads": [done.to_json() for done in loads]} if loads else summary.to_json()
+        print_json({**told, "exit_code": int(code)})
     elif not arguments.quiet:
+        if loads:
+            print_out(renderload.loaded_text(loads))
         print_out(render.summary_text(summary))
     if not arguments.child:
         print_broken(summary, arguments.file)
@@ -335,6 +370,10 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
 
         handle = logbook.log if arguments.command == "log" else logbook.consumers
         return handle(load(arguments.file), arguments)
+    if arguments.command == "snapshot":
+        from tailrace.cli import snapshot
+
+        return snapshot.snapshot(load(arguments.file), arguments)
     return work(arguments, engine)
 
 

@@ -16,22 +16,29 @@ from types import TracebackType
 from typing import Self
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleRenderable, Group
+from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.logs import one_line, redact
+from tailrace.cli.renderload import (
+    Loads,
+    load_cell,
+    load_lines,
+    loaded_line,
+    loading,
+    loads_view,
+    rows_under_way,
+)
+from tailrace.cli.units import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus
 
 PLAIN_SECONDS = 5.0
 """How often a line is written when nobody can watch a table."""
 PIPED_COLUMNS = 250
 """Wide enough that no cell is cut where there is no screen to fit."""
-BAR_COLUMNS = 16
 LIVE_ROWS_MIN = 3
-UNKNOWN = "?"
 
 _STYLES = {
     TableState.LIVE: "green",
@@ -40,45 +47,10 @@ _STYLES = {
     TableState.CATCHING_UP: "yellow",
     TableState.REFRESHING: "yellow",
     TableState.PAUSED: "dim",
+    TableState.LOADED: "green",
     TableState.FAILED: "bold red",
     TableState.NEEDS_SNAPSHOT: "bold red",
 }
-
-
-# ---- units -----------------------------------------------------------------------------------------------
-
-
-def human_bytes(count: int | None) -> str:
-    """`1.2 MiB`."""
-    if count is None:
-        return UNKNOWN
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def human_seconds(seconds: float | None) -> str:
-    """`0.4 s`, `3 min 5 s`, `2 d 4 h`."""
-    if seconds is None:
-        return UNKNOWN
-    if seconds < 10:
-        return f"{max(seconds, 0.0):.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    for length, unit, below, part in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
-        if whole >= length:
-            return f"{whole // length} {unit} {whole % length // below} {part}"
-    return f"{whole // 60} min {whole % 60} s"
-
-
-def human_count(count: int | None, noun: str = "") -> str:
-    """`1,234`, or `1,234 rows`."""
-    number = UNKNOWN if count is None else f"{count:,}"
-    return f"{number} {noun}{'' if count == 1 else 's'}" if noun else number
 
 
 # ---- the table -------------------------------------------------------------------------------------------
@@ -125,7 +97,7 @@ def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -
         view.add_row(
             Text(one_line(table.name)),
             Text(table.state.value, style=_STYLES[table.state]),
-            _load_cell(table),
+            load_cell(table),
             human_count(table.rows_captured),
             human_count(table.rows_applied),
             human_bytes(table.lag_bytes),
@@ -138,19 +110,6 @@ def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -
 
 def _urgency(table: TableStatus) -> tuple[bool, bool, int]:
     return not table.state.broken, table.state is TableState.LIVE, -(table.lag_bytes or 0)
-
-
-def _load_cell(table: TableStatus) -> ConsoleRenderable:
-    if table.state not in (TableState.SEEDING, TableState.REFRESHING):
-        return Text(human_count(table.rows_loaded))
-    if not table.load_rows_estimated:
-        return Text(f"{human_count(table.rows_loaded)} …")
-    # The estimate is the server's and may be low: only the load's own end makes it whole.
-    share = min(table.rows_loaded / table.load_rows_estimated, 0.99)
-    bar = ProgressBar(total=1.0, completed=share, width=BAR_COLUMNS)
-    cell = Table.grid(padding=(0, 1))
-    cell.add_row(bar, Text(f"{share:.0%}"), Text(human_count(table.rows_loaded)))
-    return cell
 
 
 def remarks(tables: Sequence[TableStatus]) -> list[str]:
@@ -198,6 +157,8 @@ def print_status(status: PipelineStatus, console: Console) -> None:
         console.print(tables_view(status.tables))
     else:
         console.print(Text("no tables yet"))
+    if loading(status.tables):
+        console.print(loads_view(status.tables))
     for line in remarks(status.tables):
         console.print(Text(line), soft_wrap=True)
 
@@ -221,6 +182,9 @@ def summary_text(summary: Summary) -> str:
 class QuietObserver:
     """Shows nothing; errors still reach the person, because they end the command."""
 
+    def __init__(self) -> None:
+        self.loads = Loads()
+
     def __enter__(self) -> Self:
         return self
 
@@ -228,14 +192,14 @@ class QuietObserver:
         pass
 
     def tick(self, status: PipelineStatus) -> None:
-        pass
+        self.loads.see(status.tables)
 
     def event(self, text: str, **fields: object) -> None:
         pass
 
 
 class PlainObserver:
-    """A line every few seconds, one for every change of a table's state, and one per event."""
+    """A line every few seconds and one per load, one for every change of a table's state, and one per event."""
 
     def __init__(self, console: PatientConsole, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -243,6 +207,7 @@ class PlainObserver:
         self._due = clock()
         self._states: dict[tuple[str, str], TableState] = {}
         self._lock = threading.Lock()
+        self.loads = Loads()
 
     def __enter__(self) -> Self:
         return self
@@ -254,9 +219,12 @@ class PlainObserver:
         with self._lock:
             for table in status.tables:
                 self._tell_change(table)
+            for done in self.loads.see(status.tables):
+                _print_line(self._console, loaded_line(done))
             if self._clock() >= self._due:
                 self._due = self._clock() + PLAIN_SECONDS
-                _print_line(self._console, progress_line(status))
+                for line in (progress_line(status), *load_lines(status.tables)):
+                    _print_line(self._console, line)
 
     def event(self, text: str, **fields: object) -> None:
         with self._lock:
@@ -282,6 +250,7 @@ class LiveObserver:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._lock = threading.Lock()
+        self.loads = Loads()
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -296,6 +265,8 @@ class LiveObserver:
 
     def tick(self, status: PipelineStatus) -> None:
         with self._lock, self._console.while_it_lasts():
+            for done in self.loads.see(status.tables):
+                _print_line(self._console, loaded_line(done))
             self._live.update(live_view(status, rows_fit=self._console.height), refresh=True)
 
     def event(self, text: str, **fields: object) -> None:
@@ -304,14 +275,17 @@ class LiveObserver:
 
 
 def live_view(status: PipelineStatus, *, rows_fit: int) -> Group:
-    """The status cut to a screen: table first, then as many remarks as fit."""
+    """The status cut to a screen: tables first, then loads, then as many remarks as fit."""
     lines = remarks([table for table in status.tables if table.state.broken])
-    # Headline, the table's head and rules, the line that counts the rest, and the cursor's own.
-    rows = max(rows_fit - 7 - min(len(lines), rows_fit // 3), LIVE_ROWS_MIN)
+    loads = min(len(loading(status.tables)), max(rows_fit // 4, LIVE_ROWS_MIN))
+    # Headline, the table's head and rules, the line that counts the rest, and the cursor's own; loads have a head too.
+    taken = 7 + min(len(lines), rows_fit // 3) + (loads + 5 if loads else 0)
+    rows = max(rows_fit - taken, LIVE_ROWS_MIN)
     cut = [Text(line, no_wrap=True, overflow="ellipsis", style="red") for line in lines[: rows_fit // 3]]
     return Group(
         Text(headline(status), no_wrap=True, overflow="ellipsis"),
         tables_view(status.tables, rows_max=rows) if status.tables else Text("no tables yet"),
+        *([loads_view(status.tables, rows_max=loads)] if loads else []),
         *cut,
     )
 
@@ -321,12 +295,12 @@ def progress_line(status: PipelineStatus) -> str:
     states = Counter(table.state for table in status.tables)
     behind = [table.lag_bytes for table in status.tables if table.lag_bytes is not None]
     late = [table.lag_seconds for table in status.tables if table.lag_seconds is not None]
-    loading = sum(table.rows_loaded for table in status.tables if table.state is TableState.SEEDING)
+    loaded = sum(rows_under_way(table) for table in status.tables)
     parts = [
         ", ".join(f"{count} {state.value}" for state, count in states.items()) or "no tables yet",
         f"captured {human_count(sum(table.rows_captured for table in status.tables), 'row')}",
         f"applied {human_count(sum(table.rows_applied for table in status.tables), 'row')}",
-        *([f"loading {human_count(loading, 'row')}"] if loading else []),
+        *([f"loading {human_count(loaded, 'row')}"] if loaded else []),
         f"behind {human_bytes(max(behind, default=None))}",
         f"lag {human_seconds(max(late, default=None))}",
     ]

@@ -20,8 +20,8 @@ import pytest
 from rich.console import Console
 
 import tailrace
-from tailrace.cli import logs, render
-from tailrace.cli.main import main
+from tailrace.cli import logs, render, units
+from tailrace.cli.main import COMMANDS, main
 from tailrace.errors import ExitCode, LogBusy, SchemaChanged, SourceRefused, TailraceError
 from tailrace.pipeline.report import (
     LogStatus,
@@ -160,7 +160,7 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         (
             ["zzz"],
             "`zzz` is not a command",
-            "There are run, capture, apply, status, log, consumers, check, drop.",
+            "There are run, capture, apply, status, snapshot, log, consumers, check, drop.",
         ),
         (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
         (["run", "x", "--until"], "unrecognized arguments: --until", "--help`"),
@@ -183,7 +183,7 @@ def test_a_wrong_call_prints_error_and_hint_and_exits_2(
 def test_help_and_version_exit_0_on_stdout() -> None:
     helped = tailrace_process("--help")
     assert helped.returncode == 0
-    assert all(command in helped.stdout for command in ("run", "capture", "apply", "status", "check", "drop"))
+    assert all(command in helped.stdout for command in COMMANDS)
     capture = tailrace_process("capture", "--help")
     assert "--until-caught-up" in capture.stdout
     assert "--child" not in capture.stdout
@@ -451,7 +451,7 @@ def test_drop_removes_only_after_a_yes(
 # ---- failures
 
 
-@pytest.mark.parametrize("command", ["run", "capture", "apply", "status", "drop"])
+@pytest.mark.parametrize("command", ["run", "capture", "apply", "status", "snapshot", "drop"])
 def test_every_command_tells_a_broken_settings_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "/no/such.yaml"]) == ExitCode.CONFIG
     assert lines(capsys.readouterr().err) == [
@@ -554,7 +554,7 @@ def test_a_terminal_that_cannot_show_a_letter_gets_its_code(tmp_path: Path) -> N
      (7 << 40, "7.0 TiB"), (9 << 50, "9216.0 TiB")],
 )  # fmt: skip
 def test_bytes_are_shown_in_units_of_1024(count: int | None, text: str) -> None:
-    assert render.human_bytes(count) == text
+    assert units.human_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def test_bytes_are_shown_in_units_of_1024(count: int | None, text: str) -> None:
      (185, "3 min 5 s"), (7800, "2 h 10 min"), (273600, "3 d 4 h")],
 )  # fmt: skip
 def test_seconds_are_shown_in_two_units_at_most(seconds: float | None, text: str) -> None:
-    assert render.human_seconds(seconds) == text
+    assert units.human_seconds(seconds) == text
 
 
 def screen(**options: Any) -> render.PatientConsole:
@@ -588,6 +588,12 @@ def test_a_first_load_has_a_bar_that_is_full_only_at_its_end() -> None:
     assert "100%" not in text
     assert "━" in text
     assert "7 …" in text
+
+
+def test_every_state_can_be_shown() -> None:
+    console = screen()
+    console.print(render.tables_view([table(state.value, state, reason="x") for state in TableState]))
+    assert all(f" {state.value} " in shown(console) for state in TableState)
 
 
 def test_too_many_tables_show_the_broken_ones_first() -> None:

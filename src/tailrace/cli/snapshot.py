@@ -1,0 +1,48 @@
+"""`tailrace snapshot`: ask for loads, or hold them back; then say what was asked and who does it."""
+
+from __future__ import annotations
+
+import argparse
+
+from tailrace.cli.logs import one_line, redact
+from tailrace.cli.output import print_json, print_out
+from tailrace.errors import ConfigError, ExitCode
+from tailrace.pipeline import asking
+from tailrace.pipeline.asking import Asked
+from tailrace.pipeline.settings import PipelineSettings
+from tailrace.spark.seeds import Hold, LoadMode
+
+
+def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Write down what is wanted; whoever applies does it."""
+    holding = arguments.pause or arguments.resume or arguments.stop
+    if holding and (arguments.where is not None or arguments.mode is not None):
+        raise ConfigError(
+            "`--where` and `--mode` ask for a load, and `--pause`, `--resume` and `--stop` for none",
+            hint="Give one or the other.",
+        )
+    if holding:
+        what = Hold.PAUSED if arguments.pause else Hold.STOPPED if arguments.stop else None
+        asked = asking.hold(settings, arguments.tables, what)
+    else:
+        mode = LoadMode(arguments.mode or LoadMode.REPLACE.value)
+        asked = asking.ask(settings, arguments.tables, mode=mode, where=arguments.where)
+    if arguments.json:
+        print_json(asked.to_json())
+    else:
+        print_out(asked_text(asked, arguments.file))
+    return ExitCode.OK
+
+
+def asked_text(asked: Asked, file: str) -> str:
+    """A line per table, then who does it."""
+    lines = [f"{table.name}: {table.said}" for table in asked.tables] or ["no tables yet"]
+    if asked.note:
+        lines.append(f"note: {asked.note}")
+    if any(table.done != "nothing" for table in asked.tables):
+        if asked.apply_pid is not None:
+            by = f"process {asked.apply_pid}" if asked.apply_pid else "the process"
+            lines.append(f"{by} that applies now takes it up within a second")
+        else:
+            lines.append(f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
+    return "\n".join(redact(one_line(line)) for line in lines)

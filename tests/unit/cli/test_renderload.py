@@ -1,0 +1,247 @@
+"""Loads as a person sees them: while they run, and when they have ended."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.cli import render, renderload
+from tailrace.cli.main import main
+from tailrace.errors import ExitCode
+from tailrace.pipeline.report import (
+    LoadStatus,
+    LogStatus,
+    Observer,
+    PipelineStatus,
+    SourceStatus,
+    Summary,
+    TableState,
+    TableStatus,
+)
+from tailrace.pipeline.settings import PipelineSettings
+
+READING = LoadStatus(
+    stage="reading", way="exact", mode="replace", chunks=40, chunks_done=10, rows=1_000_000, bytes=256 << 20,
+    bytes_total=1 << 30, seconds=10.0, rows_per_second=100_000.4, seconds_left=31.0,
+)  # fmt: skip
+FIGURES = "1,000,000 rows · 100,000 rows/s · 256.0 MiB of 1.0 GiB · 10 of 40 chunks · exact, replace"
+
+
+def table(
+    name: str, state: TableState = TableState.SEEDING, load: LoadStatus | None = None, **more: Any
+) -> TableStatus:
+    return TableStatus(schema="public", table=name, state=state, path="/lake", load=load, **more)
+
+
+def status_of(*tables: TableStatus) -> PipelineStatus:
+    return PipelineStatus(
+        name="shop", running=True, source=SourceStatus(reachable=True, place="h"), log=LogStatus(path="/log"),
+        tables=tables,
+    )  # fmt: skip
+
+
+def screen(width: int = 200, **options: Any) -> render.PatientConsole:
+    return render.PatientConsole(file=io.StringIO(), width=width, height=30, highlight=False, **options)
+
+
+def shown(console: render.PatientConsole) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+# ---- while they run
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (READING, f"25% · reading · 31 s left · {FIGURES}"),
+        (replace(READING, backing_off=True), "25% · reading, slower: the source is busy · 31 s left"),
+        (replace(READING, stage="waiting", seconds_left=None), "25% · waiting for open transactions · 1,000,000"),
+        (replace(READING, stage="paused", seconds_left=None, backing_off=True), "25% · paused · 1,000,000 rows"),
+        (replace(READING, stage="landing", chunks_done=40), "99% · making the commit"),
+        (replace(READING, way="chunked", mode="refresh"), "chunked, refresh"),
+        (replace(READING, stage="replaying", chunks=0), "replaying what was committed meanwhile"),
+        (replace(READING, stage="of a later version"), "of a later version"),
+    ],
+)
+def test_a_load_tells_how_far_it_is_how_fast_and_what_it_waits_for(load: LoadStatus, words: str) -> None:
+    (line,) = renderload.load_lines([table("orders", load=load)])
+    assert line.startswith("load of public.orders: ")
+    assert words in line
+    console = screen()
+    render.print_status(status_of(table("orders", load=load)), console)
+    assert words in shown(console)
+
+
+def test_a_load_of_one_chunk_goes_by_rows_and_one_of_many_by_chunks() -> None:
+    one = replace(READING, chunks=1, chunks_done=0, rows=500)
+    assert renderload.share(table("a", load_rows_estimated=1000), one) == 0.5
+    assert renderload.share(table("a", load_rows_estimated=100), one) == 0.99, "the estimate is the server's"
+    assert renderload.share(table("a"), one) == 0.0
+    low = table("a", load_rows_estimated=5)
+    assert renderload.share(low, READING) == 11 / 40, "chunks know better than a low estimate"
+
+
+def test_a_load_has_a_bar_and_a_paused_table_without_one_says_so() -> None:
+    console = screen()
+    tables = [table("orders", load=READING), table("held", TableState.PAUSED), table("b", TableState.LOADED)]
+    render.print_status(status_of(*tables), console)
+    bar = next(line for line in shown(console).splitlines() if "10 of 40 chunks" in line)
+    assert bar.split()[:1] == ["public.orders"]
+    assert "━" in bar
+    assert "25% 1,000,000" in shown(console)
+    assert sum("public.held" in line for line in shown(console).splitlines()) == 1
+
+
+def test_without_loads_nothing_is_said_of_them() -> None:
+    console = screen()
+    render.print_status(status_of(table("a", TableState.LIVE)), console)
+    assert "load of" not in shown(console)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_many_loads_fit_a_screen_with_what_matters_most(width: int) -> None:
+    tables = [table(f"t{number}", load=READING) for number in range(50)]
+    console = screen(width)
+    console.print(render.live_view(status_of(*tables), rows_fit=30))
+    lines = shown(console).splitlines()
+    assert len(lines) <= 30
+    told = [line for line in lines if "reading" in line]
+    assert len(told) >= 3
+    assert all(line.split()[0].startswith("public.t") for line in told), "one line each"
+    assert any("… and" in line for line in lines)
+
+
+def test_where_nothing_is_redrawn_each_load_has_a_line_every_few_seconds() -> None:
+    console, now = screen(), [0.0]
+    observer = render.PlainObserver(console, clock=lambda: now[0])
+    tables = [table(f"t{number:02d}", load=READING) for number in range(12)]
+    for second in range(7):
+        now[0] = float(second)
+        observer.tick(status_of(*tables))
+    lines = shown(console).splitlines()
+    assert sum(line.startswith("load of public.t00: 25%") for line in lines) == 2
+    assert sum(line == "… and 2 more loads" for line in lines) == 2
+    assert sum("loading 12,000,000 rows" in line for line in lines) == 2
+
+
+# ---- when they have ended
+
+
+def first_load() -> list[TableStatus]:
+    """What is seen of a table that is loaded for the first time, tick by tick."""
+    return [
+        table("orders", TableState.NEW),
+        table("orders", load=replace(READING, chunks_done=0)),
+        table("orders", load=replace(READING, seconds=12.5)),
+        table("orders", TableState.CATCHING_UP, rows_loaded=2_000_000, applied_commit=5),
+        table("orders", TableState.LIVE, rows_loaded=2_000_000, applied_commit=6),
+    ]
+
+
+def seen(*ticks: TableStatus) -> list[str]:
+    loads = renderload.Loads()
+    return [renderload.loaded_line(done) for tick in ticks for done in loads.see([tick])]
+
+
+def test_a_load_that_has_landed_is_summed_up_once() -> None:
+    assert seen(*first_load()) == [
+        "loaded public.orders: 2,000,000 rows · 1.0 GiB · 12 s · 160,000 rows/s · exact, replace"
+    ]
+
+
+def test_a_load_that_is_replayed_has_landed() -> None:
+    replaying = replace(READING, stage="replaying")
+    ticks = [
+        *first_load()[:3],
+        table("orders", TableState.CATCHING_UP, replaying, rows_loaded=9, applied_commit=5),
+        table("orders", TableState.LIVE, rows_loaded=9, applied_commit=6),
+    ]
+    assert len(seen(*ticks)) == 1
+
+
+def test_a_table_that_is_loaded_again_is_summed_up_each_time() -> None:
+    live = table("orders", TableState.LIVE, rows_loaded=5, applied_commit=1)
+    again = replace(live, state=TableState.REFRESHING, load=replace(READING, stage="landing", mode="refresh"))
+    assert len(seen(live, again, live, again, live)) == 2
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        table("orders", TableState.NEW),
+        table("orders", TableState.PAUSED),
+        table("orders", TableState.FAILED, reason="value-unfit"),
+        table("orders", TableState.NEW, reason="source-rewritten"),
+    ],
+)
+def test_a_load_that_was_given_up_is_not_called_loaded(after: TableStatus) -> None:
+    assert seen(table("orders", load=READING), after) == []
+
+
+def test_a_reload_that_was_stopped_halfway_is_not_called_loaded() -> None:
+    live = table("orders", TableState.LIVE, rows_loaded=5, applied_commit=1)
+    assert seen(live, replace(live, state=TableState.REFRESHING, load=READING), live) == []
+
+
+def test_several_loads_have_a_sum() -> None:
+    loads = renderload.Loads()
+    for tick in first_load():
+        loads.see([tick, replace(tick, table="others")])
+    assert renderload.loaded_text(loads.done).splitlines()[-1] == "loaded 2 tables: 4,000,000 rows · 2.0 GiB"
+    many = renderload.loaded_text(loads.done * 10).splitlines()
+    assert len(many) == renderload.LINES_MAX + 2
+    assert many[-2] == "… and 10 more"
+
+
+class Engine:
+    """A pipeline that loads a table while it runs."""
+
+    def run(
+        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
+    ) -> Summary:
+        *ticks, last = first_load()
+        for tick in ticks[:3]:
+            observer.tick(status_of(tick))
+        return Summary(name="shop", command="run", seconds=20.0, tables=(last,), message="caught up")
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "tailrace.yaml"
+    path.write_text(
+        "name: shop\nsource: {url: postgresql://h/shop, tables: [public.*]}\nlog: ./log\ntables: {path: ./lake}\n"
+    )
+    return str(path)
+
+
+def test_a_run_ends_with_what_it_has_loaded(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", file, "--until-caught-up"], engine=Engine()) == ExitCode.OK
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("loaded public.orders: 2,000,000 rows · 1.0 GiB · 12 s")
+    assert second.startswith("shop: caught up")
+
+
+def test_a_run_with_json_lists_what_it_has_loaded(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", file, "--json", "--quiet"], engine=Engine()) == ExitCode.OK
+    (load,) = json.loads(capsys.readouterr().out)["loads"]
+    assert load == {
+        "schema": "public", "table": "orders", "mode": "replace", "way": "exact", "rows": 2_000_000,
+        "bytes": 1 << 30, "seconds": 12.5, "rows_per_second": 160_000.0,
+    }  # fmt: skip
+
+
+def test_the_status_with_json_tells_loads_too() -> None:
+    data = status_of(table("orders", load=READING)).to_json()
+    assert json.loads(json.dumps(data)) == data
+    assert data["tables"][0]["load"]["chunks_done"] == 10
+    assert data["tables"][0]["load"]["rows_per_second"] == 100_000.4

@@ -1,0 +1,410 @@
+"""Asking for loads and holding them back: only records are written, and nothing that a load would refuse."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tailrace.capture.postgres.catalogue import Catalogue
+from tailrace.capture.postgres.chunks import Cut
+from tailrace.capture.postgres.connect import connect
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import ChangeLog
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.errors import ConfigError, LogUnusable, SourceUnreachable, TailraceError
+from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import TableId
+from tailrace.pipeline import asking
+from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.wiring import open_source
+from tailrace.spark.seeds import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.paths import table_path
+from tests.support.databases import database
+from tests.support.logs import Diary
+
+ORDERS, CUSTOMERS, NO_KEY, PARTS = (
+    TableId("public", name) for name in ("orders", "customers", "no_key", "parts")
+)
+NEVER = TableId("public", "never_loaded")
+SQL = """
+create table orders (id int primary key, status text, "Total" numeric(12,2));
+create table customers (id int primary key, name text);
+create table never_loaded (id int primary key);
+create table no_key (a int);
+create table parts (id int primary key, x int) partition by range (id);
+create table parts_1 partition of parts for values from (0) to (100);
+create table audit (id int primary key);
+insert into orders values (1, 'a secret value', 5);
+"""
+SETTINGS = """\
+name: shop
+source:
+  url: {url}
+  tables: ["public.*"]
+  exclude: ["public.audit"]
+log: ./log
+tables: {{path: ./lake}}
+"""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres(version=16, settings={"fsync": "off"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(server: EmbeddedPostgres) -> Iterator[str]:
+    with database(server, f"asking_{uuid.uuid4().hex[:8]}") as name:
+        with psycopg.connect(server.url(name), autocommit=True) as connection:
+            connection.execute(SQL)
+        yield server.url(name)
+
+
+@pytest.fixture
+def settings(url: str, tmp_path: Path) -> PipelineSettings:
+    """A pipeline whose log is there, and whose tables are loaded but for one."""
+    (tmp_path / "tailrace.yaml").write_text(SETTINGS.format(url=url))
+    found = load_settings(tmp_path / "tailrace.yaml")
+    Diary(tmp_path / "log").close()
+    log_id = ChangeLog.open(tmp_path / "log").log_id
+    # Publications are made by capture; here every column is told.
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute(f"drop publication if exists tailrace_{log_id}")
+        admin.execute(f"create publication tailrace_{log_id} for all tables with (publish_via_partition_root)")
+    with connect(url) as connection:
+        for table in (ORDERS, CUSTOMERS, NO_KEY, PARTS):
+            shape = Catalogue(connection).describe(table, None)
+            lake = DeltaRsTable(table_path(found.tables.path, table), log_id)
+            lake.land(shape, [], Cursor(seq=0, commit=0, position=ZERO))
+    return found
+
+
+@pytest.fixture
+def silent(settings: PipelineSettings, tmp_path: Path) -> PipelineSettings:
+    """The same without a source that answers; of its tables the log knows those of a diary."""
+    (tmp_path / "tailrace.yaml").write_text(SETTINGS.format(url="postgresql://app@127.0.0.1:1/shop"))
+    return load_settings(tmp_path / "tailrace.yaml")
+
+
+@pytest.fixture
+def seeds(settings: PipelineSettings) -> Seeds:
+    return Seeds(settings.log.path)
+
+
+def records(settings: PipelineSettings) -> list[str]:
+    return sorted(path.name for path in (settings.log.path / FOLDER).rglob("*.json"))
+
+
+def begin(settings: PipelineSettings, seeds: Seeds, table: TableId, wish: Wish | None = None) -> Seed:
+    """A load under way, as an applying process would have left it: one chunk is in."""
+    log_id = ChangeLog.open(settings.log.path).log_id
+    seed = Seed(plan=open_source(settings, log_id).plan(table, Cut.KEY, 1 << 20), point=Lsn(1), wish=wish)
+    seeds.begin(seed)
+    seeds.stage(seed.id, StagedChunk(chunk=0, files=(), rows=0, bytes=0, seconds=0.1, seen=Lsn(1)))
+    return seed
+
+
+def said(asked: asking.Asked, table: TableId) -> tuple[str, str]:
+    """What was done for a table, and how it is told."""
+    found = next(item for item in asked.tables if (item.schema, item.table) == (table.schema, table.name))
+    return found.done, found.said
+
+
+# ---- asking
+
+
+def test_a_wish_is_put_on_record_for_every_table_that_matches(settings: PipelineSettings, seeds: Seeds) -> None:
+    asked = asking.ask(settings, ["public.orders", "public.cust*"], mode=LoadMode.REFRESH)
+    assert {(wish.table, wish.mode, wish.where) for wish in seeds.wishes()} == {
+        (ORDERS, LoadMode.REFRESH, None), (CUSTOMERS, LoadMode.REFRESH, None),
+    }  # fmt: skip
+    assert [table.done for table in asked.tables] == ["asked", "asked"]
+    assert asked.apply_pid is None
+
+
+def test_whoever_applies_now_is_named(settings: PipelineSettings) -> None:
+    held = Lease(settings.log.path, APPLIER)
+    try:
+        assert asking.ask(settings, ["public.orders"]).apply_pid is not None
+    finally:
+        held.release()
+
+
+def test_asking_again_replaces_what_was_waiting(settings: PipelineSettings, seeds: Seeds) -> None:
+    asking.ask(settings, ["public.orders"], where="id > 5")
+    asked = asking.ask(settings, ["public.orders"])
+    (wish,) = seeds.wishes()
+    assert wish.where is None
+    done, text = said(asked, ORDERS)
+    assert done == "replaced"
+    assert "replaces what was asked for before" in text
+
+
+def test_asking_during_a_load_lets_that_one_land_first(settings: PipelineSettings, seeds: Seeds) -> None:
+    under_way = Wish(table=ORDERS, where="id > 5")
+    seeds.wish(under_way)
+    begin(settings, seeds, ORDERS, under_way)
+    done, text = said(asking.ask(settings, ["public.orders"]), ORDERS)
+    assert done == "asked"
+    assert "begins when the load that is under way has landed" in text
+    assert under_way in seeds.wishes(), "should it come to nothing, it is still wished for"
+    assert len(seeds.wishes()) == 2
+
+
+def test_asking_for_a_stopped_table_lifts_the_hold_and_a_paused_one_waits(
+    settings: PipelineSettings, seeds: Seeds
+) -> None:
+    seeds.hold(ORDERS, Hold.STOPPED)
+    seeds.hold(CUSTOMERS, Hold.PAUSED)
+    asked = asking.ask(settings, ["public.orders", "public.customers"])
+    assert seeds.held() == {CUSTOMERS: Hold.PAUSED}
+    assert "paused: `--resume`" in said(asked, CUSTOMERS)[1]
+
+
+def test_a_table_that_was_never_loaded_can_be_asked_for(settings: PipelineSettings, seeds: Seeds) -> None:
+    asking.ask(settings, ["public.never_loaded"])
+    assert [wish.table for wish in seeds.wishes()] == [NEVER]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("public.order", "Did you mean public.orders?"),
+        ("orders", "Did you mean public.orders?"),
+        ("sales.orders", "Did you mean public.orders?"),
+        ("public.audit", "`source.exclude`"),
+        ("sales.*", "`tailrace status FILE` lists"),
+        ("public.[", "`tailrace status FILE` lists"),
+        ("", "`tailrace status FILE` lists"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_an_error_with_close_names(
+    settings: PipelineSettings, pattern: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match="matches no table") as error:
+        asking.ask(settings, ["public.customers", pattern])
+    assert hint in error.value.hint
+    assert records(settings) == [], "nothing is asked if anything is wrong"
+
+
+def test_no_table_at_all_is_an_error(settings: PipelineSettings) -> None:
+    with pytest.raises(ConfigError, match="is not said"):
+        asking.ask(settings, [])
+
+
+def test_without_a_log_there_is_nothing_to_ask(settings: PipelineSettings, tmp_path: Path) -> None:
+    elsewhere = settings.model_copy(update={"log": settings.log.model_copy(update={"path": tmp_path / "other"})})
+    with pytest.raises(LogUnusable, match="there is no log here"):
+        asking.ask(elsewhere, ["public.orders"])
+    with pytest.raises(LogUnusable, match="there is no log here"):
+        asking.hold(elsewhere, [], Hold.PAUSED)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_source_that_does_not_answer_leaves_what_the_log_knows(silent: PipelineSettings) -> None:
+    seeds = Seeds(silent.log.path)
+    seeds.hold(ORDERS, Hold.STOPPED)
+    asked = asking.ask(silent, ["public.orders"])
+    assert [wish.table for wish in seeds.wishes()] == [ORDERS]
+    assert asked.note is not None
+    assert "the source was not asked" in asked.note
+    with pytest.raises(SourceUnreachable):
+        asking.ask(silent, ["public.orders"], where="id > 5")
+
+
+def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
+    settings: PipelineSettings, seeds: Seeds
+) -> None:
+    gone = TableId("public", "gone")
+    seeds.hold(gone, Hold.PAUSED)
+    with pytest.raises(ConfigError, match="does not have this table any more"):
+        asking.ask(settings, ["public.gone"])
+    assert said(asking.hold(settings, ["public.gone"], None), gone)[0] == "resumed"
+    assert seeds.held() == {}
+
+
+# ---- conditions
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "id > 5",
+        "status = 'it''s; open' and \"Total\" >= 1.5",
+        "id > 5 -- the new ones",
+        "id > 5 /* all /* of */ them */",
+        "id in (select 1 union select 2)",
+        "status = $$a ) b$$ or (id = 1) or not (id = 2)",
+        "null",
+        "(id, status) > (1, 'x')",
+        "status is distinct from '{x}' and status like '%d'",
+    ],
+)
+def test_a_condition_that_stands_by_itself_is_asked_for(
+    settings: PipelineSettings, seeds: Seeds, where: str
+) -> None:
+    asking.ask(settings, ["public.orders"], where=where)
+    (wish,) = seeds.wishes()
+    assert wish.where is not None
+    assert wish.where.rstrip() == where
+
+
+def test_a_comment_at_its_end_swallows_nothing(settings: PipelineSettings, seeds: Seeds, url: str) -> None:
+    asking.ask(settings, ["public.orders"], where="id > 5 -- new")
+    (wish,) = seeds.wishes()
+    with connect(url) as connection:
+        connection.execute(f"select 1 from public.orders where ({wish.where}) and (id < 7)".encode())
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("colour = 'red'", 'column "colour" does not exist'),
+        ("id >", "syntax error"),
+        ("id = 'abc'", "invalid input syntax for type integer"),
+        ("id", "argument of WHERE must be type boolean"),
+        ("id > 5; drop table orders", "syntax error"),
+        ("true); drop table orders; select (true", "multiple commands"),
+        ("true) or (true", "does not stand by itself"),
+        ("true) union select 1 from public.orders where (true", "does not stand by itself"),
+        ("true] or array[true", "syntax error"),
+        ("status = 'open", "unterminated quoted string"),
+        ('"Total > 1', "unterminated quoted identifier"),
+        ("id > 5 /* and", "unterminated /* comment"),
+        ("status = $$open", "unterminated dollar-quoted string"),
+        ("true) -- or", "syntax error"),
+        ("id > $1", "parameters"),
+        ("count(*) > 1", "aggregate functions are not allowed in WHERE"),
+        ("id in (select id from customers)", 'relation "customers" does not exist'),
+        ("", "it is empty"),
+        ("  ", "it is empty"),
+        ("status = '\udcff'", "not UTF-8"),
+    ],
+)
+def test_a_condition_that_makes_no_sense_is_refused_in_the_server_s_words(
+    settings: PipelineSettings, url: str, where: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        asking.ask(settings, ["public.orders"], where=where)
+    assert words in error.value.message
+    assert "WHERE" in error.value.hint
+    assert "secret value" not in str(error.value)
+    assert records(settings) == []
+    with psycopg.connect(url) as connection:
+        assert connection.execute("select count(*) from orders").fetchone() == (1,)
+
+
+def test_a_condition_is_looked_at_for_every_table_before_anything_is_asked(settings: PipelineSettings) -> None:
+    with pytest.raises(ConfigError, match='"status" does not exist') as error:
+        asking.ask(settings, ["public.orders", "public.customers"], where="status = 'open'")
+    assert error.value.fields["table"] == CUSTOMERS
+    assert records(settings) == []
+
+
+def test_a_condition_on_a_partitioned_table_is_read_as_its_partitions_are(
+    settings: PipelineSettings, seeds: Seeds
+) -> None:
+    asking.ask(settings, ["public.parts"], where="x > 5")
+    assert [wish.table for wish in seeds.wishes()] == [PARTS]
+    with pytest.raises(ConfigError):
+        asking.ask(settings, ["public.parts"], where="parts.x > 5")
+
+
+def test_a_table_that_somebody_holds_locked_is_not_waited_for_long(
+    settings: PipelineSettings, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "LOCK_SECONDS_MAX", 1)
+    with psycopg.connect(url) as other:
+        other.execute("lock table orders in access exclusive mode")
+        with pytest.raises(TailraceError, match="lock"):
+            asking.ask(settings, ["public.orders"], where="id > 5")
+    assert records(settings) == []
+
+
+@pytest.mark.parametrize(("mode", "where"), [(LoadMode.REFRESH, None), (LoadMode.REPLACE, "a > 1")])
+def test_a_table_without_a_key_can_only_be_replaced_as_a_whole(
+    settings: PipelineSettings, seeds: Seeds, mode: LoadMode, where: str | None
+) -> None:
+    with pytest.raises(ConfigError, match="without a key can only be replaced as a whole"):
+        asking.ask(settings, ["public.no_key"], mode=mode, where=where)
+    assert records(settings) == []
+    asking.ask(settings, ["public.no_key"])
+    assert [wish.table for wish in seeds.wishes()] == [NO_KEY]
+
+
+def test_no_part_can_be_read_again_of_what_is_not_loaded_or_has_another_shape(
+    settings: PipelineSettings, url: str
+) -> None:
+    with pytest.raises(ConfigError, match="it is not loaded yet"):
+        asking.ask(settings, ["public.never_loaded"], where="id > 5")
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("alter table customers add extra int")
+        try:
+            with pytest.raises(ConfigError, match="another shape"):
+                asking.ask(settings, ["public.customers"], where="id > 5")
+        finally:
+            admin.execute("alter table customers drop extra")
+    assert records(settings) == []
+
+
+# ---- holding
+
+
+def test_a_load_that_is_paused_says_how_far_it_is_and_goes_on_when_resumed(
+    settings: PipelineSettings, seeds: Seeds
+) -> None:
+    begin(settings, seeds, NEVER)
+    done, text = said(asking.hold(settings, ["public.never_loaded"], Hold.PAUSED), NEVER)
+    assert (done, seeds.held()) == ("paused", {NEVER: Hold.PAUSED})
+    assert "1 of 1 chunks are in" in text
+    assert said(asking.hold(settings, ["public.never_loaded"], Hold.PAUSED), NEVER)[0] == "nothing"
+    done, text = said(asking.hold(settings, ["public.never_loaded"], None), NEVER)
+    assert (done, seeds.held()) == ("resumed", {})
+    assert "goes on" in text
+
+
+def test_without_a_table_all_of_them_are_meant(settings: PipelineSettings, seeds: Seeds) -> None:
+    asked = asking.hold(settings, [], Hold.PAUSED)
+    assert set(seeds.held()) == {ORDERS, CUSTOMERS, NO_KEY, PARTS, NEVER}
+    assert "nothing of it is being loaded" in said(asked, ORDERS)[1]
+    assert said(asked, NEVER)[1] == "it is not loaded until it is resumed"
+    asking.hold(settings, [], None)
+    assert seeds.held() == {}
+    assert {table.done for table in asking.hold(settings, [], None).tables} == {"nothing"}
+
+
+def test_a_stop_of_a_reload_leaves_the_table_as_it_was(settings: PipelineSettings, seeds: Seeds) -> None:
+    begin(settings, seeds, ORDERS)
+    done, text = said(asking.hold(settings, ["public.orders"], Hold.STOPPED), ORDERS)
+    assert (done, seeds.held()) == ("stopped", {ORDERS: Hold.STOPPED})
+    assert "goes on as it was" in text
+
+
+def test_a_stop_of_a_first_load_leaves_the_table_unloaded(settings: PipelineSettings, seeds: Seeds) -> None:
+    asking.ask(settings, ["public.never_loaded"])
+    done, text = said(asking.hold(settings, ["public.never_loaded"], Hold.STOPPED), NEVER)
+    assert (done, seeds.held(), seeds.wishes()) == ("stopped", {NEVER: Hold.STOPPED}, [])
+    assert "not loaded until it is asked for, or resumed" in text
+
+
+def test_a_stop_where_nothing_is_loaded_holds_nothing_back(settings: PipelineSettings, seeds: Seeds) -> None:
+    asked = asking.hold(settings, ["public.orders"], Hold.STOPPED)
+    assert said(asked, ORDERS) == ("nothing", "nothing of it is being loaded")
+    assert seeds.held() == {}
+
+
+def test_a_stop_of_all_reaches_loads_wishes_and_tables_that_are_not_loaded(
+    settings: PipelineSettings, seeds: Seeds
+) -> None:
+    begin(settings, seeds, ORDERS)
+    asking.ask(settings, ["public.customers"])
+    asking.hold(settings, [], Hold.STOPPED)
+    assert seeds.held() == dict.fromkeys((ORDERS, CUSTOMERS, NEVER), Hold.STOPPED)
