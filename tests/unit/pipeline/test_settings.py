@@ -414,10 +414,10 @@ def test_a_slot_or_publication_that_cannot_be_meant_is_refused(
         ("sorce: x", "sorce", "Did you mean `source`?"),
         ("exclude: []", "exclude", "It belongs under `source`."),
         ("path: x", "path", "It belongs under `log` or under `tables`."),
-        ("colour: red", "colour", "Known here: name, source, log, tables."),
-        ("file: x", "file", "Known here: name, source, log, tables."),
-        ("<<: {a: b}", "<<", "Known here: name, source, log, tables."),
-        ("1: x", "1", "Known here: name, source, log, tables."),
+        ("colour: red", "colour", "Known here: name, source, log, tables, load, spark."),
+        ("file: x", "file", "Known here: name, source, log, tables, load, spark."),
+        ("<<: {a: b}", "<<", "Known here: name, source, log, tables, load, spark."),
+        ("1: x", "1", "Known here: name, source, log, tables, load, spark."),
     ],
 )
 def test_an_unknown_key_is_told_with_what_was_probably_meant(
