@@ -133,6 +133,26 @@ class SourceUnreachable(SourceError):
     remedy = Remedy.RETRY
 
 
+class SnapshotGone(SourceUnreachable):
+    """The session that held a load's snapshot has ended."""
+
+    code = "snapshot-gone"
+
+
+class SourceSlow(SourceError):
+    """The server ended a statement because it took too long, or waited too long for a lock."""
+
+    code = "source-slow"
+    remedy = Remedy.RETRY
+
+
+class SourceRewritten(SourceError):
+    """A table was rewritten, truncated or given another shape while it was being read."""
+
+    code = "source-rewritten"
+    remedy = Remedy.RETRY
+
+
 class SourceRefused(SourceError):
     """The server answered, and said no."""
 

@@ -7,7 +7,6 @@ no row passes the driver: tasks read the log and write the tables.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -15,32 +14,31 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from tailrace import failpoints
-from tailrace.capture.base import TableSnapshot
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import TableFailed, TableUnpublished, TailraceError
-from tailrace.model.schema import TableId
+from tailrace.errors import TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.loading import Loading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.spark.session import Jvm
-from tailrace.spark.tasks import ApplyWork, LoadWork, Outcome, apply_changes, load_table
+from tailrace.spark.tasks import ApplyWork, Outcome, apply_changes
 from tailrace.spark.wake import FORMAT, WakeSource
-from tailrace.tables.base import Cursor
 
 log = logging.getLogger(__name__)
 
-LOADS_AT_ONCE = 2
+REREAD_SECONDS_MAX = 60.0
 REST_SECONDS_MAX = 10.0
 """Merging uses at most half of the time; after a very long merge the rest is cut here."""
 NEWLINE = "\n"
@@ -82,22 +80,32 @@ class Applying:
         self.lives.grow()
         noted = read_note(self._log.path)
         for table in self._source.tables():
-            life = self.lives.add(table.table, table)
+            life = self.lives.add(table.table, table, self._settings.load.mode_of(table.table))
             life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
         self.holding.begin()
+        self.loading = Loading(
+            self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
+            advance=self._advance_one, stopping=self._stopping, scratch=self._scratch,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Begin to start Spark, the loads and the query that wakes the work; returns at once."""
         self._in_background(self._start)
 
     def _start(self) -> None:
-        self._jvm = Jvm(self._settings.name, self._scratch, self.spark_log)
+        spark = self._settings.spark
+        self._jvm = Jvm(
+            self._settings.name, self._scratch, self.spark_log, master=spark.master, settings=spark.settings,
+            readers=self._settings.load.connections,
+        )  # fmt: skip
         if self._stopping.is_set():
             return
         self._spark = self._jvm.open_session()
         self._spark.dataSource.register(WakeSource)
-        # Neither waits for the query, which takes seconds to start.
-        self._in_background(self._load_all)
+        # None of them waits for the query, which takes seconds to start.
+        self._in_background(self.loading.look)
+        for number in range(self._settings.load.connections):
+            self._in_background(partial(self.loading.read, number))
         self._in_background(self._apply_until_woken)
         self._query = self._start_query()
 
@@ -190,101 +198,15 @@ class Applying:
         thread.start()
         self._threads.append(thread)
 
-    # Loading.
-
-    def _load_all(self) -> None:
-        """Load the new tables, all from one snapshot; again those whose failure may have passed."""
-        while not self._stopping.is_set():
-            new = [life for life in self.lives.tables.values() if life.state is TableState.NEW]
-            if not new:
-                return
-            if fed := self._fed(new):
-                self._load(fed)
-            waited = min((life.failures for life in new), default=0)
-            self._stopping.wait(min(RETRY_SECONDS * 2**waited, RETRY_SECONDS_MAX))
-
-    def _fed(self, lives: list[TableLife]) -> list[TableLife]:
-        """Those that are published, asked before the snapshot is made: the others would miss what comes after."""
-        try:
-            published = self._source.published()
-        except TailraceError as error:
-            for life in lives:
-                life.fail(error)
-            return []
-        settings = self._source.settings
-        fed = []
-        for life in lives:
-            own = settings.publication_create and life.insert_only
-            wanted = settings.publication_inserts if own else settings.publication
-            if wanted in published.get(life.table, set()):
-                fed.append(life)
-            else:
-                life.fail(_unpublished(life.table, wanted))
-        return fed
-
-    def _load(self, lives: list[TableLife]) -> None:
-        try:
-            with self._source.snapshot() as snapshot, ThreadPoolExecutor(LOADS_AT_ONCE) as pool:
-                self.lives.grow()
-                commit = self.lives.index.commit_at(snapshot.point)
-                # A commit that straddles the point is not covered by number; its rows are told by position.
-                cursor = Cursor(
-                    seq=self.lives.index.next_seq(commit) - 1, commit=commit, position=snapshot.point
-                )
-                for life in lives:
-                    life.loading = cursor
-                self.holding.say(now=True)
-                list(pool.map(lambda life: self._load_one(life, snapshot, cursor), lives))
-        except TailraceError as error:  # of the snapshot itself; the loaded tables go on
-            for life in lives:
-                if life.state is TableState.NEW:
-                    life.fail(error)
-        finally:
-            for life in lives:
-                life.loading = None
-
-    def _load_one(self, life: TableLife, snapshot: TableSnapshot, cursor: Cursor) -> None:
-        if self._stopping.is_set():
-            return
-        life.state = TableState.SEEDING
-        progress = self._scratch / f"load-{id(life)}.json"
-        work = LoadWork(
-            table=life.table,
-            reader=snapshot.reader(),
-            lake=life.path,
-            log_id=self._log.log_id,
-            cursor=cursor,
-            progress=progress,
-        )
-        done = threading.Event()
-        watcher = threading.Thread(target=_watch_load, args=(life, progress, done), daemon=True)
-        watcher.start()
-        try:
-            outcome = self._run(load_table, [work])[0]
-        except Exception as error:  # the task's worker was killed: this table is tried again
-            if self._stopping.is_set():
-                return
-            said = TableFailed(f"the load's task died: {type(error).__name__}", hint=f"See {self.spark_log}.")
-            outcome = Outcome(table=life.table, error=said)
-        finally:
-            done.set()
-            watcher.join()
-        if outcome.error is not None:
-            life.state, life.loading = TableState.NEW, None
-            life.fail(outcome.error)
-            return
-        assert outcome.cursor is not None, "a load that did not fail"
-        assert outcome.schema is not None, "a load that did not fail"
-        life.rows_loaded = outcome.rows
-        life.moved(outcome.cursor, outcome.schema)
-        life.state = TableState.CATCHING_UP
-        self._advance([life], self.lives.grow())
-
-    def _run(self, task: Callable[..., Outcome], works: Sequence[LoadWork | ApplyWork]) -> list[Outcome]:
+    def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         assert self._spark is not None, "started"
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
     # Applying.
+
+    def covered(self, commit: int) -> bool:
+        """Whether every table that can go on holds the log up to the commit, and nothing is left to load."""
+        return self.loading.idle and self.lives.covered(commit)
 
     def _apply_until_woken(self) -> None:
         """Apply what there is while the query starts."""
@@ -312,6 +234,9 @@ class Applying:
         loaded = (TableState.CATCHING_UP, TableState.LIVE)
         return [life for life in self.lives.tables.values() if life.state in loaded]
 
+    def _advance_one(self, life: TableLife) -> None:
+        self._advance([life], self.lives.grow())
+
     def _advance(self, lives: list[TableLife], end: int) -> None:
         """Apply, table beside table, until each has reached the commit, has failed, or is another's."""
         mine = [life for life in lives if life.lock.acquire(blocking=False)]
@@ -335,6 +260,8 @@ class Applying:
             slices=stretch.slices,
             shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
+            reader=self._source.chunk_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
+            seed=life.replay,
         )  # fmt: skip
 
     def _settle(self, life: TableLife, outcome: Outcome) -> None:
@@ -347,22 +274,3 @@ class Applying:
             return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)
-
-
-def _unpublished(table: TableId, publication: str) -> TableUnpublished:
-    return TableUnpublished(
-        "the source does not publish the table's changes yet",
-        table=table,
-        publication=publication,
-        hint="Start `tailrace capture` or `tailrace run` again; with `publication: {create: false}`, add the "
-        "table to your publication.",
-    )
-
-
-def _watch_load(life: TableLife, progress: Path, done: threading.Event) -> None:
-    """Copy the task's note of its progress, for people who watch."""
-    while not done.wait(0.25):
-        try:
-            life.rows_loaded = json.loads(progress.read_bytes())["rows"]
-        except (OSError, ValueError, KeyError):
-            continue

@@ -8,6 +8,8 @@ was taken over by another process, nothing more is written or confirmed, and soo
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +20,18 @@ from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format import Header
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import LogBusy, LogFenced, LogUnusable, TailraceError
+from tailrace.errors import LogBusy, LogFenced, LogUnusable, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.loop import CdcRuntime
 
+log = logging.getLogger(__name__)
+
 FENCE_TRIES_MAX = 5
+PUBLISH_SECONDS = 2.0
+"""Between two looks for tables that are new at the source."""
 CHECK_SECONDS = 0.1
 """Between two looks at the lease while nothing is appended; every append looks for itself."""
 
@@ -36,6 +42,10 @@ class OwnLog(LogWriter):
     def check(self) -> None:
         """Raise LogFenced once somebody has taken the log over."""
         self._lease.check()
+
+    def lost(self) -> bool:
+        """Whether somebody has taken the log over."""
+        return self._lease.lost()
 
     def append(self, window: Window) -> Header | None:
         self.check()
@@ -146,8 +156,25 @@ class Capturing:
             return stopping()
 
         self._keeper.start()
+        ended = threading.Event()
+        publishing = threading.Thread(target=self._publish_until, args=(ended,), name="tailrace-publish", daemon=True)
+        publishing.start()
         try:
             self.runtime.run(stopping_or_taken_over)
         finally:
+            ended.set()
             self._keeper.stop()
             self.log.close()
+
+    def _publish_until(self, ended: threading.Event) -> None:
+        """Publish tables that the settings name as soon as they are made, and take in no others."""
+        said = ""
+        while not ended.wait(PUBLISH_SECONDS):
+            try:
+                if not self.log.lost():
+                    self.source.publish_new()
+                said = ""
+            except TailraceError as error:  # tried again; a source that cannot be reached, the stream tells of
+                if error.code != said and not isinstance(error, SourceUnreachable):
+                    log.warning("tables cannot be published", extra={"code": error.code, "reason": error.message})
+                said = error.code

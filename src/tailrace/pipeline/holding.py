@@ -51,11 +51,11 @@ class Holding:
         index, commit = self._lives.index, self._lives.index.commit
         numbers = tuple(self._lives.numbers(life))
         if life.loading is not None:
-            return TableHint(
-                table=life.table, numbers=numbers, commit=life.loading.commit, seq=life.loading.seq
-            )
-        if life.state is TableState.NEW:
-            return None  # its load will see everything up to then
+            # The rows that the table itself lacks too: if the load comes to nothing, it goes on without it.
+            first = min((found for found in (life.loading, life.cursor) if found), key=lambda found: found.seq)
+            return TableHint(table=life.table, numbers=numbers, commit=first.commit, seq=first.seq)
+        if life.state in (TableState.NEW, TableState.PAUSED) or life.once:
+            return None  # its load will see everything up to then, or nothing is ever applied to it
         if life.cursor is None:
             return self._said.get(life.table)  # it cannot be read now; what it lacks, it may still need
         if life.state is TableState.NEEDS_SNAPSHOT:

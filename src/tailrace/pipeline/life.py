@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TableFailed, TailraceError
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.pipeline.report import TableState
+from tailrace.pipeline.report import LoadStatus, TableState
+from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.paths import table_path
@@ -30,6 +33,7 @@ TRIMMED_HINT = (
     "Remove the lake table's folder and start again: it is loaded anew. `log.retention` and `log.max_bytes` say "
     "for how long the log waits for a table."
 )
+RECALL_SECONDS = 5.0
 RETRIES_MAX = 7
 """Of a table whose failure may pass by itself, before it counts as failed."""
 
@@ -43,10 +47,20 @@ class TableLife:
     state: TableState = TableState.NEW
     cursor: Cursor | None = None
     loading: Cursor | None = None
-    """Where the load that is under way will stand; what the log has after it must be kept."""
+    """Where the load that is under way will stand at the earliest; what the log has after it must be kept."""
+    load: LoadStatus | None = None
+    """How that load stands."""
+    replay: str | None = None
+    """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
+    once: bool = False
+    """Whether its changes are not applied: it is loaded, and that is all."""
+    rereads: bool = False
+    """Whether rows may be missing that changes build on, because none were ever loaded."""
     shape: TableSchema | None = None
     error: TailraceError | None = None
     failures: int = 0
+    failed_at: float = 0.0
+    """Of the monotonic clock."""
     rows_estimated: int | None = None
     rows_loaded: int = 0
     note: str | None = None
@@ -59,6 +73,7 @@ class TableLife:
         """Stop the table, unless the failure may pass by itself and has not come too often."""
         self.error = error
         self.failures += 1
+        self.failed_at = time.monotonic()
         passing = error.remedy is Remedy.RETRY or isinstance(error, TableFailed)
         if not passing or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
@@ -71,7 +86,6 @@ class TableLife:
     def moved(self, cursor: Cursor, shape: TableSchema) -> None:
         """The table's own commit now says this."""
         self.cursor, self.shape, self.error, self.failures = cursor, shape, None, 0
-        self.loading = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,8 @@ class Lives:
     def __init__(self, log_reader: ChangeLog, lake: Path) -> None:
         self.log = log_reader
         self.index = LogIndex(log_reader)
+        self.seeds = Seeds(log_reader.path)
+        self._recorded: tuple[float, list[Seed]] | None = None
         self._lake = lake
         self._growing = threading.Lock()
         self.tables: dict[TableId, TableLife] = {}
@@ -98,10 +114,17 @@ class Lives:
             self.index.grow()
             return self.index.commit
 
-    def add(self, table: TableId, source: SourceTable | None = None) -> TableLife:
+    def grow_to(self, position: Lsn) -> bool:
+        """Whether the log has reached a position."""
+        self.grow()
+        return self.index.position >= position
+
+    def add(
+        self, table: TableId, source: SourceTable | None = None, mode: str = "initial"
+    ) -> TableLife:
         """Begin to follow a table from what its own commit says."""
         life = TableLife(table, self._lake / table.schema / table.name)
-        self.tables[table] = life
+        life.once, life.rereads = mode == "initial_only", mode in ("schema_only", "never")
         if source is not None:
             life.rows_estimated = source.rows_estimated
             life.note = _identity_note(source)
@@ -111,12 +134,46 @@ class Lives:
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
             if life.cursor is not None and not _saw_too_little(life, source):
-                life.state = TableState.CATCHING_UP
+                life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 _refuse_lost_identity(life, source)
                 _refuse_ahead(life, self.log)
+            self._recall(life)
         except TailraceError as error:
             life.fail(error)
+        self.tables[table] = life  # only now: others look at it as soon as it is here
         return life
+
+    def _recall(self, life: TableLife) -> None:
+        """What an earlier process left of a load."""
+        for seed in self._unfinished():
+            if seed.table != life.table:
+                continue
+            if self.seeds.passed(seed.id) is None:
+                life.loading = self.cursor_at(seed.floor)
+            elif life.cursor is not None:
+                life.replay = seed.id
+
+    def _unfinished(self) -> list[Seed]:
+        """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
+        if self._recorded is None or time.monotonic() > self._recorded[0] + RECALL_SECONDS:
+            self._recorded = (time.monotonic(), self.seeds.all())
+        return self._recorded[1]
+
+    def cursor_at(self, position: Lsn) -> Cursor:
+        """Where a table stands that has all that ended at or before the position.
+
+        A commit that straddles the point is not covered by number; its rows are told by position.
+        """
+        commit = self.index.commit_at(position)
+        return Cursor(seq=self.index.next_seq(commit) - 1, commit=commit, position=position)
+
+    def _replayed(self, life: TableLife) -> bool:
+        """Whether the log has passed the last chunk of the load that the table came from."""
+        if life.replay is None or life.cursor is None:
+            return True
+        passed = self.seeds.passed(life.replay) or ZERO
+        reached = life.cursor.position if self.pending(life, self.index.commit) else self.index.position
+        return reached >= passed
 
     def pending(self, life: TableLife, to: int) -> list[Slice]:
         """What the log holds for the table up to a commit and the table has not covered."""
@@ -133,11 +190,17 @@ class Lives:
 
     def numbers(self, life: TableLife) -> list[int]:
         """The log's numbers for the table: one, unless it was dropped and made again."""
-        relation = life.shape.relation if life.shape else None
+        return self._numbers(life.table, life.shape.relation if life.shape else None)
+
+    def numbers_of(self, shape: TableSchema) -> list[int]:
+        """The same for a table of this shape."""
+        return self._numbers(shape.table, shape.relation)
+
+    def _numbers(self, table: TableId, relation: int | None) -> list[int]:
         return [
             version.table
             for version in self.log.schemas.latest()
-            if version.schema.table == life.table or version.schema.relation == relation
+            if version.schema.table == table or version.schema.relation == relation
         ]
 
     def stretch(self, life: TableLife, end: int) -> Stretch | None:
@@ -164,7 +227,8 @@ class Lives:
             taken.append(item)
             rows += item.rows
         if not taken:
-            life.state = TableState.LIVE
+            if life.state is not TableState.LOADED and self._replayed(life):
+                life.state, life.replay = TableState.LIVE, None
             return None
         # A commit may hold several slices of a table; a cursor must not pass the ones left for later.
         last = max(end, taken[-1].last)
@@ -204,9 +268,10 @@ class Lives:
     def covered(self, commit: int) -> bool:
         """Whether every table that can go on has applied the log up to the commit."""
         return all(
-            life.state.broken or (life.state is TableState.LIVE and not self.pending(life, commit))
-            for life in self.tables.values()
-        )
+            life.state.broken or life.state in (TableState.LOADED, TableState.PAUSED)
+            or (life.state is TableState.LIVE and not self.pending(life, commit))
+            for life in list(self.tables.values())
+        )  # fmt: skip
 
     def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
         return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.first)

@@ -36,6 +36,8 @@ class TableState(enum.Enum):
     until the load's commit."""
     PAUSED = "paused"
     """Held back by an operator. Stored until the operator resumes it."""
+    LOADED = "loaded"
+    """Loaded once, and left so: its mode is `initial_only`. Never stored: it follows from the mode."""
     FAILED = "failed"
     """An error that a person must mend; the other tables go on. Set by capture or apply; stored with its
     reason until a start finds the cause gone."""
@@ -47,6 +49,33 @@ class TableState(enum.Enum):
     def broken(self) -> bool:
         """Whether the table goes nowhere until a person acts."""
         return self in (TableState.FAILED, TableState.NEEDS_SNAPSHOT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStatus:
+    """A load that is under way, or was when its process was last heard of."""
+
+    stage: str
+    """`waiting` for transactions that were open when it began, `reading`, `landing`, `replaying` what was committed
+    meanwhile, or `paused`."""
+    way: str
+    """`exact`: in one snapshot; `chunked`: every chunk in one of its own."""
+    mode: str
+    """`replace` or `refresh`."""
+    chunks: int
+    chunks_done: int
+    rows: int
+    bytes: int
+    """Of the source that are read, about; `bytes_total` are expected."""
+    bytes_total: int
+    seconds: float
+    rows_per_second: float
+    seconds_left: float | None
+    backing_off: bool = False
+    """Whether it goes slower because the source is busy."""
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +102,7 @@ class TableStatus:
     lag_seconds: float | None = None
     note: str | None = None
     """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
+    load: LoadStatus | None = None
 
     def __post_init__(self) -> None:
         if self.state is TableState.FAILED and not self.reason:

@@ -206,7 +206,7 @@ def _apply(
                 observer.tick(status)
                 leave_note(log.path, status)
                 applying.holding.say()
-                caught_up = goal is not None and applying.lives.covered(goal)
+                caught_up = goal is not None and applying.covered(goal)
                 if until_caught_up and caught_up:
                     break
                 asked.wait(TICK_SECONDS)

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from urllib.parse import quote
 
 import yaml
@@ -238,6 +238,20 @@ def _check_count(given: object) -> int:
     return int(text)
 
 
+def _check_connections(given: object) -> int:
+    text = _written(given, "For example: `connections: 4`.")
+    if not re.fullmatch(r"[1-9][0-9]?", text):
+        raise _refusal("must be a whole number from 1 to 99", "For example: `connections: 4`.")
+    return int(text)
+
+
+def _check_spark_setting(given: object) -> object:
+    """A setting of Spark's as Spark takes it: as text."""
+    if isinstance(given, Number):
+        return given.text
+    return str(given).lower() if isinstance(given, bool) else given
+
+
 def _is_none(given: object) -> bool:
     return isinstance(given, str) and given.strip().lower() == "none"
 
@@ -249,6 +263,9 @@ Age = Annotated[
     float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))
 ]
 Count = Annotated[int, BeforeValidator(_check_count)]
+Connections = Annotated[int, BeforeValidator(_check_connections)]
+Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
+"""When a table is loaded; docs/guides/loading.md says what each means."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
@@ -367,6 +384,39 @@ class TablesSettings(BaseModel):
     path: Folder
 
 
+class LoadSettings(BaseModel):
+    """How tables are read from the source: when, in which way, and how much of the source that may take."""
+
+    model_config = _FROZEN
+    mode: Mode = "initial"
+    modes: dict[Glob, Mode] = {}
+    way: Literal["auto", "exact", "chunked"] = "auto"
+    connections: Connections = 2
+    chunk: Size = 64 << 20
+    time_limit: Duration = 3_600.0
+    chunk_timeout: Duration = 900.0
+    throttle: bool = True
+    secret_standby: Url | None = Field(default=None, alias="standby")
+
+    @property
+    def standby(self) -> str | None:
+        """The URL of the server to read from, with its password, if it is not the source itself."""
+        return self.secret_standby.get_secret_value() if self.secret_standby else None
+
+    def mode_of(self, table: TableId) -> Mode:
+        """The last pattern that matches decides; without one, `mode`."""
+        found = [mode for glob, mode in self.modes.items() if _glob_matches(glob, table)]
+        return found[-1] if found else self.mode
+
+
+class SparkSettings(BaseModel):
+    """The Spark that the work runs on; by default one of our own, on this machine."""
+
+    model_config = _FROZEN
+    master: str | None = None
+    settings: dict[str, Annotated[str, BeforeValidator(_check_spark_setting)]] = {}
+
+
 class PipelineSettings(BaseModel):
     """One pipeline. `file` is where the settings came from; relative paths start at its folder."""
 
@@ -375,6 +425,8 @@ class PipelineSettings(BaseModel):
     source: SourceSettings
     log: LogSettings
     tables: TablesSettings
+    load: LoadSettings = LoadSettings()
+    spark: SparkSettings = SparkSettings()
     file: Path
 
     @model_validator(mode="before")
@@ -429,13 +481,16 @@ def matches(source: SourceSettings, table: TableId) -> bool:
     """
 
     def matched(globs: Sequence[str]) -> bool:
-        return any(
-            fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name)
-            for glob in globs
-            for schema, name in _splits(glob)
-        )
+        return any(_glob_matches(glob, table) for glob in globs)
 
     return matched(source.tables) and not matched(source.exclude)
+
+
+def _glob_matches(glob: str, table: TableId) -> bool:
+    return any(
+        fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name)
+        for schema, name in _splits(glob)
+    )
 
 
 def names(source: SourceSettings, table: TableId) -> bool:
@@ -525,8 +580,11 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("log", "retention"): RetentionSettings,
     ("log", "seal"): SealSettings,
     ("tables",): TablesSettings,
+    ("load",): LoadSettings,
+    ("spark",): SparkSettings,
 }
 
+_MODES = ", ".join(get_args(Mode))
 _EXAMPLES = {
     "": "name, source, log and tables; docs/reference/configuration.md has an example",
     "name": "`name: shop`",
@@ -545,6 +603,15 @@ _EXAMPLES = {
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
     "tables.path": "`path: ./shop/lake`",
+    "load": "`load: {connections: 4, time_limit: 1h}`",
+    "load.mode": f"`mode: initial`; there are {_MODES}",
+    "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',
+    "load.way": "`way: auto`, `way: exact` or `way: chunked`",
+    "load.throttle": "`throttle: false`",
+    "load.standby": "`standby: postgresql://user:${PGPASSWORD}@standby:5432/database`",
+    "spark": "`spark: {settings: {spark.driver.memory: 2g}}`",
+    "spark.master": '`master: "local[4]"`',
+    "spark.settings": "`settings: {spark.driver.memory: 2g}`",
 }
 
 _WANTED = {
@@ -556,6 +623,7 @@ _WANTED = {
     "bool_parsing": "must be true or false",
     "literal_error": "has a value it cannot have",
     "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
 }
 """What pydantic's own refusals mean here; anything else is shown in its own words."""
@@ -589,6 +657,8 @@ _VARIABLE = re.compile(r"\$\$|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<defau
 _PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://(?:\$\{[^}]*\}|[^:/?@])*:(?P<password>(?:\$\{[^}]*\}|[^/?@])*)@")
 """Where the password stands in a URL. A variable holds the password itself, as PGPASSWORD does, so it is
 percent-encoded on the way in: libpq would take an `@` in it for the end of the password."""
+
+_URLS: tuple[Loc, ...] = (("source", "url"), ("load", "standby"))
 
 _NOT_READ = object()
 """Stands for a value whose own problem is already told."""
@@ -682,7 +752,7 @@ class _Document:
     def expand(self, node: yaml.ScalarNode, loc: Loc) -> Any:
         """A scalar's text with `${VAR}` replaced; `$$` is a dollar, a dollar before anything else too."""
         begin = node.start_mark.index
-        secret = _PASSWORD.match(node.value) if loc == ("source", "url") else None
+        secret = _PASSWORD.match(node.value) if loc in _URLS else None
 
         def replaced(found: re.Match[str]) -> str:
             nonlocal begin

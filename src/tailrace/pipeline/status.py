@@ -24,7 +24,14 @@ from tailrace.errors import LogUnusable, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.report import LogStatus, PipelineStatus, SourceStatus, TableState, TableStatus
+from tailrace.pipeline.report import (
+    LoadStatus,
+    LogStatus,
+    PipelineStatus,
+    SourceStatus,
+    TableState,
+    TableStatus,
+)
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.wiring import open_source
 
@@ -86,8 +93,14 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         if cursor is None
         else (cursor.position if pending else max(cursor.position, lives.index.position))
     )
+    state = life.state
+    if life.load is not None and state in (TableState.CATCHING_UP, TableState.LIVE):
+        state = TableState.REFRESHING
+    load = life.load
+    if load is None and life.replay is not None:
+        load = _replaying(life)
     return TableStatus(
-        schema=life.table.schema, table=life.table.name, state=life.state, path=str(life.path),
+        schema=life.table.schema, table=life.table.name, state=state, load=load, path=str(life.path),
         reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
         hint=life.error.hint if life.error else None, note=life.note,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
@@ -95,6 +108,13 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         applied_commit=cursor.commit if cursor else None, applied_position=str(cursor.position) if cursor else None,
         lag_bytes=max(0, end - reached) if reached is not None else None,
         lag_seconds=max(0.0, time.time() - pending[0].committed_at / 1e6) if pending else (0.0 if cursor else None),
+    )  # fmt: skip
+
+
+def _replaying(life: TableLife) -> LoadStatus:
+    return LoadStatus(
+        stage="replaying", way="chunked", mode="replace", chunks=0, chunks_done=0, rows=life.rows_loaded, bytes=0,
+        bytes_total=0, seconds=0.0, rows_per_second=0.0, seconds_left=None,
     )  # fmt: skip
 
 
@@ -128,7 +148,7 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     noted = read_note(log.path)
     known = source.tables() if lag is not None else []
     for table in known:
-        lives.add(table.table, table)
+        lives.add(table.table, table, settings.load.mode_of(table.table))
     wanted = [version.schema.table for version in log.schemas.latest()] + list(noted)
     for name in wanted:
         if name not in lives.tables and matches(settings.source, name):
@@ -153,6 +173,7 @@ def _with_note(
     table = replace(
         table,
         rows_loaded=note["rows_loaded"],
+        load=LoadStatus(**note["load"]) if status.apply_pid is not None and note.get("load") else table.load,
         load_rows_estimated=table.load_rows_estimated or note["load_rows_estimated"],
     )
     state = TableState(note["state"])

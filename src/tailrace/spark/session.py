@@ -1,10 +1,13 @@
-"""The Spark session of a pipeline: local, quiet, bound to this machine, gone when we are."""
+"""The Spark session of a pipeline: quiet, gone when we are, and on this machine unless the settings say otherwise.
+
+Those who load may keep a slot each for long; there is always one more, for applying.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pyspark import SparkConf, SparkContext
@@ -12,9 +15,6 @@ from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from tailrace.spark.java import archive_path, find_java
-
-TASK_SLOTS_MIN = 3
-"""Two loads may keep a slot each for long; there is always one for applying."""
 
 _FILE_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 _SETTINGS = {
@@ -56,24 +56,34 @@ class Jvm:
     """
 
     def __init__(
-        self, name: str, scratch: Path, log_file: Path, *, java_options: Sequence[str] | None = None
+        self,
+        name: str,
+        scratch: Path,
+        log_file: Path,
+        *,
+        java_options: Sequence[str] | None = None,
+        master: str | None = None,
+        settings: Mapping[str, str] | None = None,
+        readers: int = 2,
     ) -> None:
         java = find_java()
         os.environ["JAVA_HOME"] = str(java)
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         os.environ["PYSPARK_PYTHON"] = str(_worker_python(scratch))
         os.environ["PYSPARK_DRIVER_PYTHON"] = os.environ["PYSPARK_PYTHON"]
-        settings = SparkConf(loadDefaults=False).setAppName(f"tailrace {name}")
-        settings.setMaster(f"local[{max(TASK_SLOTS_MIN, (os.cpu_count() or 1) + 1)}]")
-        settings.setAll([*_SETTINGS.items(), ("spark.local.dir", str(scratch))])
-        settings.set("spark.sql.warehouse.dir", str(scratch / "warehouse"))
+        slots = max(readers + 1, (os.cpu_count() or 1) + 1)
+        conf = SparkConf(loadDefaults=False).setAppName(f"tailrace {name}")
+        conf.setMaster(master or f"local[{slots}]")
+        conf.setAll([*_SETTINGS.items(), ("spark.local.dir", str(scratch))])
+        conf.set("spark.sql.warehouse.dir", str(scratch / "warehouse"))
         if java_options is None:
             java_options = _archived(archive_path(java))
-        settings.set("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, *java_options]))
-        self._settings = settings
+        conf.set("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, *java_options]))
+        conf.setAll(list((settings or {}).items()))
+        self._settings = conf
         with log_file.open("wb") as said:  # the workers inherit it from the JVM
             popen = {"stdout": said, "stderr": said}
-            self._gateway = launch_gateway(settings, popen)  # type: ignore[no-untyped-call] # Spark's
+            self._gateway = launch_gateway(conf, popen)  # type: ignore[no-untyped-call] # Spark's
 
     def open_session(self) -> SparkSession:
         """The session; raises if the process is killed meanwhile."""

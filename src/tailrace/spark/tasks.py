@@ -1,4 +1,4 @@
-"""What runs inside Spark tasks: loading a table, and applying a stretch of the log to one.
+"""What runs inside Spark tasks: reading a chunk of a table, and applying a stretch of the log to one.
 
 Work is plain data and an outcome is plain data; a row never passes the driver. A task may be run twice: the
 table's own position makes the second run do nothing. One table's failure is an outcome, not an exception, so
@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace import failpoints
-from tailrace.capture.base import TableReader
+from tailrace.capture.postgres.chunks import Chunk
+from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog import files
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
@@ -25,25 +29,43 @@ from tailrace.errors import TableFailed, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
 from tailrace.tables.shapes import unusable
+from tailrace.tables.staging import StagedFile, stage
 
 PROGRESS_SECONDS = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadWork:
-    """Read one table of a snapshot into its lake table."""
+class ChunkWork:
+    """Read one chunk of a table into files beside its lake table, and put that on record."""
 
-    table: TableId
-    reader: TableReader
+    schema: TableSchema
+    chunk: Chunk
+    reader: SnapshotReader
+    condition: str | None
     lake: Path
-    log_id: str
-    cursor: Cursor
+    log: Path
+    seed: str
     progress: Path
     """Where to note how many rows are in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshWork:
+    """Make a lake table equal to what a load has staged, by writing what differs."""
+
+    schema: TableSchema
+    lake: Path
+    log: Path
+    log_id: str
+    seed: str
+    partial: bool
+    """Whether only rows that fulfil a condition were read, beside all keys."""
+    cursor: Cursor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +81,10 @@ class ApplyWork:
     shape: TableSchema
     expected: Cursor
     cursor: Cursor
+    reader: SnapshotReader | None = None
+    """To read rows again whose large values did not come; None where all of them must be there."""
+    seed: str | None = None
+    """The load whose replay this belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,25 +96,60 @@ class Outcome:
     seconds: float = 0.0
     cursor: Cursor | None = None
     schema: TableSchema | None = None
+    staged: StagedChunk | None = None
     error: TailraceError | None = None
 
 
-def load_table(work: LoadWork) -> Outcome:
-    """The first load, or a replacement: one commit holds all rows and the position they stand for."""
+def load_chunk(work: ChunkWork) -> Outcome:
+    """One chunk, whole or not at all. Tried again it is written under another name."""
     started = time.monotonic()
+    name = f"{work.seed}-{work.chunk.number:06d}-{uuid.uuid4().hex[:8]}"
     try:
         with work.reader as reader:
             failpoints.hit("load.snapshot_open")
-            schema = reader.describe(work.table)
-            rows = _noted(reader.rows(schema), work.progress)
-            failpoints.hit("load.before_commit")
-            count = DeltaRsTable(work.lake, work.log_id).load(schema, rows, work.cursor)
-            failpoints.hit("load.after_commit")
+            seen = reader.hold(work.schema, work.chunk)
+            rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
+            staged = stage(work.lake, name, work.schema, rows)
+            keys: tuple[StagedFile, ...] = ()
+            if work.condition is not None:
+                key = _key_shape(work.schema)
+                keys = stage(work.lake, f"{name}-keys", key, reader.rows(key, work.chunk))
+        failpoints.hit("load.before_record")
+        done = StagedChunk(
+            chunk=work.chunk.number, files=staged, keys=keys, rows=sum(file.rows for file in staged),
+            bytes=sum(file.size for file in staged), seconds=round(time.monotonic() - started, 3), seen=seen,
+        )  # fmt: skip
+        Seeds(work.log).stage(work.seed, done)
+        failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=_as_ours(error))
+    return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done)
+
+
+def refresh_table(work: RefreshWork) -> Outcome:
+    """One commit that leaves alone what is right already."""
+    started = time.monotonic()
+    try:
+        chunks = Seeds(work.log).staged(work.seed).values()
+        table = DeltaRsTable(work.lake, work.log_id)
+        expected = table.cursor()
+        assert expected is not None, "a table that is refreshed has been loaded"
+        applied = table.refresh(
+            work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
+            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None,
+        )  # fmt: skip
+    except Exception as error:  # the task's boundary
+        return Outcome(table=work.schema.table, error=_as_ours(error))
     return Outcome(
-        table=work.table, rows=count, seconds=time.monotonic() - started, cursor=work.cursor, schema=schema
-    )
+        table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
+        cursor=applied.cursor, schema=work.schema,
+    )  # fmt: skip
+
+
+def _key_shape(schema: TableSchema) -> TableSchema:
+    """The table as if it had no columns but its key."""
+    columns = tuple(column for column in schema.columns if column.name in schema.key)
+    return replace(schema, columns=columns, facts=None)
 
 
 def _noted(batches: Iterator[pa.RecordBatch], note: Path) -> Iterator[pa.RecordBatch]:
@@ -97,7 +158,8 @@ def _noted(batches: Iterator[pa.RecordBatch], note: Path) -> Iterator[pa.RecordB
     for batch in batches:
         rows += batch.num_rows
         if time.monotonic() >= due:
-            files.replace(note, json.dumps({"rows": rows}).encode())
+            with suppress(OSError):  # on another machine the folder is not there; nothing hangs on it
+                files.replace(note, json.dumps({"rows": rows}).encode())
             due = time.monotonic() + PROGRESS_SECONDS
         yield batch
 
@@ -110,7 +172,9 @@ def apply_changes(work: ApplyWork) -> Outcome:
         table = DeltaRsTable(work.lake, work.log_id)
         changes = _changes(work)
         # Where nothing is left to write the position is still committed: the driver goes on from it.
-        table.apply(work.shape, fold(work.shape, changes), work.expected, work.cursor, touch=True)
+        folded = fold(work.shape, changes)
+        again = partial(_read_again, work) if work.reader is not None else None
+        table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=_as_ours(error))
     return Outcome(
@@ -120,6 +184,18 @@ def apply_changes(work: ApplyWork) -> Outcome:
         cursor=work.cursor,
         schema=work.shape,
     )
+
+
+def _read_again(work: ApplyWork, keys: pa.Table) -> pa.Table:
+    """The rows as the source has them now. Whoever waits for the replay to pass the last chunk must hear of it
+    before the commit."""
+    assert work.reader is not None, "whoever calls has one"
+    with work.reader as reader:
+        fields = pa.schema(work.shape.row_fields())
+        rows = pa.Table.from_batches(reader.rows_of(work.shape, keys), fields)
+        if work.seed is not None:
+            Seeds(work.log).reread(work.seed, reader.position())
+    return rows
 
 
 def _changes(work: ApplyWork) -> pa.Table:

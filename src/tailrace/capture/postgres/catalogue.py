@@ -50,7 +50,7 @@ order by 2, 3
 
 _COLUMNS = f"""
 select a.attname, a.atttypid::int8, a.atttypmod from pg_attribute a
-where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and {SENT}
+where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and ({SENT} or %s)
 order by a.attnum
 """
 
@@ -171,11 +171,15 @@ class Catalogue:
         """The server's next 64-bit transaction id."""
         return int(self._rows("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0][0])
 
-    def describe(self, table: TableId, publications: Sequence[str]) -> TableSchema:
-        """The table's shape as the catalogue has it now: the columns that these publications publish."""
+    def describe(self, table: TableId, publications: Sequence[str] | None) -> TableSchema:
+        """The table's shape as the catalogue has it now: the columns that these publications publish.
+
+        None: all columns, of whatever can be read as a table.
+        """
+        kinds = [*"rp"] if publications is not None else [*"rpvmf"]
         found = self._rows(
             "select c.oid::int8, c.relreplident::text from pg_class c join pg_namespace n on n.oid = c.relnamespace "
-            "where n.nspname = %s and c.relname = %s and c.relkind in ('r', 'p')", (table.schema, table.name),
+            "where n.nspname = %s and c.relname = %s and c.relkind::text = any(%s)", (table.schema, table.name, kinds),
         )  # fmt: skip
         if not found:
             raise SourceError(
@@ -184,11 +188,12 @@ class Catalogue:
                 hint="Was it dropped or renamed? Check `source.tables`.",
             )
         oid, replica = found[0]
-        columns = self._rows(_COLUMNS, (oid,))
-        published = self._published(table, publications, {name for name, _, _ in columns})
-        columns = [column for column in columns if column[0] in published]
+        columns = self._rows(_COLUMNS, (oid, publications is None))
+        if publications is not None:
+            published = self._published(table, publications, {name for name, _, _ in columns})
+            columns = [column for column in columns if column[0] in published]
         told = Told(table=table, oid=oid, replica=replica, columns=columns)
-        return self._shapes([told], publications, {})[0]
+        return self._shapes([told], publications or (), {})[0]
 
     def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
         """The SQL condition of the rows that these publications speak of; None if they speak of all.

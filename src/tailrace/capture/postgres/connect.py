@@ -20,6 +20,7 @@ from tailrace.errors import (
     SourceError,
     SourceNotReady,
     SourceRefused,
+    SourceSlow,
     SourceUnreachable,
     TailraceError,
     Unsupported,
@@ -205,6 +206,12 @@ def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
             **fields,
             hint="Give the table the same column list and options in each, or take it out of one: "
             "ALTER PUBLICATION … DROP TABLE …;",
+        )
+    if state in ("57014", "55P03"):
+        return SourceSlow(
+            "the server ended a statement: " + _said(text),
+            **fields,
+            hint="It is tried again. If it comes back, raise `load.chunk_timeout`, or see who holds locks for so long.",
         )
     if state and state[:2] not in ("08", "57", "53"):
         return SourceError(

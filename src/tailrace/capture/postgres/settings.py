@@ -25,6 +25,8 @@ class PostgresSettings:
     invalid_text_replaced: bool = False
     """What becomes of bytes that are no text, which a database without an encoding may hold: characters that stand for
     them, or values that do not fit their column."""
+    standby: str | None = field(default=None, repr=False)
+    """The URL of a standby that chunks are read from; None: the source itself."""
     slot: str
     slot_create: bool = True
     publication: str

@@ -1,30 +1,48 @@
-"""Reading tables as of one position: a temporary slot's exported snapshot, and COPY.
+"""Reading tables as of one position, or chunk by chunk, each as of its own.
 
-The slot is made after the table is in the publication, waits for every open writer, and names the point: what
-committed before is in the snapshot, what commits after is in the stream, nothing is in both. It holds back
-the server's clean-up while it is open, so it has a time limit.
+Exact: a temporary slot is made after the table is in the publication, waits for every open writer, and names the
+point: what committed before is in its exported snapshot, what commits after is in the stream, nothing is in both.
+It holds back the server's clean-up while it is open, so it has a time limit.
+
+Chunked: `begin_chunks` waits for every transaction that was open, then notes one snapshot. What that one does not
+see is in the stream, and every later snapshot sees more. So whoever replays the stream from the first transaction
+that the noted snapshot did not see, over chunks read in any order at any time after it, misses nothing.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psycopg
 import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.postgres.catalogue import Catalogue
+from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
 from tailrace.capture.postgres.copy import CTID, copy_rows
-from tailrace.errors import SourceError, SourceUnreachable, ValueUnfit
-from tailrace.model.position import Lsn
+from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, ValueUnfit
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 
 OPEN_SECONDS_MAX = 3600.0
+LOCK_SECONDS_MAX = 60
+_PAUSE_SECONDS = 0.2
+_REWRITTEN_HINT = "Nothing to do: it is loaded again from the beginning."
+_GONE = ("42P01", "42703", "3F000")
+"""There is no such table, column or schema."""
+
+# No parallel workers: how many connections a load may use is settled. A range of the key is read by the index, also
+# where the server would rather read the whole table for each chunk.
+_POLITE = (
+    "set local max_parallel_workers_per_gather = 0; set local jit = off; set local enable_seqscan = {seqscan}; "
+    f"set local lock_timeout = '{LOCK_SECONDS_MAX}s'; set local statement_timeout = '{{seconds}}s'"
+)
 
 
 class ExactSnapshot:
@@ -34,7 +52,9 @@ class ExactSnapshot:
     name: str
     """What a reader in another process imports."""
 
-    def __init__(self, url: str, publications: tuple[str, ...], *, invalid_text_replaced: bool = False) -> None:
+    def __init__(
+        self, url: str, publications: tuple[str, ...], *, invalid_text_replaced: bool = False
+    ) -> None:
         self._url = url
         self._publications = publications
         self._invalid_text_replaced = invalid_text_replaced
@@ -54,34 +74,133 @@ class ExactSnapshot:
     def __exit__(self, *_: object) -> None:
         self._session.finish()
 
-    def reader(self) -> SnapshotReader:
+    def reader(self, seconds_max: float = OPEN_SECONDS_MAX) -> SnapshotReader:
         """A reader of this snapshot, here or, pickled, in another process."""
-        return SnapshotReader(self._url, self.name, self._publications, self._invalid_text_replaced)
+        return SnapshotReader(
+            self._url, self.name, self._publications, self._invalid_text_replaced, point=self.point,
+            seconds_max=seconds_max,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """A snapshot to which chunks that are read later are compared."""
+
+    floor: Lsn
+    """Everything that committed up to here is seen by it."""
+    upto: Lsn
+    """Nothing that committed after here is."""
+    xmin: int
+    xmax: int
+    running: tuple[int, ...]
+    standby: bool
+
+    def sees(self, transaction: int) -> bool:
+        """Whether it sees a transaction that has committed. A standby does not say which were running."""
+        if self.standby:
+            return transaction < self.xmin
+        return transaction < self.xmax and transaction not in self.running
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "floor": str(self.floor), "upto": str(self.upto), "xmin": self.xmin, "xmax": self.xmax,
+            "running": list(self.running), "standby": self.standby,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Noted:
+        return cls(
+            floor=Lsn.parse(stored["floor"]), upto=Lsn.parse(stored["upto"]), xmin=stored["xmin"],
+            xmax=stored["xmax"], running=tuple(stored["running"]), standby=stored["standby"],
+        )  # fmt: skip
+
+
+_HOLDERS = """
+select l.transactionid::text::int8, coalesce(l.pid, 0) from pg_locks l
+where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted
+"""
+
+
+def begin_chunks(
+    url: str, standby: str | None, waiting: Callable[[int], bool] = lambda count: False
+) -> Noted | None:
+    """Wait until every transaction that is open now has ended, then note what is seen; None if told to give up.
+
+    `waiting` hears how many are still open, and says whether to give up. A commit that waits for a synchronous
+    standby is open: it is in the server's log already, and no snapshot sees it.
+    """
+    with connect(url) as primary:
+        floor = _position(primary)
+        held = {transaction for transaction, _ in primary.execute(_HOLDERS, prepare=False)}
+        while held := held & {transaction for transaction, _ in primary.execute(_HOLDERS, prepare=False)}:
+            if waiting(len(held)):
+                return None
+            time.sleep(_PAUSE_SECONDS)
+        if standby is None:
+            return _note(primary, floor)
+        passed = _position(primary)
+    with connect(standby) as replica:
+        while _position(replica) < passed:
+            if waiting(0):
+                return None
+            time.sleep(_PAUSE_SECONDS)
+        return _note(replica, floor)
+
+
+def _note(connection: psycopg.Connection, floor: Lsn) -> Noted:
+    row = connection.execute(
+        "select pg_snapshot_xmin(s)::text::int8, pg_snapshot_xmax(s)::text::int8, "
+        "array(select pg_snapshot_xip(s)::text::int8), pg_is_in_recovery() from pg_current_snapshot() s",
+        prepare=False,
+    ).fetchone()
+    assert row is not None, "an aggregate"
+    xmin, xmax, running, standby = row
+    upto = max(floor, _position(connection))
+    return Noted(floor=floor, upto=upto, xmin=xmin, xmax=xmax, running=tuple(running), standby=standby)
+
+
+def _position(connection: psycopg.Connection) -> Lsn:
+    """Everything this server can show has ended at or before this."""
+    row = connection.execute(
+        "select case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end::text",
+        prepare=False,
+    ).fetchone()
+    return Lsn.parse(row[0]) if row and row[0] else ZERO
 
 
 class SnapshotReader:
-    """Reads what an exported snapshot sees. Plain data until it is entered, so it can be sent to a task."""
+    """Reads what one snapshot sees: an exported one, or one of its own. Plain data until it is entered."""
 
     def __init__(
-        self, url: str, name: str, publications: tuple[str, ...], invalid_text_replaced: bool = False
+        self,
+        url: str,
+        name: str | None,
+        publications: tuple[str, ...] | None,
+        invalid_text_replaced: bool = False,
+        *,
+        point: Lsn | None = None,
+        seconds_max: float = OPEN_SECONDS_MAX,
     ) -> None:
         self._url = url
         self._name = name
         self._publications = publications
         self._invalid_text_replaced = invalid_text_replaced
+        self._point = point
+        self._seconds_max = seconds_max
 
     def __enter__(self) -> SnapshotReader:
         self._connection = connect(self._url)
         try:
             self._connection.execute("begin isolation level repeatable read read only")
-            self._connection.execute(sql.SQL("set transaction snapshot {}").format(self._name))
-        except psycopg.errors.UndefinedObject as error:
+            if self._name is not None:
+                self._connection.execute(sql.SQL("set transaction snapshot {}").format(self._name))
+        except (psycopg.errors.UndefinedObject, psycopg.errors.InvalidParameterValue) as error:
             self._connection.close()
-            raise SourceUnreachable("the snapshot is gone", hint="The load is started again.") from error
+            raise SnapshotGone("the snapshot is gone", hint="The load goes on without it.") from error
         except psycopg.Error as error:
             self._connection.close()
             raise explain(error, self._url) from error
-        self._deadline = time.monotonic() + OPEN_SECONDS_MAX
+        self._deadline = time.monotonic() + self._seconds_max
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,49 +209,107 @@ class SnapshotReader:
     def describe(self, table: TableId) -> TableSchema:
         return Catalogue(self._connection).describe(table, self._publications)
 
-    def _partitions(self, schema: TableSchema) -> tuple[bool, list[int]]:
-        """Whether the table is partitioned, and the partitions whose changes are never in the server's log."""
+    def hold(self, schema: TableSchema, chunk: Chunk) -> Lsn:
+        """Keep the chunk's table as the plan knows it until we leave, and refuse if it is not.
+
+        Returns a position that everything seen by this reader ended at or before. Must be the first question asked:
+        a snapshot of our own is taken here, under the lock.
+        """
+        run = self._connection.execute
+        try:
+            seqscan = "off" if chunk.key else "on"
+            run(_POLITE.format(seqscan=seqscan, seconds=int(self._seconds_max)))
+            run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
+            row = run("select coalesce(pg_relation_filenode(%s::oid), 0)::int8", (chunk.leaf.oid,)).fetchone()
+            seen = self.position()
+        except psycopg.Error as error:
+            if (error.sqlstate or "") in _GONE:
+                raise _rewritten(schema) from error
+            raise explain(error, self._url) from error
+        if row is None or row[0] != chunk.leaf.file:
+            raise _rewritten(schema)
+        return seen
+
+    def position(self) -> Lsn:
+        """Everything seen until now ended at or before this."""
+        return self._point or _position(self._connection)
+
+    def rows(
+        self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """The table's rows, or those of a chunk, that fulfil the condition, which is SQL."""
+        try:
+            yield from self._copied(schema, chunk, condition)
+        except ValueUnfit:
+            # Read again to say where the row is: asking for its place from the start would cost every load.
+            placed = replace(schema, columns=(CTID, *schema.columns))
+            again = SnapshotReader(self._url, self._name, self._publications, self._invalid_text_replaced)
+            with suppress(SourceError), again:
+                for _ in again._copied(placed, chunk, condition):
+                    pass
+            raise
+        except SourceError as error:
+            if error.fields.get("sqlstate") in _GONE and chunk is not None:
+                raise _rewritten(schema) from error
+            raise
+
+    def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
+        """The rows with these keys, as far as they are there."""
+        types = {column.name: column.source_type for column in schema.columns}
+        names = keys.schema.names
+        values = sql.SQL(", ").join(
+            sql.SQL("({})").format(
+                sql.SQL(", ").join(sql.Literal(row[name]) + sql.SQL(f"::{types[name]}") for name in names)
+            )
+            for row in keys.to_pylist()
+        )
+        wanted = sql.SQL("({}) in ({})").format(sql.SQL(", ").join(map(sql.Identifier, names)), values)
+        yield from self._copied(schema, None, wanted.as_string(self._connection))
+
+    def _copied(
+        self, schema: TableSchema, chunk: Chunk | None, condition: str | None
+    ) -> Iterator[pa.RecordBatch]:
+        return copy_rows(
+            self._connection,
+            schema,
+            self._from(schema, chunk, condition),
+            deadline=self._deadline,
+            invalid_text_replaced=self._invalid_text_replaced,
+        )
+
+    def _from(self, schema: TableSchema, chunk: Chunk | None, condition: str | None) -> sql.Composed:
+        """The rows of the table that the stream speaks of."""
+        conditions: list[sql.Composable] = []
+        if self._publications is not None:
+            picked = Catalogue(self._connection).row_filter(schema.table, self._publications)
+            # The server's own text, every name in it qualified.
+            conditions += [sql.SQL(f"({picked})")] if picked else []
+        if condition is not None:
+            conditions.append(sql.SQL(f"({condition})"))
+        source: sql.Composable
+        if chunk is not None:
+            source, conditions = chunk.leaf.rows, [*chunk.conditions(), *conditions]
+        else:
+            source, unlogged = self._table(schema)
+            conditions += [sql.SQL("tableoid <> all ({}::oid[])").format(unlogged)] if unlogged else []
+        query = sql.SQL("from {}").format(source)
+        return sql.SQL(" where ").join([query, sql.SQL(" and ").join(conditions)]) if conditions else query
+
+    def _table(self, schema: TableSchema) -> tuple[sql.Composable, list[int]]:
+        """The table as a whole, and the partitions of it whose changes are never in the server's log."""
         query = """
           select c.relkind = 'p', array(
             select l.oid::int8 from pg_partition_tree(c.oid) t join pg_class l on l.oid = t.relid
             where t.isleaf and (l.relpersistence <> 'p' or l.relkind = 'f'))
           from pg_class c where c.oid = %s::oid
         """
-        row = self._connection.execute(query, (schema.relation,)).fetchone()
-        return (row[0], row[1]) if row else (False, [])
-
-    def _from(self, schema: TableSchema) -> sql.Composed:
-        """The rows of the table that the stream speaks of."""
         name = sql.Identifier(schema.table.schema, schema.table.name)
-        partitioned, unlogged = self._partitions(schema)
+        row = self._connection.execute(query, (schema.relation,)).fetchone()
         # The children of an inheritance parent are tables of their own; those of a partitioned one are not.
-        source = name if partitioned else sql.SQL("only {}").format(name)
-        conditions: list[sql.Composable] = []
-        if picked := Catalogue(self._connection).row_filter(schema.table, self._publications):
-            # The server's own text, every name in it qualified.
-            conditions.append(sql.SQL(f"({picked})"))
-        if unlogged:
-            conditions.append(sql.SQL("tableoid <> all ({}::oid[])").format(unlogged))
-        query = sql.SQL("from {}").format(source)
-        return sql.SQL(" where ").join([query, sql.SQL(" and ").join(conditions)]) if conditions else query
+        return (name if row and row[0] else sql.SQL("only {}").format(name)), (row[1] if row else [])
 
-    def rows(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._copied(schema)
-        except ValueUnfit:
-            # Read again to say where the row is: asking for its place from the start would cost every load.
-            placed = replace(schema, columns=(CTID, *schema.columns))
-            again = SnapshotReader(self._url, self._name, self._publications, self._invalid_text_replaced)
-            with suppress(SourceError), again:
-                for _ in again._copied(placed):
-                    pass
-            raise
 
-    def _copied(self, schema: TableSchema) -> Iterator[pa.RecordBatch]:
-        return copy_rows(
-            self._connection,
-            schema,
-            self._from(schema),
-            deadline=self._deadline,
-            invalid_text_replaced=self._invalid_text_replaced,
-        )
+def _rewritten(schema: TableSchema) -> SourceRewritten:
+    return SourceRewritten(
+        "the table was changed while it was read", table=schema.table, hint=_REWRITTEN_HINT
+    )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import psycopg
 
 from tailrace.capture.base import Capabilities, Lag, SourceId
 from tailrace.capture.postgres import history, preflight
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
+from tailrace.capture.postgres.chunks import Cut, Plan, find_leaves, plan_table
 from tailrace.capture.postgres.connect import connect, connect_replication, place
 from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader, begin_chunks
 from tailrace.capture.postgres.stream import PostgresStream
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import Identity, TableId, TableSchema
+
+PUBLISH_LOCK_SECONDS_MAX = 5
+"""To wait for a table that somebody alters, before others wait behind us."""
 
 
 def identify(url: str) -> SourceId:
@@ -33,6 +37,8 @@ class PostgresCapture:
     def __init__(self, settings: PostgresSettings) -> None:
         self.settings = settings
         self._known: dict[int, TableSchema] = {}
+        self._published: set[tuple[int, Identity]] | None = None
+        """The tables that were wanted when the publications were last brought in line."""
 
     def remember(self, shapes: Iterable[TableSchema]) -> None:
         """Learn the last shape that each table was known to have, as a log has it: rows may come of a table that has
@@ -50,6 +56,7 @@ class PostgresCapture:
             preflight.check_history(self.settings.url, origin, position)
         with connect(self.settings.url) as connection:
             preflight.check_origin(connection, self.settings)
+            self._published = self._wanted(connection)
             if not preflight.ensure_publications(connection, self.settings):
                 raise ConfigError(
                     "no table at the source matches the settings",
@@ -59,6 +66,20 @@ class PostgresCapture:
             if position is not None:
                 preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
             return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)
+
+    def publish_new(self) -> None:
+        """Bring the publications in line with the tables that are wanted now, if those are others than before."""
+        if not self.settings.publication_create:
+            return
+        with connect(self.settings.url) as connection:
+            connection.execute(f"set lock_timeout = '{PUBLISH_LOCK_SECONDS_MAX}s'")
+            wanted = self._wanted(connection)
+            if wanted and wanted != self._published:
+                preflight.ensure_publications(connection, self.settings)
+            self._published = wanted
+
+    def _wanted(self, connection: psycopg.Connection) -> set[tuple[int, Identity]]:
+        return {(table.oid, table.identity) for table in preflight.wanted_tables(connection, self.settings)}
 
     def tables(self) -> list[SourceTable]:
         """The tables that are wanted, as the catalogue has them now."""
@@ -102,6 +123,28 @@ class PostgresCapture:
         return ExactSnapshot(
             self.settings.url, self.settings.publications, invalid_text_replaced=self.settings.invalid_text_replaced
         )
+
+    def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
+        """The table in chunks, as its files are now: made before the snapshot that the chunks are read in."""
+        with connect(self.settings.url) as connection:
+            return plan_table(connection, table, self.settings.publications, cut, chunk_bytes)
+
+    def unchanged(self, plan: Plan) -> bool:
+        """Whether the table's rows still lie in the files that the plan was made for."""
+        with connect(self.settings.url) as connection:
+            now = find_leaves(connection, plan.schema)
+        return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
+
+    def begin_chunks(self, waiting: Callable[[int], bool]) -> Noted | None:
+        """What chunks that are read in snapshots of their own begin with."""
+        return begin_chunks(self.settings.url, self.settings.standby, waiting)
+
+    def chunk_reader(self, seconds_max: float) -> SnapshotReader:
+        """Reads a chunk in a snapshot of its own, from the standby if there is one."""
+        return SnapshotReader(
+            self.settings.standby or self.settings.url, None, self.settings.publications,
+            self.settings.invalid_text_replaced, seconds_max=seconds_max,
+        )  # fmt: skip
 
     def lag(self) -> Lag:
         with connect(self.settings.url) as connection:

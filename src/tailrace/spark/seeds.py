@@ -1,0 +1,246 @@
+"""Loads on record, below `<log>/seed/`: what is wished for, what is planned, which chunks are in.
+
+    wishes/<id>.json      asked for by a person, until a load of it has landed
+    held/<id>.json        tables whose loads a person has paused or stopped
+    <id>/plan.json        a load, written before its first chunk
+    <id>/chunk-<n>.json   a chunk whose rows lie, uncommitted, in the table's folder
+    <id>/landed.json      their one commit is made; the replay has not passed the last chunk yet
+    <id>/reread-….json    a row was read again during the replay, which is a chunk too
+
+A load that died is found here and goes on with the chunks it lacks. Nothing here decides what a table holds: its
+own commit does.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tailrace.capture.postgres.chunks import Plan
+from tailrace.capture.postgres.snapshot import Noted
+from tailrace.changelog import files
+from tailrace.errors import ConfigError
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.tables.staging import StagedFile
+
+FOLDER = "seed"
+Record = TypeVar("Record")
+
+
+class LoadMode(enum.Enum):
+    """How rows that are read again come into a table that has some."""
+
+    REPLACE = "replace"
+    """All files are new: one commit takes the old ones out and the new ones in."""
+    REFRESH = "refresh"
+    """Only rows that differ are written."""
+
+
+class Hold(enum.Enum):
+    """What a person has decided about a table's loads."""
+
+    PAUSED = "paused"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """A person asks for a table to be read again."""
+
+    table: TableId
+    mode: LoadMode = LoadMode.REPLACE
+    where: str | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    made_at: float = field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "schema": self.table.schema, "table": self.table.name, "mode": self.mode.value,
+            "where": self.where, "made_at": self.made_at,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Wish:
+        return cls(
+            id=stored["id"], table=TableId(stored["schema"], stored["table"]), mode=LoadMode(stored["mode"]),
+            where=stored["where"], made_at=stored["made_at"],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """One load: what is read, in which pieces, and where the replay over them starts."""
+
+    plan: Plan
+    point: Lsn | None
+    """Of the exact snapshot that it began with; what committed up to here is in every chunk."""
+    noted: Noted | None = None
+    """What it began with otherwise."""
+    wish: Wish | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    made_at: float = field(default_factory=time.time)
+
+    @property
+    def table(self) -> TableId:
+        return self.plan.schema.table
+
+    @property
+    def floor(self) -> Lsn:
+        """The replay starts here or later, so the log must hold everything after it."""
+        if self.point is not None:
+            return self.point
+        assert self.noted is not None, "one of the two"
+        return self.noted.floor
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "made_at": self.made_at, "plan": self.plan.to_json(),
+            "point": None if self.point is None else str(self.point),
+            "noted": self.noted.to_json() if self.noted else None, "wish": self.wish.to_json() if self.wish else None,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Seed:
+        return cls(
+            id=stored["id"], made_at=stored["made_at"], plan=Plan.from_json(stored["plan"]),
+            point=None if stored["point"] is None else Lsn.parse(stored["point"]),
+            noted=Noted.from_json(stored["noted"]) if stored["noted"] else None,
+            wish=Wish.from_json(stored["wish"]) if stored["wish"] else None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedChunk:
+    """A chunk whose rows are in files that no commit names yet."""
+
+    chunk: int
+    files: tuple[StagedFile, ...]
+    keys: tuple[StagedFile, ...] = ()
+    """Of all rows of the chunk, where `files` has only those that fulfil a condition."""
+    rows: int
+    bytes: int
+    seconds: float
+    seen: Lsn
+    """Everything that its snapshot saw ended at or before this."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "chunk": self.chunk, "files": [file.to_json() for file in self.files],
+            "keys": [file.to_json() for file in self.keys], "rows": self.rows, "bytes": self.bytes,
+            "seconds": self.seconds, "seen": str(self.seen),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> StagedChunk:
+        return cls(
+            chunk=stored["chunk"], files=tuple(StagedFile.from_json(file) for file in stored["files"]),
+            keys=tuple(StagedFile.from_json(file) for file in stored["keys"]), rows=stored["rows"],
+            bytes=stored["bytes"], seconds=stored["seconds"], seen=Lsn.parse(stored["seen"]),
+        )  # fmt: skip
+
+
+class Seeds:
+    """The records of one log. Plain: a task may have one too."""
+
+    def __init__(self, log: Path) -> None:
+        self._path = log / FOLDER
+
+    # Loads.
+
+    def begin(self, seed: Seed) -> None:
+        """Write the plan down; from here on the load survives us."""
+        files.make_folder(self.folder(seed.id))
+        _write(self.folder(seed.id) / "plan.json", seed.to_json())
+
+    def all(self) -> list[Seed]:
+        """Every load that has begun and is not over, oldest first. One that cannot be read is none."""
+        return sorted(_read_all(self._path, "*/plan.json", Seed.from_json), key=lambda seed: seed.made_at)
+
+    def folder(self, seed: str) -> Path:
+        return self._path / seed
+
+    def stage(self, seed: str, staged: StagedChunk) -> None:
+        """A chunk is in. Its files are durable."""
+        _write(self.folder(seed) / f"chunk-{staged.chunk:06d}.json", staged.to_json())
+
+    def staged(self, seed: str) -> dict[int, StagedChunk]:
+        found = _read_all(self.folder(seed), "chunk-*.json", StagedChunk.from_json)
+        return {chunk.chunk: chunk for chunk in found}
+
+    def land(self, seed: str, passed: Lsn) -> None:
+        """The commit is made; the table is whole once the replay has passed this."""
+        _write(self.folder(seed) / "landed.json", {"passed": str(passed)})
+
+    def reread(self, seed: str, seen: Lsn) -> None:
+        """A row was read again: the replay must pass this too."""
+        _write(self.folder(seed) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
+
+    def passed(self, seed: str) -> Lsn | None:
+        """What the replay of a load that has landed must pass; None if it has not landed."""
+        landed = list(_read_all(self.folder(seed), "landed.json", _passed))
+        return max([*landed, *_read_all(self.folder(seed), "reread-*.json", _passed)]) if landed else None
+
+    def end(self, seed: Seed) -> None:
+        """The load is over, or is given up."""
+        shutil.rmtree(self.folder(seed.id), ignore_errors=True)
+
+    # Wishes and holds.
+
+    def wish(self, wish: Wish) -> None:
+        files.make_folder(self._path / "wishes")
+        _write(self._path / "wishes" / f"{wish.id}.json", wish.to_json())
+
+    def wishes(self) -> list[Wish]:
+        """Oldest first."""
+        return sorted(_read_all(self._path, "wishes/*.json", Wish.from_json), key=lambda wish: wish.made_at)
+
+    def fulfil(self, wish: Wish) -> None:
+        with suppress(FileNotFoundError):
+            (self._path / "wishes" / f"{wish.id}.json").unlink()
+
+    def hold(self, table: TableId, what: Hold | None) -> None:
+        """Hold a table's loads back, or let them go on."""
+        path = self._path / "held" / f"{_token(table)}.json"
+        if what is None:
+            with suppress(FileNotFoundError):
+                path.unlink()
+            return
+        files.make_folder(path.parent)
+        _write(path, {"schema": table.schema, "table": table.name, "what": what.value})
+
+    def held(self) -> dict[TableId, Hold]:
+        return dict(_read_all(self._path, "held/*.json", _held))
+
+
+def _token(table: TableId) -> str:
+    return hashlib.sha256(f"{len(table.schema)}.{table.schema}.{table.name}".encode()).hexdigest()[:16]
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with files.explained(path):
+        files.replace_durably(path, json.dumps(content).encode())
+
+
+def _passed(stored: dict[str, Any]) -> Lsn:
+    return Lsn.parse(stored["passed"])
+
+
+def _held(stored: dict[str, Any]) -> tuple[TableId, Hold]:
+    return TableId(stored["schema"], stored["table"]), Hold(stored["what"])
+
+
+def _read_all(folder: Path, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:
+    """The records of a kind. One that cannot be read is none: what it stood for is done again."""
+    for path in sorted(folder.glob(pattern)):
+        with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
+            yield parse(json.loads(path.read_bytes()))

@@ -1,0 +1,385 @@
+"""Loads under everything that can happen at the source meanwhile: the table equals the source afterwards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.model.schema import TableId
+from tailrace.pipeline.report import TableState
+from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
+from tests.integration.conftest import server_version
+from tests.support.failover import Copy, copy_of, wait_for_replay
+from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.pipelines import eventually, execute
+
+WAYS = ("auto", "exact", "chunked")
+TABLE = "CREATE TABLE things (id int PRIMARY KEY, x int, pad text, large text); ALTER TABLE things ALTER large SET STORAGE EXTERNAL"
+FILL = "INSERT INTO things SELECT g, 0, repeat('p', 300), repeat(md5(g::text), 90) FROM generate_series(1, 1500) g"
+
+
+@pytest.fixture
+def filled(database: str) -> str:
+    execute(database, TABLE, FILL, "ANALYZE things")
+    return database
+
+
+@contextmanager
+def hammering(url: str) -> Iterator[None]:
+    """Someone writes all the time: inserts, updates without the large value, key moves, deletes."""
+    stop = threading.Event()
+
+    def write() -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            turn = 0
+            while not stop.is_set():
+                turn += 1
+                connection.execute("UPDATE things SET x = x + 1 WHERE id %% 50 = %s", (turn % 50,))
+                connection.execute("INSERT INTO things VALUES (%s, 1, 'new', repeat('n', 3000))", (10_000 + turn,))
+                connection.execute("UPDATE things SET id = id + 100000 WHERE id = %s", (turn * 7 % 1500,))
+                connection.execute("DELETE FROM things WHERE id = %s", (turn * 11 % 1500,))
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: str) -> None:
+    with Scene(tmp_path, filled, way=way, connections=2) as scene, scene.loader() as applying:
+        with hammering(filled):
+            assert eventually(lambda: len(applying.chunks) >= 10), applying.chunks
+        scene.assert_equal(applying, "things")
+        assert len(applying.chunks) > 10
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_writer_that_was_open_when_the_table_was_published(filled: str, tmp_path: Path, way: str) -> None:
+    with psycopg.connect(filled) as writer:
+        writer.execute("INSERT INTO things VALUES (9001, 5, 'open', NULL)")
+        writer.execute("UPDATE things SET x = 77 WHERE id = 3")
+        with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
+            waits = lambda: (status := life(applying, "things").load) is not None and status.stage == "waiting"  # noqa: E731
+            assert eventually(waits), life(applying, "things")
+            writer.commit()
+            scene.assert_equal(applying, "things")
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_a_commit_that_waits_for_a_synchronous_standby(tmp_path: Path, way: str) -> None:
+    with EmbeddedPostgres(version=server_version()) as server:
+        url = server.url()
+        execute(url, TABLE, FILL)
+        with Scene(tmp_path, url, way=way) as scene:
+            execute(url, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
+            committed = threading.Event()
+
+            def write() -> None:
+                with psycopg.connect(url, autocommit=True) as connection:
+                    connection.execute("UPDATE things SET x = 99 WHERE id <= 10")
+                committed.set()
+
+            writer = threading.Thread(target=write, daemon=True)
+            writer.start()
+            waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+            with psycopg.connect(url, autocommit=True) as asking:
+                assert eventually(lambda: asking.execute(waiting).fetchall())
+                with scene.loader() as applying:
+                    # Give the load the time to go wrong.
+                    assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=2.0)
+                    asking.execute("SET synchronous_commit = local")
+                    asking.execute("ALTER SYSTEM RESET synchronous_standby_names")
+                    asking.execute("SELECT pg_reload_conf()")
+                    assert committed.wait(20)
+                    scene.assert_equal(applying, "things")
+
+
+def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_path: Path) -> None:
+    with EmbeddedPostgres(version=server_version()) as server:
+        url = server.url()
+        execute(url, TABLE, FILL)
+        writers: list[threading.Thread] = []
+
+        def commit_and_wait() -> None:
+            execute(url, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
+            writers.append(threading.Thread(target=execute, args=(url, "UPDATE things SET x = 99, pad = 'w' WHERE id <= 10"), daemon=True))
+            writers[0].start()
+            with psycopg.connect(url, autocommit=True) as asking:
+                waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+                assert eventually(lambda: asking.execute(waiting).fetchall())
+
+        with Scene(tmp_path, url, way="chunked") as scene, scene.loader(before=once(commit_and_wait)) as applying:
+            assert eventually(lambda: life(applying, "things").cursor is not None)
+            with psycopg.connect(url, autocommit=True) as asking:
+                asking.execute("SET synchronous_commit = local")
+                asking.execute("ALTER SYSTEM RESET synchronous_standby_names")
+                asking.execute("SELECT pg_reload_conf()")
+            writers[0].join(20)
+            scene.assert_equal(applying, "things")
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_commits_that_nobody_waits_for(filled: str, tmp_path: Path, way: str) -> None:
+    execute(filled, f"ALTER DATABASE {psycopg.conninfo.conninfo_to_dict(filled)['dbname']} SET synchronous_commit = off")
+    with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
+        with hammering(filled):
+            assert eventually(lambda: len(applying.chunks) >= 10)
+        scene.assert_equal(applying, "things")
+
+
+def test_an_update_moves_a_row_between_chunks(filled: str, tmp_path: Path) -> None:
+    def move() -> None:
+        # From a chunk that was read into one that was not, and the other way round.
+        execute(filled, "UPDATE things SET id = 2001 WHERE id = 1", "UPDATE things SET id = -5 WHERE id = 1499")
+
+    for way in ("exact", "chunked"):
+        folder = tmp_path / way
+        with Scene(folder, filled, way=way) as scene, scene.loader(before=once(move, at=4)) as applying:
+            scene.assert_equal(applying, "things")
+            execute(filled, "UPDATE things SET id = 1 WHERE id = 2001", "UPDATE things SET id = 1499 WHERE id = -5")
+            scene.assert_equal(applying, "things")
+
+
+def test_a_key_moves_into_a_range_already_read_with_a_large_value(filled: str, tmp_path: Path) -> None:
+    """Neither chunk holds the row, and the log does not hold the value."""
+
+    def move() -> None:
+        execute(
+            filled, "UPDATE things SET id = -7 WHERE id = 1450", "UPDATE things SET x = 5 WHERE id = -7",
+            "UPDATE things SET id = -8 WHERE id = 1460", "UPDATE things SET id = -9 WHERE id = 1470",
+            "DELETE FROM things WHERE id = -9",
+        )  # fmt: skip
+
+    with Scene(tmp_path, filled, way="chunked") as scene, scene.loader(before=once(move, at=6)) as applying:
+        scene.assert_equal(applying, "things")
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_the_table_is_rewritten_between_chunks(filled: str, tmp_path: Path, way: str) -> None:
+    act = once(lambda: execute(filled, "DELETE FROM things WHERE id % 3 = 0", "VACUUM FULL things"), at=5)
+    with Scene(tmp_path, filled, way=way) as scene, scene.loader(before=act) as applying:
+        scene.assert_equal(applying, "things")
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_the_table_is_truncated_between_chunks(filled: str, tmp_path: Path, way: str) -> None:
+    act = once(lambda: execute(filled, "TRUNCATE things", "INSERT INTO things VALUES (1, 1, 'after', NULL)"), at=5)
+    with Scene(tmp_path, filled, way=way) as scene, scene.loader(before=act) as applying:
+        scene.assert_equal(applying, "things")
+
+
+def test_the_table_is_dropped_during_its_load(filled: str, tmp_path: Path) -> None:
+    execute(filled, "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO other VALUES (1)")
+    act = once(lambda: execute(filled, "DROP TABLE things"), at=5)
+    with Scene(tmp_path, filled) as scene, scene.loader(before=act) as applying:
+        wait_for_state(applying, "things", TableState.FAILED)
+        error = life(applying, "things").error
+        assert error is not None
+        assert "not there" in error.message
+        assert error.hint
+        scene.assert_equal(applying, "other")
+
+
+def test_a_column_is_added_during_the_load(filled: str, tmp_path: Path) -> None:
+    act = once(lambda: execute(filled, "ALTER TABLE things ADD extra int", "INSERT INTO things VALUES (9000, 1, 'p', NULL, 5)"), at=5)
+    with Scene(tmp_path, filled) as scene, scene.loader(before=act) as applying:
+        wait_for_state(applying, "things", TableState.FAILED)
+        error = life(applying, "things").error
+        assert error is not None
+        assert (error.code, error.fields["change"]) == ("schema-changed", "added extra")
+        # The way out: load it again.
+        Seeds(scene.settings.log.path).wish(Wish(table=TableId("public", "things")))
+        scene.assert_equal(applying, "things")
+
+
+@pytest.mark.parametrize("way", ["auto", "exact", "chunked"])
+def test_the_server_restarts_during_the_load(tmp_path: Path, way: str) -> None:
+    with EmbeddedPostgres(version=server_version()) as server:
+        url = server.url()
+        execute(url, TABLE, FILL, "ANALYZE things")
+
+        def restart() -> None:
+            server.halt()
+            server.start()
+            execute(url, "UPDATE things SET x = 3 WHERE id % 2 = 0")
+
+        with Scene(tmp_path, url, way=way) as scene, scene.loader(before=once(restart, at=5)) as applying:
+            scene.assert_equal(applying, "things")
+            read = [number for _, number in applying.chunks]
+            if way != "exact":
+                assert len(set(read)) == len(read) - 1, "but for the one that failed none is read twice"
+
+
+def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(filled: str, tmp_path: Path) -> None:
+    """Every way that is not asked to be exact; counted by the server's own log of statements."""
+    with Scene(tmp_path, filled) as scene:
+        gate = threading.Event()
+        with hammering(filled):
+            with scene.loader(after=once(gate.set, at=4)) as applying:
+                assert gate.wait(30)
+            first = [number for _, number in applying.chunks]
+            with scene.loader() as again:
+                scene.settled(again)
+        with scene.loader() as last:
+            scene.assert_equal(last, "things")
+            assert not last.chunks
+        second = [number for _, number in again.chunks]
+        assert len(first) >= 4
+        assert second
+        assert not set(first) & set(second)
+
+
+def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Path) -> None:
+    def slow(_: object) -> None:
+        threading.Event().wait(0.1)
+
+    with Scene(tmp_path, filled, time_limit=1.0) as scene, scene.loader(before=slow) as applying:
+        with hammering(filled):
+            assert eventually(lambda: life(applying, "things").cursor is not None, seconds=60)
+        scene.assert_equal(applying, "things")
+        read = [number for _, number in applying.chunks]
+        assert len(set(read)) == len(read), "none is read twice"
+
+
+def test_reading_from_a_standby_with_a_running_transaction(tmp_path: Path) -> None:
+    with EmbeddedPostgres(version=server_version(), settings={"hot_standby": "on"}) as server:
+        execute(server.url(), TABLE, FILL)
+        with copy_of(server, Copy.FOLLOWING) as standby:
+            wait_for_replay(server, standby)
+            with psycopg.connect(server.url()) as running, psycopg.connect(server.url()) as other:
+
+                def overlap() -> None:
+                    running.execute("UPDATE things SET x = 11 WHERE id % 5 = 0")
+                    other.execute("INSERT INTO things VALUES (8001, 1, 'other', NULL)")
+                    other.commit()
+                    wait_for_replay(server, standby)
+
+                with Scene(tmp_path, server.url(), standby=standby.url()) as scene:
+                    with scene.loader(before=once(overlap), after=once(running.commit, at=6)) as applying:
+                        scene.assert_equal(applying, "things")
+                        with standby.connect() as asking:
+                            asked = asking.execute("SELECT sum(seq_scan + idx_scan) FROM pg_stat_user_tables").fetchone()
+                        assert asked
+
+
+@pytest.mark.parametrize("mode", list(LoadMode))
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_a_live_table_is_loaded_again(filled: str, tmp_path: Path, way: str, mode: LoadMode) -> None:
+    with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        with hammering(filled):
+            seeds = Seeds(scene.settings.log.path)
+            seeds.wish(Wish(table=TableId("public", "things"), mode=mode))
+            assert eventually(lambda: not seeds.wishes(), seconds=60)
+        scene.assert_equal(applying, "things")
+
+
+def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        seeds = Seeds(scene.settings.log.path)
+        seeds.wish(Wish(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
+        assert eventually(lambda: not seeds.wishes(), seconds=60)
+        scene.assert_equal(applying, "things")
+
+
+def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -> None:
+    things = TableId("public", "things")
+    seeds = Seeds(tmp_path / "changes")
+    with Scene(tmp_path, filled) as scene:
+        with scene.loader(before=once(lambda: seeds.hold(things, Hold.PAUSED), at=4)) as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            read = len(applying.chunks)
+        with scene.loader() as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            assert not eventually(lambda: bool(applying.chunks), seconds=1.5), "paused across a restart"
+            seeds.hold(things, None)
+            scene.assert_equal(applying, "things")
+            total = len(applying.chunks) + read
+        with scene.loader(before=once(lambda: seeds.hold(things, Hold.STOPPED), at=4)) as applying:
+            seeds.wish(Wish(table=things))
+            assert eventually(lambda: not seeds.wishes() and not seeds.held())
+            scene.assert_equal(applying, "things")
+            assert len(applying.chunks) < total
+    assert not list((tmp_path / "changes" / "seed").glob("*/plan.json"))
+
+
+def test_a_table_made_while_everything_runs_is_published_loaded_and_streamed(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        execute(filled, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1)")
+        assert eventually(lambda: any(found.table.name == "later" for found in applying.lives.tables.values()))
+        execute(filled, "INSERT INTO later VALUES (2, 2)", "UPDATE later SET x = 9 WHERE id = 1")
+        wait_for_state(applying, "later", TableState.LIVE)
+        execute(filled, "DELETE FROM later WHERE id = 2", "INSERT INTO later VALUES (3, 3)")
+        scene.assert_equal(applying, "things", "later")
+
+
+KINDS = """
+CREATE TABLE composite (a int, b text, c timestamptz, x text, PRIMARY KEY (b, a, c));
+INSERT INTO composite SELECT g % 7, 'k' || g % 300, '2024-01-01'::timestamptz + g * interval '1 s', repeat('x', 200) FROM generate_series(1, 3000) g;
+CREATE TABLE uuids (id uuid PRIMARY KEY, x text);
+INSERT INTO uuids SELECT gen_random_uuid(), repeat('x', 200) FROM generate_series(1, 3000);
+CREATE TABLE texts (id text PRIMARY KEY, x text);
+INSERT INTO texts SELECT 'ü''\\" ' || md5(g::text), repeat('x', 200) FROM generate_series(1, 3000) g;
+CREATE TABLE keyless (a int, x text);
+INSERT INTO keyless SELECT g % 100, repeat('x', 200) FROM generate_series(1, 3000) g;
+CREATE TABLE skewed (id bigint PRIMARY KEY, x text);
+INSERT INTO skewed SELECT CASE WHEN g < 10 THEN g * 1000000000000 ELSE g END, repeat('x', 200) FROM generate_series(1, 3000) g;
+CREATE TABLE bloated (id int PRIMARY KEY, x text);
+INSERT INTO bloated SELECT g, repeat('x', 200) FROM generate_series(1, 6000) g;
+DELETE FROM bloated WHERE id % 100 <> 0;
+CREATE TABLE nothing (id int PRIMARY KEY);
+CREATE TABLE parted (id int, region text, x text, PRIMARY KEY (region, id)) PARTITION BY LIST (region);
+CREATE TABLE parted_eu PARTITION OF parted FOR VALUES IN ('eu');
+CREATE TABLE parted_us PARTITION OF parted FOR VALUES IN ('us') PARTITION BY RANGE (id);
+CREATE TABLE parted_us_1 PARTITION OF parted_us FOR VALUES FROM (0) TO (1000);
+CREATE TABLE parted_us_2 PARTITION OF parted_us FOR VALUES FROM (1000) TO (9000);
+INSERT INTO parted SELECT g, CASE WHEN g % 2 = 0 THEN 'eu' ELSE 'us' END, repeat('x', 200) FROM generate_series(1, 3000) g;
+"""
+NAMES = ("composite", "uuids", "texts", "keyless", "skewed", "bloated", "nothing", "parted")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_kind_of_table_and_key(database: str, tmp_path: Path, way: str) -> None:
+    execute(database, KINDS)
+    with Scene(tmp_path, database, way=way, connections=2) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, *NAMES)
+        counted = {name: sum(table == name for table, _ in applying.chunks) for name in NAMES}
+        assert counted["nothing"] == 1
+        assert all(counted[name] > 3 for name in ("composite", "uuids", "texts", "skewed", "parted", "keyless")), counted
+
+
+def test_modes(database: str, tmp_path: Path) -> None:
+    names = ("a_initial", "a_always", "a_once", "a_needed", "a_schema", "a_never")
+    for name in names:
+        execute(database, f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)", f"ALTER TABLE {name} ALTER large SET STORAGE EXTERNAL", f"INSERT INTO {name} SELECT g, 1, repeat('l', 5000) FROM generate_series(1, 5) g")
+    modes = {"public.a_always": "always", "public.a_once": "initial_only", "public.a_needed": "when_needed", "public.a_schema": "schema_only", "public.a_never": "never"}
+    with Scene(tmp_path, database, modes=modes) as scene:
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
+            for name in names:
+                execute(database, f"UPDATE {name} SET x = 2 WHERE id = 1", f"INSERT INTO {name} VALUES (9, 9, 'new')")
+            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
+            assert life(applying, "a_once").state is TableState.LOADED
+            rows = {name: rows_of(applying, name) for name in names}
+            assert rows == {"a_initial": 6, "a_always": 6, "a_once": 5, "a_needed": 6, "a_schema": 2, "a_never": 2}
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
+            assert {table for table, _ in applying.chunks} == {"a_always"}
+
+
+def rows_of(applying: Local, table: str) -> int:
+    from tailrace.tables.delta import DeltaRsTable
+
+    return DeltaRsTable(life(applying, table).path, applying.lives.log.log_id).rows()

@@ -1,0 +1,166 @@
+"""A pipeline whose tasks run in this process, so that a test can stand between two chunks of a load.
+
+Everything is the real thing but for Spark: capture in a thread, loads and applying as in `tailrace run`, each task
+pickled and run where it is asked for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import ChangeLog
+from tailrace.pipeline.applying import Applying
+from tailrace.pipeline.capturing import Capturing
+from tailrace.pipeline.life import TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.wiring import open_source
+from tailrace.spark.tasks import ChunkWork, Outcome
+from tests.support.pipelines import Pipeline, eventually
+
+CHUNK_BYTES = 64 << 10
+"""Far below what settings allow, so that small tables have many."""
+LOADED_SECONDS_MAX = 90.0
+
+Hook = Callable[[ChunkWork], None]
+
+
+class Local(Applying):
+    """Applying without Spark. `before` and `after` are called around every chunk, in the thread that reads it."""
+
+    before: Hook | None = None
+    after: Hook | None = None
+    chunks: list[tuple[str, int]]
+
+    def start(self) -> None:
+        self.chunks = []
+        self._in_background(self.loading.look)
+        for number in range(self._settings.load.connections):
+            self._in_background(lambda number=number: self.loading.read(number))  # type: ignore[misc] # bound early
+        self._in_background(self._apply)
+
+    def _apply(self) -> None:
+        while not self._stopping.wait(0.1):
+            self._advance(self._loaded(), self.lives.grow())
+
+    def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
+        outcomes = []
+        for work in works:
+            sent = pickle.loads(pickle.dumps(work))
+            if isinstance(sent, ChunkWork) and self.before is not None:
+                self.before(sent)
+            outcomes.append(task(sent))
+            if isinstance(sent, ChunkWork):
+                self.chunks.append((sent.schema.table.name, sent.chunk.number))
+                if self.after is not None:
+                    self.after(sent)
+        return outcomes
+
+
+class Scene:
+    """One pipeline: its capture runs as long as the scene, its loader as often as it is opened."""
+
+    def __init__(self, folder: Path, url: str, *, tables: str = '["public.*"]', **load: Any) -> None:
+        self.pipeline = Pipeline(folder, url, tables=tables)
+        settings = load_settings(self.pipeline.file)
+        given = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
+        self.settings: PipelineSettings = settings.model_copy(
+            update={"load": settings.load.model_copy(update=given)}
+        )
+        self._stop = threading.Event()
+        self._capture: threading.Thread | None = None
+        self._failed: list[BaseException] = []
+
+    def __enter__(self) -> Scene:
+        capturing = Capturing(self.settings, until_caught_up=False)
+
+        def capture() -> None:
+            try:
+                capturing.run(self._stop.is_set)
+            except BaseException as error:
+                self._failed.append(error)
+
+        self._capture = threading.Thread(target=capture, daemon=True)
+        self._capture.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        assert self._capture is not None
+        self._capture.join(30)
+        assert not self._failed, self._failed
+
+    @contextmanager
+    def loader(self, before: Hook | None = None, after: Hook | None = None) -> Iterator[Local]:
+        """A process that loads and applies, until the block is left."""
+        log = ChangeLog.open(self.settings.log.path)
+        source = open_source(self.settings, log.log_id)
+        held = Lease(log.path, APPLIER)
+        applying = Local(self.settings, log, source)
+        applying.before, applying.after = before, after
+        try:
+            applying.discover()
+            applying.start()
+            try:
+                yield applying
+            finally:
+                applying.stop()
+        finally:
+            held.release()
+
+    def settled(self, applying: Local) -> bool:
+        """Whether everything committed until now is in every table that can go on."""
+        applying.check()
+        horizon = applying.lives.log and self._horizon(applying)
+        deadline = time.monotonic() + LOADED_SECONDS_MAX
+        while time.monotonic() < deadline:
+            applying.check()
+            applying.lives.grow()
+            if applying.lives.index.position >= horizon and applying.covered(applying.lives.index.commit):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _horizon(self, applying: Local) -> Any:
+        return applying._source.horizon()
+
+    def assert_equal(self, applying: Local, *tables: str) -> None:
+        assert self.settled(applying), {str(life.table): (life.state, life.error) for life in lives(applying)}
+        self.pipeline.assert_equal(*tables)
+
+
+def lives(applying: Local) -> list[TableLife]:
+    return list(applying.lives.tables.values())
+
+
+def life(applying: Local, table: str) -> TableLife:
+    return next(life for life in lives(applying) if life.table.name == table)
+
+
+def once(action: Callable[[], None], *, at: int = 0) -> Hook:
+    """A hook that acts at the n-th chunk it sees."""
+    seen = [0]
+
+    def hook(_: ChunkWork) -> None:
+        seen[0] += 1
+        if seen[0] == at + 1:
+            action()
+
+    return hook
+
+
+def wait_for_state(applying: Local, table: str, *states: TableState, seconds: float = 60.0) -> None:
+    assert eventually(lambda: life(applying, table).state in states, seconds=seconds, pause=0.05), (
+        life(applying, table).state,
+        life(applying, table).error,
+    )
+
+
