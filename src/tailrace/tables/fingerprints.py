@@ -34,7 +34,7 @@ def key_prints(columns: Sequence[Any], seed: int) -> Prints:
 
 
 class PrintSet:
-    """Numbers to look others up in: 16 bytes each, and as much again for a moment while it is made."""
+    """Numbers to look others up in: 16 bytes each, and 24 more for a moment while it is made."""
 
     def __init__(self, prints: Prints) -> None:
         order = np.argsort(prints[:, 0])
@@ -48,7 +48,9 @@ class PrintSet:
     def find(self, prints: Prints) -> Ints:
         """Where each number stands in the set; -1 if it does not."""
         found = np.full(len(prints), -1, np.int64)
-        start = np.searchsorted(self._first, prints[:, 0])
+        order = np.argsort(prints[:, 0])  # asked in order, neighbours lie close in memory
+        start = np.empty(len(prints), np.int64)
+        start[order] = np.searchsorted(self._first, prints[order, 0])
         for step in range(self._run):
             at = np.minimum(start + step, len(self) - 1)
             hit = (self._first[at] == prints[:, 0]) & (self._second[at] == prints[:, 1])

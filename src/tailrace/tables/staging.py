@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,8 +31,8 @@ from tailrace.tables.stats import FloatBounds, delta_stats, footer_columns
 FILE_BYTES_MAX = 256 << 20
 """A file that has passed this gets no further row group."""
 GROUP_ROWS_MAX = 1 << 20
-GROUP_BYTES_MAX = 64 << 20
-"""Of a row group in memory, which is what staging holds."""
+GROUP_BYTES_MAX = 32 << 20
+"""Of a row group in memory."""
 
 COMPRESSION = "snappy"
 WRITE_BYTES = 1 << 20
@@ -64,15 +65,15 @@ def stage(
     """Write rows, the table's own columns, to files in its folder; none for no rows.
 
     `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
-    one row group. An exception out of `batches` is raised unchanged, and nothing is left of what was written.
+    two row groups: one is written while the next is read. An exception out of `batches` is raised unchanged, and
+    nothing is left of what was written.
     """
     refuse_names(schema)
     _refuse_token(name)
     find_folder(path)  # refuses a place that holds something else
     parts = _Parts(path, name, schema)
     try:
-        for group in _groups(own_batches(schema, batches)):
-            parts.add(group)
+        _write_behind(parts, _groups(own_batches(schema, batches)))
         return parts.close()
     except BaseException:
         parts.abandon()
@@ -115,6 +116,17 @@ def _written(folder: Path, prefix: str) -> dict[str, int]:
 def _refuse_token(token: str) -> None:
     if not _TOKEN.fullmatch(token):
         raise ValueError("a staged file's name is made of letters, digits, dots, dashes and underscores")
+
+
+def _write_behind(parts: _Parts, groups: Iterator[pa.Table]) -> None:
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        writing: Future[None] | None = None
+        for group in groups:
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(parts.add, group)
+        if writing is not None:
+            writing.result()
 
 
 def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:

@@ -129,7 +129,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert sum(file.rows for file in files) == 256_000
-    assert most < 128 << 20
+    assert most < 112 << 20
     assert python < 32 << 20
 
 
@@ -191,7 +191,7 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_leaves_nothing(
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield from record_batches(SHOP, ROWS)
-        assert len(names(tmp_path)) == 4  # the last row waits for more
+        assert len(names(tmp_path)) >= 3  # the last row waits for more, the one before may be on its way
         raise ConnectionResetError("the source went away")
 
     with pytest.raises(ConnectionResetError, match="went away"):
