@@ -315,7 +315,7 @@ def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[
     types = [(number, modifier) for _, number, modifier in parse_relation(relation)[3]]
     kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
     assert _drained([data[at : at + 40] for at in range(0, len(data), 40)], place) == data
-    cuts = _row_cuts(data, len(kinds))
+    cuts, ended = _row_cuts(data, len(kinds))
     expected = None if cuts is None else [_cells(data[at:end]) for at, end in itertools.pairwise(cuts)]
     columns = [[row[number] for row in expected or []] for number in range(len(kinds))]
     wanted = [_meant(kind, column, cells) for kind, column, cells in zip(kinds, schema.columns, columns, strict=True)]
@@ -329,10 +329,11 @@ def _copied(relation: bytes, data: bytes, place: Place, text: Text) -> Iterator[
         assert any(UNFIT in column for column in wanted) or PRINTED in kinds or text is Text.REFUSED
         raise
     except SourceError:
-        assert expected is None, "a copy was refused that can be read"
+        assert expected is None or not ended, "a copy was refused that can be read"
         raise
     assert cuts is not None
     assert expected is not None, "a copy was read that must be refused"
+    assert ended, "a copy was read that has no end"
     assert [batch.num_rows for batch in batches] == ([len(expected)] if expected else [])
     yield str(len(expected)).encode()
     pieces = [data[at:end] for at, end in itertools.pairwise([0, *cuts[1::2], len(data)])]
@@ -366,22 +367,24 @@ def _drained(messages: list[bytes], place: Place) -> bytes:
 # COPY's bytes read another way, slowly.
 
 
-def _row_cuts(data: bytes, columns: int) -> list[int] | None:
-    """Where the first row begins and where each ends; None if it must be refused."""
+def _row_cuts(data: bytes, columns: int) -> tuple[list[int] | None, bool]:
+    """Where the first row begins and where each ends, None if it must be refused; and whether all rows are there."""
     if not data.startswith(HEAD[:-4]) or len(data) < len(HEAD):
-        return None
+        return None, False
     cuts = [len(HEAD) + int.from_bytes(data[15:19], "big")]
-    while data[cuts[-1] :] != END:
+    if cuts[0] > len(data):
+        return None, False
+    while data[cuts[-1] :] not in (END, b""):
         at = cuts[-1] + 2
         if data[at - 2 : at] != columns.to_bytes(2, "big"):
-            return None
+            return None, False
         for _ in range(columns):
             length = int.from_bytes(data[at : at + 4], "big")
             at += 4 + (0 if length == 0xFFFFFFFF else length)
             if at > len(data):
-                return None
+                return None, False
         cuts.append(at)
-    return cuts
+    return cuts, cuts[-1] < len(data)
 
 
 def _cells(row: bytes) -> list[bytes | None]:
