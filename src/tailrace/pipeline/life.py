@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 ROWS_PER_APPLY_MAX = 500_000
 """Of one table in one commit, unless a single commit of the log has more."""
 TRIMMED_HINT = (
-    "Remove the lake table's folder and start again: it is loaded anew. `log.retention` and `log.max_bytes` say "
+    "Run `tailrace snapshot FILE TABLE`: the table is loaded anew. `log.retention` and `log.max_bytes` say "
     "for how long the log waits for a table."
 )
 RECALL_SECONDS = 5.0

@@ -11,23 +11,17 @@ the connections that loads ever open at once. Nothing here stops capture, or the
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
-from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.capture.postgres.chunks import Chunk, Cut
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
     Remedy,
@@ -35,22 +29,19 @@ from tailrace.errors import (
     SourceRewritten,
     SourceUnreachable,
     TableFailed,
-    TableUnpublished,
     TailraceError,
-    Unsupported,
 )
-from tailrace.model import change
-from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
+from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.holding import Holding
+from tailrace.pipeline.landing import Run, commit, start_of
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.report import LoadStatus, TableState
+from tailrace.pipeline.loads import Load, Shared
+from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.throttle import PROBE_SECONDS, Throttle
-from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk, Wish
-from tailrace.spark.tasks import ChunkWork, Outcome, RefreshWork, load_chunk, refresh_table
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
+from tailrace.spark.seeds import Hold, Seed
+from tailrace.spark.tasks import ChunkWork, Outcome, load_chunk
 from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
@@ -58,69 +49,11 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.3
 TABLES_SECONDS = 3.0
 """Between two looks for tables that are new at the source."""
-PUBLISHED_SECONDS_MAX = 30.0
-"""A table that has just been made is published by the capturing process; only after this is it missed."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 CHUNK_TRIES_MAX = 8
 """Of one chunk, for reasons other than a source that cannot be reached: that is waited for."""
 REPLANS_MAX = 20
 """Of a load whose table keeps being rewritten under it."""
-
-Run = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
-"""Runs a task for each piece of work, on Spark."""
-
-
-@dataclass
-class _Shared:
-    """An exported snapshot that is open, and the loads that read in it."""
-
-    snapshot: ExactSnapshot
-    opened_at: float = field(default_factory=time.monotonic)
-    users: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def leave(self) -> None:
-        """One load less; the last one closes it."""
-        with self.lock:
-            self.users -= 1
-            if self.users == 0:
-                self.snapshot.__exit__()
-
-
-@dataclass
-class _Load:
-    """One load under way."""
-
-    life: TableLife
-    seed: Seed
-    todo: deque[Chunk]
-    staged: dict[int, StagedChunk]
-    shared: _Shared | None
-    began_at: float = field(default_factory=time.monotonic)
-    reading: dict[int, Path] = field(default_factory=dict)
-    tries: dict[int, int] = field(default_factory=dict)
-    not_before: float = 0.0
-    landing: bool = False
-    dropped: bool = False
-    found_rows: int = 0
-    """When it began in this process; the rate counts from here."""
-
-    @property
-    def complete(self) -> bool:
-        return not self.todo and not self.reading
-
-    @property
-    def mode(self) -> LoadMode:
-        return self.seed.wish.mode if self.seed.wish else LoadMode.REPLACE
-
-    @property
-    def where(self) -> str | None:
-        return self.seed.wish.where if self.seed.wish else None
-
-    def leave_snapshot(self) -> None:
-        shared, self.shared = self.shared, None
-        if shared is not None:
-            shared.leave()
 
 
 class Loading:
@@ -142,14 +75,14 @@ class Loading:
         self._scratch = scratch
         self._seeds = lives.seeds
         self._lock = threading.Lock()
-        self._loads: dict[TableId, _Load] = {}
-        self._beginning: set[TableId] = set()
+        self._loads: dict[TableId, Load] = {}
+        self._begins = Beginning(
+            settings.load, source, lives, holding, begun=self._start, failed=self._fail, stopping=stopping
+        )
+        self._beginning = False
         self._turn = 0
-        self._known_since: dict[TableId, float] = {}
         self._always = {table for table in lives.tables if settings.load.mode_of(table) == "always"}
         self._replans: dict[TableId, int] = {}
-        self._chunked: set[TableId] = set()
-        """Tables that could not be read in one snapshot."""
         self._landed: dict[TableId, Seed] = {}
         """Loads whose replay is not over."""
         self._held = lives.seeds.held()
@@ -223,7 +156,7 @@ class Loading:
             seen.add(seed.table)
             if not usable:
                 # What was cut off in one snapshot would be so again.
-                self._chunked.add(seed.table)
+                self._begins.chunked.add(seed.table)
                 self._give_up(seed, life)
                 self._begin_again(life, seed)
                 continue
@@ -233,7 +166,7 @@ class Loading:
                 "load taken up again",
                 extra={"table": str(seed.table), "chunks_done": len(staged), "chunks": len(seed.plan.chunks)},
             )
-            self._start(_Load(life=life, seed=seed, todo=todo, staged=staged, shared=None))
+            self._start(Load(life=life, seed=seed, todo=todo, staged=staged, shared=None))
         self._holding.say(now=True)
 
     def _obey(self) -> None:
@@ -255,7 +188,7 @@ class Loading:
                 unloaded = TableState.NEW if life.cursor is None else TableState.CATCHING_UP
                 life.state = TableState.SEEDING if table in self._loads else unloaded
 
-    def _hold_back(self, load: _Load, hold: Hold) -> None:
+    def _hold_back(self, load: Load, hold: Hold) -> None:
         """The source's clean-up must not wait for a person: only chunks that need no snapshot of before are kept."""
         table = load.life.table
         if hold is Hold.STOPPED:
@@ -279,7 +212,7 @@ class Loading:
 
     def _begin_waiting(self) -> None:
         wishes = {wish.table: wish for wish in reversed(self._seeds.wishes())}
-        waiting: list[tuple[TableLife, Wish | None]] = []
+        waiting: Waiting = []
         for table, life in list(self._lives.tables.items()):
             mode = self._settings.load.mode_of(table)
             if table in self._held or table in self._loads:
@@ -288,8 +221,6 @@ class Loading:
                 continue
             if table in wishes:
                 waiting.append((life, wishes[table]))
-            elif life.state is TableState.NEW and mode in ("schema_only", "never"):
-                self._make_empty(life, mode)
             elif (
                 life.state is TableState.NEW
                 or (life.state is TableState.NEEDS_SNAPSHOT and mode in ("when_needed", "always"))
@@ -298,101 +229,19 @@ class Loading:
                 waiting.append((life, None))
         if waiting and not self._beginning:
             # Apart: it waits for transactions that are open at the source.
-            self._beginning = {life.table for life, _ in waiting}
+            self._beginning = True
             self._spawn(partial(self._begin, waiting))
+
+    def _begin(self, waiting: Waiting) -> None:
+        try:
+            self._begins.begin(waiting)
+        finally:
+            self._beginning = False
 
     def _retry_at(self, life: TableLife) -> float:
         return life.failed_at + _pause(life.failures)
 
-    def _begin(self, waiting: list[tuple[TableLife, Wish | None]]) -> None:
-        try:
-            self._begin_fed(waiting)
-        finally:
-            self._beginning = set()
-
-    def _begin_fed(self, waiting: list[tuple[TableLife, Wish | None]]) -> None:
-        fed = self._fed([life for life, _ in waiting])
-        wish_of = {life.table: wish for life, wish in waiting}
-        plans = [(life, plan) for life in fed if (plan := self._plan(life, wish_of[life.table])) is not None]
-        chunked = [(life, plan) for life, plan in plans if self._goes_chunked(plan)]
-        exact = [(life, plan) for life, plan in plans if not self._goes_chunked(plan)]
-        for some, begin in ((exact, self._begin_exact), (chunked, self._begin_chunked)):
-            if some:
-                try:
-                    begin(some, wish_of)
-                except TailraceError as error:
-                    for life, _ in some:
-                        if life.table not in self._loads:
-                            self._fail(life, error)
-
-    def _goes_chunked(self, plan: Plan) -> bool:
-        return self._wants_chunked(plan.schema.table) and bool(plan.schema.key)
-
-    def _wants_chunked(self, table: TableId) -> bool:
-        load = self._settings.load
-        if load.way == "exact":
-            return False
-        return load.way == "chunked" or load.standby is not None or table in self._chunked
-
-    def _plan(self, life: TableLife, wish: Wish | None) -> Plan | None:
-        """Cut the table; before the snapshot is made, so that a rewrite in between is noticed."""
-        load = self._settings.load
-        cut = Cut.PLACE if load.way == "exact" else Cut.EITHER
-        if self._wants_chunked(life.table):
-            cut = Cut.KEY
-        try:
-            DeltaRsTable(life.path, self._lives.log.log_id).refuse_foreign()
-            plan = self._source.plan(life.table, cut, load.chunk)
-            if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
-                self._seeds.fulfil(wish)
-                raise Unsupported(
-                    "a table without a key can only be replaced as a whole", table=life.table,
-                    hint="Leave out --where and --mode refresh, or give the table a primary key.",
-                )  # fmt: skip
-            return plan
-        except TailraceError as error:
-            self._fail(life, error)
-            return None
-
-    def _begin_exact(self, tables: list[tuple[TableLife, Plan]], wish_of: dict[TableId, Wish | None]) -> None:
-        self._show_waiting(tables, "exact")
-        snapshot = self._source.snapshot().__enter__()
-        shared = _Shared(snapshot)
-        shared.users = len(tables)
-        self._lives.grow()
-        for life, plan in tables:
-            seed = Seed(plan=plan, point=snapshot.point, wish=wish_of[life.table])
-            self._record(life, seed)
-            self._start(
-                _Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=shared)
-            )
-        self._holding.say(now=True)
-
-    def _begin_chunked(self, tables: list[tuple[TableLife, Plan]], wish_of: dict[TableId, Wish | None]) -> None:
-        self._show_waiting(tables, "chunked")
-        # What comes while we wait is after the floor, and the floor is not known yet: hold from where the log is.
-        self._lives.grow()
-        for life, _ in tables:
-            life.loading = self._lives.cursor_at(self._lives.index.position)
-        self._holding.say(now=True)
-        noted = self._source.begin_chunks(lambda open_count: self._stopping.is_set())
-        if noted is None:  # told to stop
-            return
-        for life, plan in tables:
-            seed = Seed(plan=plan, point=None, noted=noted, wish=wish_of[life.table])
-            self._record(life, seed)
-            self._start(_Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None))
-
-    def _record(self, life: TableLife, seed: Seed) -> None:
-        life.loading = self._lives.cursor_at(seed.floor)
-        self._seeds.begin(seed)
-        failpoints.hit("load.planned")
-        log.info(
-            "load begun",
-            extra={"table": str(life.table), "chunks": len(seed.plan.chunks), "cut": seed.plan.cut.value},
-        )
-
-    def _start(self, load: _Load) -> None:
+    def _start(self, load: Load) -> None:
         load.found_rows = sum(staged.rows for staged in load.staged.values())
         if load.life.cursor is None or load.life.state.broken:
             load.life.state = TableState.SEEDING
@@ -400,42 +249,6 @@ class Loading:
         self._always.discard(load.life.table)
         with self._lock:
             self._loads[load.life.table] = load
-
-    def _make_empty(self, life: TableLife, mode: str) -> None:
-        """A table that is never loaded begins empty: now, or where the log begins."""
-        try:
-            plan = self._source.plan(life.table, Cut.PLACE, self._settings.load.chunk)
-            self._lives.grow()
-            index = self._lives.index
-            cursor = (
-                Cursor(seq=0, commit=0, position=ZERO) if mode == "never" else self._lives.cursor_at(index.position)
-            )
-            DeltaRsTable(life.path, self._lives.log.log_id).land(plan.schema, [], cursor)
-        except TailraceError as error:
-            self._fail(life, error)
-            return
-        life.moved(cursor, plan.schema)
-        life.state = TableState.CATCHING_UP
-
-    def _fed(self, lives: list[TableLife]) -> list[TableLife]:
-        """Those that are published, asked before the snapshot is made: the others would miss what comes after."""
-        try:
-            published = self._source.published()
-        except TailraceError as error:
-            for life in lives:
-                self._fail(life, error)
-            return []
-        settings = self._source.settings
-        fed = []
-        for life in lives:
-            own = settings.publication_create and life.insert_only
-            wanted = settings.publication_inserts if own else settings.publication
-            since = self._known_since.setdefault(life.table, time.monotonic())
-            if wanted in published.get(life.table, set()):
-                fed.append(life)
-            elif time.monotonic() > since + PUBLISHED_SECONDS_MAX or not settings.publication_create:
-                self._fail(life, _unpublished(life.table, wanted))
-        return fed
 
     # Those who read.
 
@@ -450,7 +263,7 @@ class Loading:
             if self.throttle.rest_seconds:
                 self._stopping.wait(self.throttle.rest_seconds)
 
-    def _next(self) -> tuple[_Load, Chunk] | None:
+    def _next(self) -> tuple[Load, Chunk] | None:
         """A chunk to read, the tables taking turns."""
         with self._lock:
             now = time.monotonic()
@@ -467,7 +280,7 @@ class Loading:
             load.reading[chunk.number] = self._scratch / f"load-{load.seed.id}-{chunk.number}.json"
             return load, chunk
 
-    def _read(self, load: _Load, chunk: Chunk) -> None:
+    def _read(self, load: Load, chunk: Chunk) -> None:
         shared = load.shared
         seconds = self._settings.load.chunk_timeout
         work = ChunkWork(
@@ -495,7 +308,7 @@ class Loading:
         self._chunk_failed(load, chunk, outcome.error, shared)
 
     def _chunk_failed(
-        self, load: _Load, chunk: Chunk, error: TailraceError, shared: _Shared | None
+        self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
     ) -> None:
         if isinstance(error, SourceRewritten):
             self._replan(load, error)
@@ -522,7 +335,7 @@ class Loading:
             if shared is not None and load.todo and time.monotonic() > shared.opened_at + limit:
                 self._hand_over(load, "the time limit is reached")
 
-    def _hand_over(self, load: _Load, why: str) -> None:
+    def _hand_over(self, load: Load, why: str) -> None:
         """Go on without the exported snapshot: in the chunked way with what is left, or from the beginning."""
         load.leave_snapshot()
         if load.seed.plan.cut is Cut.KEY:
@@ -530,7 +343,7 @@ class Loading:
             return
         if load.seed.plan.schema.key and self._settings.load.way != "exact":
             log.warning("load begins again in chunks", extra={"table": str(load.life.table), "why": why})
-            self._chunked.add(load.life.table)
+            self._begins.chunked.add(load.life.table)
             self._drop(load)
             self._begin_again(load.life, load.seed)
             return
@@ -546,7 +359,7 @@ class Loading:
         if seed.wish is None and life.cursor is not None:
             self._always.add(life.table)
 
-    def _replan(self, load: _Load, error: SourceRewritten) -> None:
+    def _replan(self, load: Load, error: SourceRewritten) -> None:
         """The table is not what the plan was made for; begin again."""
         if load.dropped:
             return
@@ -580,36 +393,17 @@ class Loading:
                 del self._landed[table]
                 self._seeds.end(seed)
 
-    def _start_of(self, seed: Seed) -> Lsn:
-        """What the replay starts after: the exported snapshot's point, or just before the first transaction in the
-        log that the noted snapshot did not see."""
-        if seed.point is not None:
-            return seed.point
-        noted = seed.noted
-        assert noted is not None, "one of the two"
-        index = self._lives.index
-        first, last = index.commit_at(noted.floor) + 1, min(index.commit_at(noted.upto) + 1, index.commit)
-        numbers = self._lives.numbers_of(seed.plan.schema)
-        starts = [noted.upto]
-        for batch in self._lives.log.read(first, last, tables=numbers) if numbers and first <= last else ():
-            rows = pa.Table.from_batches([batch.completed()]).select([change.POSITION, change.TX])
-            for pair in rows.group_by([change.POSITION, change.TX]).aggregate([]).to_pylist():
-                at = Lsn.parse(pair[change.POSITION])
-                if at > noted.floor and not noted.sees(pair[change.TX]):
-                    starts.append(Lsn(at.value - 1))
-        return min(starts)
-
-    def _land(self, load: _Load) -> None:
+    def _land(self, load: Load) -> None:
         """One commit of everything that was staged, at the position just before the replay."""
         life, seed = load.life, load.seed
         try:
-            start = self._start_of(seed)
+            start = start_of(self._lives, seed)
             if not self._source.unchanged(seed.plan):
                 raise SourceRewritten("the table was changed while it was read", table=life.table)
             cursor = self._lives.cursor_at(start)
             passed = max((staged.seen for staged in load.staged.values()), default=start)
             with life.lock:
-                outcome = self._commit(load, cursor)
+                outcome = commit(self._lives, load, cursor, self._run)
                 if outcome.error is not None:
                     raise outcome.error
                 failpoints.hit("load.landed")
@@ -641,35 +435,9 @@ class Loading:
         if not life.once:
             self._advance(life)
 
-    def _commit(self, load: _Load, cursor: Cursor) -> Outcome:
-        life, plan = load.life, load.seed.plan
-        table = DeltaRsTable(life.path, self._lives.log.log_id)
-        shape = table.shape() if load.mode is LoadMode.REFRESH or load.where else None
-        if shape is not None and shape.same_rows(plan.schema):
-            work = RefreshWork(
-                schema=plan.schema, lake=life.path, log=self._lives.log.path, log_id=self._lives.log.log_id,
-                seed=load.seed.id, partial=load.where is not None, cursor=cursor,
-            )  # fmt: skip
-            try:
-                return self._run(refresh_table, [work])[0]
-            except Exception as error:  # the task's worker was killed
-                said = TableFailed(f"a task of a load died: {type(error).__name__}", hint="It is tried again.")
-                return Outcome(table=life.table, error=said)
-        if load.where is not None:
-            said_no = Unsupported(
-                "a part of the table cannot be read again: the table is not there, or has another shape",
-                table=life.table, hint="Run it without --where: the whole table is loaded.",
-            )  # fmt: skip
-            assert load.seed.wish is not None, "a condition is wished for"
-            self._seeds.fulfil(load.seed.wish)
-            return Outcome(table=life.table, error=said_no)
-        files = [file for number in sorted(load.staged) for file in load.staged[number].files]
-        rows = table.land(plan.schema, files, cursor)
-        return Outcome(table=life.table, rows=rows, cursor=cursor, schema=plan.schema)
-
     # Ending.
 
-    def _drop(self, load: _Load) -> None:
+    def _drop(self, load: Load) -> None:
         """Forget a load and what it has staged; the table is as it was."""
         load.leave_snapshot()
         with self._lock:
@@ -687,6 +455,8 @@ class Loading:
 
     def _fail(self, life: TableLife, error: TailraceError) -> None:
         """The table is not loaded; whether it is tried again the error says. A table that is live goes on."""
+        if life.table in self._loads:
+            return  # it had begun before something else of its lot failed
         life.loading = life.load = None
         if isinstance(error, SourceUnreachable):
             # Waited for, however long it takes: whoever captures says so too.
@@ -702,67 +472,12 @@ class Loading:
         life.note = f"It could not be loaded again: {error.headline}. {error.hint}"
         log.error("table not loaded again", extra={"table": str(life.table), "code": error.code})
 
-    # Telling.
-
-    def _show_waiting(self, tables: list[tuple[TableLife, Plan]], way: str) -> None:
-        for life, plan in tables:
-            life.load = LoadStatus(
-                stage="waiting", way=way, mode="replace", chunks=len(plan.chunks), chunks_done=0, rows=0, bytes=0,
-                bytes_total=plan.bytes, seconds=0.0, rows_per_second=0.0, seconds_left=None,
-            )  # fmt: skip
-
     def _tell(self) -> None:
         for load in list(self._loads.values()):
-            load.life.load = self._status(load)
+            held = load.life.table in self._held
+            load.life.load = load.status(held=held, backing_off=self.throttle.backing_off)
             if load.life.cursor is None:
                 load.life.rows_loaded = load.life.load.rows
 
-    def _status(self, load: _Load) -> LoadStatus:
-        with self._lock:
-            staged, notes = list(load.staged.values()), list(load.reading.values())
-        done = {chunk.number: chunk.bytes for chunk in load.seed.plan.chunks if chunk.number in load.staged}
-        rows = sum(chunk.rows for chunk in staged) + sum(map(_noted_rows, notes))
-        seconds = time.monotonic() - load.began_at
-        rate = (rows - load.found_rows) / seconds if seconds else 0.0
-        read, total = sum(done.values()), max(load.seed.plan.bytes, 1)
-        fresh = rows - load.found_rows
-        # What is left, at the pace of what was read here: by rows where the source knows how many there are.
-        expected = load.life.rows_estimated or 0
-        left = (expected - rows) / rate if rate > 0 and expected > rows else None
-        if left is None and read and fresh and rate > 0:
-            left = (total - read) / read * seconds
-        held = load.life.table in self._held
-        stage = "paused" if held else ("landing" if load.complete else "reading")
-        return LoadStatus(
-            stage=stage, way="exact" if load.shared else ("exact" if _all_exact(load) else "chunked"),
-            mode=load.mode.value, chunks=len(load.seed.plan.chunks), chunks_done=len(staged), rows=rows, bytes=read,
-            bytes_total=load.seed.plan.bytes, seconds=round(seconds, 1), rows_per_second=round(rate, 1),
-            seconds_left=None if left is None or held else round(left, 1), backing_off=self.throttle.backing_off,
-        )  # fmt: skip
-
-
-def _all_exact(load: _Load) -> bool:
-    return load.complete and load.seed.point is not None and all(
-        staged.seen == load.seed.point for staged in load.staged.values()
-    )  # fmt: skip
-
-
 def _pause(tries: int) -> float:
     return float(min(RETRY_SECONDS * 2 ** min(tries, 10), RETRY_SECONDS_MAX))
-
-
-def _noted_rows(note: Path) -> int:
-    try:
-        return int(json.loads(note.read_bytes())["rows"])
-    except (OSError, ValueError, KeyError):
-        return 0
-
-
-def _unpublished(table: TableId, publication: str) -> TableUnpublished:
-    return TableUnpublished(
-        "the source does not publish the table's changes yet",
-        table=table,
-        publication=publication,
-        hint="Start `tailrace capture` or `tailrace run` again; with `publication: {create: false}`, add the "
-        "table to your publication.",
-    )

@@ -386,7 +386,7 @@ class DeltaRsTable:
 _NTZ = "timestampNtz"
 _LOAD_AGAIN = "Load the table again; nobody else may write or remove files in its folder meanwhile."
 _ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
-_RELOAD = "Move the folder away or delete it; the next `tailrace run` loads the table again."
+_RELOAD = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
 
 
 def _merge(

@@ -29,7 +29,7 @@ MAINTENANCE = frozenset(["OPTIMIZE", "VACUUM START", "VACUUM END"])
 """What delta-rs and Spark call the commits that change files but no rows."""
 MAINTENANCE_COMMITS_MAX = 10_000
 
-_ANEW = "Move the folder away or delete it; the next `tailrace run` loads the table again."
+_ANEW = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
 
 
 @dataclass(frozen=True, kw_only=True)

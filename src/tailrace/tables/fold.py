@@ -36,7 +36,7 @@ _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
 _UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
 _NOWHERE = -1
 
-_RELOAD = "Delete or move the table's folder; the next `tailrace run` loads it again."
+_RELOAD = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
     "then reload the table."

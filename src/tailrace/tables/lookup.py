@@ -213,7 +213,7 @@ def without(schema: TableSchema, table: DeltaTable, removals: pa.Table) -> Itera
         )
 
 
-_RELOAD = "Delete or move the table's folder; the next `tailrace run` loads it again."
+_RELOAD = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 
 def _first_copies(image: Ints, left: Ints) -> Any:

@@ -9,7 +9,7 @@ from tailrace.errors import SchemaChanged
 from tailrace.model.schema import TableSchema
 
 RELOAD_HINT = (
-    "Its changes are kept in the log. Remove the lake table's folder and start again: it is loaded anew."
+    "Its changes are kept in the log. Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 )
 
 

@@ -1,0 +1,188 @@
+"""How a load begins: the table is known to be published, then cut, then a snapshot is made to compare with.
+
+In that order. A table that is not published would miss what is written while it is read; one that is rewritten between
+cut and snapshot is told by its files.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tailrace import failpoints
+from tailrace.capture.postgres.chunks import Cut, Plan
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.errors import TableUnpublished, TailraceError, Unsupported
+from tailrace.model.position import ZERO
+from tailrace.model.schema import TableId
+from tailrace.pipeline.holding import Holding
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.loads import Load, Shared
+from tailrace.pipeline.report import LoadStatus, TableState
+from tailrace.pipeline.settings import LoadSettings
+from tailrace.spark.seeds import LoadMode, Seed, Wish
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+
+log = logging.getLogger(__name__)
+
+PUBLISHED_SECONDS_MAX = 30.0
+"""A table that has just been made is published by the capturing process; only after this is it missed."""
+
+Waiting = list[tuple[TableLife, Wish | None]]
+Planned = list[tuple[TableLife, Plan, Wish | None]]
+
+
+class Beginning:
+    """Begins loads, one lot after the other: it may have to wait for transactions that are open at the source."""
+
+    def __init__(
+        self, settings: LoadSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
+        begun: Callable[[Load], None], failed: Callable[[TableLife, TailraceError], None], stopping: threading.Event,
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._source = source
+        self._lives = lives
+        self._holding = holding
+        self._begun = begun
+        self._failed = failed
+        self._stopping = stopping
+        self._known_since: dict[TableId, float] = {}
+        self.chunked: set[TableId] = set()
+        """Tables that could not be read in one snapshot."""
+
+    def begin(self, waiting: Waiting) -> None:
+        """Begin a load of each; what cannot be begun has failed."""
+        planned: Planned = []
+        for life, wish in self._fed(waiting):
+            mode = self._settings.mode_of(life.table)
+            if wish is None and life.cursor is None and mode in ("schema_only", "never"):
+                self._make_empty(life, mode)
+            elif (plan := self._plan(life, wish)) is not None:
+                planned.append((life, plan, wish))
+        chunked = [item for item in planned if item[1].schema.key and self._wants_chunked(item[0].table)]
+        exact = [item for item in planned if item not in chunked]
+        for some, begin in ((exact, self._begin_exact), (chunked, self._begin_chunked)):
+            if some:
+                try:
+                    begin(some)
+                except TailraceError as error:
+                    for life, _, _ in some:
+                        self._failed(life, error)
+
+    def _wants_chunked(self, table: TableId) -> bool:
+        if self._settings.way == "exact":
+            return False
+        return self._settings.way == "chunked" or self._settings.standby is not None or table in self.chunked
+
+    def _plan(self, life: TableLife, wish: Wish | None) -> Plan | None:
+        """Cut the table; before the snapshot is made, so that a rewrite in between is noticed."""
+        cut = Cut.PLACE if self._settings.way == "exact" else Cut.EITHER
+        if self._wants_chunked(life.table):
+            cut = Cut.KEY
+        try:
+            DeltaRsTable(life.path, self._lives.log.log_id).refuse_foreign()
+            plan = self._source.plan(life.table, cut, self._settings.chunk)
+            if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
+                raise Unsupported(
+                    "a table without a key can only be replaced as a whole", table=life.table,
+                    hint="Leave out --where and --mode refresh, or give the table a primary key.",
+                )  # fmt: skip
+            return plan
+        except TailraceError as error:
+            self._failed(life, error)
+            return None
+
+    def _begin_exact(self, planned: Planned) -> None:
+        self._show_waiting(planned, "exact")
+        snapshot = self._source.snapshot().__enter__()
+        shared = Shared(snapshot, users=1)  # ourselves, until all have begun
+        try:
+            self._lives.grow()
+            for life, plan, wish in planned:
+                seed = Seed(plan=plan, point=snapshot.point, wish=wish)
+                self._record(life, seed)
+                shared.join()
+                self._begun(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=shared))
+        finally:
+            shared.leave()
+        self._holding.say(now=True)
+
+    def _begin_chunked(self, planned: Planned) -> None:
+        self._show_waiting(planned, "chunked")
+        # What comes while we wait is after the floor, and the floor is not known yet: hold from where the log is.
+        self._lives.grow()
+        for life, _, _ in planned:
+            life.loading = self._lives.cursor_at(self._lives.index.position)
+        self._holding.say(now=True)
+        noted = self._source.begin_chunks(lambda open_count: self._stopping.is_set())
+        if noted is None:  # told to stop
+            return
+        for life, plan, wish in planned:
+            seed = Seed(plan=plan, point=None, noted=noted, wish=wish)
+            self._record(life, seed)
+            self._begun(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None))
+
+    def _record(self, life: TableLife, seed: Seed) -> None:
+        life.loading = self._lives.cursor_at(seed.floor)
+        self._lives.seeds.begin(seed)
+        failpoints.hit("load.planned")
+        log.info(
+            "load begun",
+            extra={"table": str(life.table), "chunks": len(seed.plan.chunks), "cut": seed.plan.cut.value},
+        )
+
+    def _make_empty(self, life: TableLife, mode: str) -> None:
+        """A table that is never loaded begins empty: now, or where the log begins."""
+        try:
+            plan = self._source.plan(life.table, Cut.PLACE, self._settings.chunk)
+            self._lives.grow()
+            here = self._lives.cursor_at(self._lives.index.position)
+            cursor = Cursor(seq=0, commit=0, position=ZERO) if mode == "never" else here
+            DeltaRsTable(life.path, self._lives.log.log_id).land(plan.schema, [], cursor)
+        except TailraceError as error:
+            self._failed(life, error)
+            return
+        life.moved(cursor, plan.schema)
+        life.state = TableState.CATCHING_UP
+
+    def _fed(self, waiting: Waiting) -> Waiting:
+        """Those that are published."""
+        try:
+            published = self._source.published()
+        except TailraceError as error:
+            for life, _ in waiting:
+                self._failed(life, error)
+            return []
+        settings = self._source.settings
+        fed: Waiting = []
+        for life, wish in waiting:
+            own = settings.publication_create and life.insert_only
+            wanted = settings.publication_inserts if own else settings.publication
+            since = self._known_since.setdefault(life.table, time.monotonic())
+            if wanted in published.get(life.table, set()):
+                fed.append((life, wish))
+            elif time.monotonic() > since + PUBLISHED_SECONDS_MAX or not settings.publication_create:
+                self._failed(life, _unpublished(life.table, wanted))
+        return fed
+
+    def _show_waiting(self, planned: Planned, way: str) -> None:
+        for life, plan, wish in planned:
+            life.load = LoadStatus(
+                stage="waiting", way=way, mode=wish.mode.value if wish else LoadMode.REPLACE.value,
+                chunks=len(plan.chunks), chunks_done=0, rows=0, bytes=0, bytes_total=plan.bytes, seconds=0.0,
+                rows_per_second=0.0, seconds_left=None,
+            )  # fmt: skip
+
+
+def _unpublished(table: TableId, publication: str) -> TableUnpublished:
+    return TableUnpublished(
+        "the source does not publish the table's changes yet",
+        table=table,
+        publication=publication,
+        hint="Start `tailrace capture` or `tailrace run` again; with `publication: {create: false}`, add the "
+        "table to your publication.",
+    )

@@ -1,0 +1,67 @@
+"""How a load ends: one commit of everything that was staged, at the position just before the replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from tailrace.errors import TableFailed, Unsupported
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.pipeline.life import Lives
+from tailrace.pipeline.loads import Load
+from tailrace.spark.seeds import LoadMode, Seed
+from tailrace.spark.tasks import Outcome, RefreshWork, refresh_table
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+
+Run = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
+"""Runs a task for each piece of work, on Spark."""
+
+
+def start_of(lives: Lives, seed: Seed) -> Lsn:
+    """What the replay starts after: the exported snapshot's point, or just before the first transaction in the
+    log that the noted snapshot did not see."""
+    if seed.point is not None:
+        return seed.point
+    noted = seed.noted
+    assert noted is not None, "one of the two"
+    index = lives.index
+    first, last = index.commit_at(noted.floor) + 1, min(index.commit_at(noted.upto) + 1, index.commit)
+    numbers = lives.numbers_of(seed.plan.schema)
+    starts = [noted.upto]
+    for batch in lives.log.read(first, last, tables=numbers) if numbers and first <= last else ():
+        rows = pa.Table.from_batches([batch.completed()]).select([change.POSITION, change.TX])
+        for pair in rows.group_by([change.POSITION, change.TX]).aggregate([]).to_pylist():
+            at = Lsn.parse(pair[change.POSITION])
+            if at > noted.floor and not noted.sees(pair[change.TX]):
+                starts.append(Lsn(at.value - 1))
+    return min(starts)
+
+
+def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Outcome:
+    """Put what was staged into the table: as all that it holds, or by writing what differs."""
+    life, plan = load.life, load.seed.plan
+    table = DeltaRsTable(life.path, lives.log.log_id)
+    shape = table.shape() if load.mode is LoadMode.REFRESH or load.where else None
+    if shape is not None and shape.same_rows(plan.schema):
+        work = RefreshWork(
+            schema=plan.schema, lake=life.path, log=lives.log.path, log_id=lives.log.log_id,
+            seed=load.seed.id, partial=load.where is not None, cursor=cursor,
+        )  # fmt: skip
+        try:
+            return run(refresh_table, [work])[0]
+        except Exception as error:  # the task's worker was killed
+            said = TableFailed(f"a task of a load died: {type(error).__name__}", hint="It is tried again.")
+            return Outcome(table=life.table, error=said)
+    if load.where is not None:
+        said_no = Unsupported(
+            "a part of the table cannot be read again: the table is not there, or has another shape",
+            table=life.table, hint="Run it without --where: the whole table is loaded.",
+        )  # fmt: skip
+        return Outcome(table=life.table, error=said_no)
+    files = [file for number in sorted(load.staged) for file in load.staged[number].files]
+    rows = table.land(plan.schema, files, cursor)
+    return Outcome(table=life.table, rows=rows, cursor=cursor, schema=plan.schema)

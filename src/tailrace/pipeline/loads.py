@@ -1,0 +1,108 @@
+"""A load under way: its record, what is left to read, what is in, and how that looks from outside."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tailrace.capture.postgres.chunks import Chunk
+from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.pipeline.life import TableLife
+from tailrace.pipeline.report import LoadStatus
+from tailrace.spark.seeds import LoadMode, Seed, StagedChunk
+
+
+@dataclass
+class Shared:
+    """An exported snapshot that is open, and the loads that read in it."""
+
+    snapshot: ExactSnapshot
+    opened_at: float = field(default_factory=time.monotonic)
+    users: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def join(self) -> None:
+        """One load more."""
+        with self.lock:
+            self.users += 1
+
+    def leave(self) -> None:
+        """One load less; the last one closes it."""
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                self.snapshot.__exit__()
+
+
+@dataclass
+class Load:
+    """One load under way."""
+
+    life: TableLife
+    seed: Seed
+    todo: deque[Chunk]
+    staged: dict[int, StagedChunk]
+    shared: Shared | None
+    began_at: float = field(default_factory=time.monotonic)
+    reading: dict[int, Path] = field(default_factory=dict)
+    tries: dict[int, int] = field(default_factory=dict)
+    not_before: float = 0.0
+    landing: bool = False
+    dropped: bool = False
+    found_rows: int = 0
+    """When it began in this process; the rate counts from here."""
+
+    @property
+    def complete(self) -> bool:
+        return not self.todo and not self.reading
+
+    @property
+    def mode(self) -> LoadMode:
+        return self.seed.wish.mode if self.seed.wish else LoadMode.REPLACE
+
+    @property
+    def where(self) -> str | None:
+        return self.seed.wish.where if self.seed.wish else None
+
+    def leave_snapshot(self) -> None:
+        shared, self.shared = self.shared, None
+        if shared is not None:
+            shared.leave()
+
+    def status(self, *, held: bool, backing_off: bool) -> LoadStatus:
+        """How it stands. What is left is told at the pace of what was read in this process."""
+        staged, notes = list(self.staged.values()), list(self.reading.values())
+        done = {chunk.number: chunk.bytes for chunk in self.seed.plan.chunks if chunk.number in self.staged}
+        rows = sum(chunk.rows for chunk in staged) + sum(map(_noted_rows, notes))
+        seconds = time.monotonic() - self.began_at
+        rate = (rows - self.found_rows) / seconds if seconds else 0.0
+        read, total = sum(done.values()), max(self.seed.plan.bytes, 1)
+        fresh = rows - self.found_rows
+        # By rows where the source knows how many there are.
+        expected = self.life.rows_estimated or 0
+        left = (expected - rows) / rate if rate > 0 and expected > rows else None
+        if left is None and read and fresh and rate > 0:
+            left = (total - read) / read * seconds
+        stage = "paused" if held else ("landing" if self.complete else "reading")
+        return LoadStatus(
+            stage=stage, way="exact" if self.shared else ("exact" if self._exact else "chunked"),
+            mode=self.mode.value, chunks=len(self.seed.plan.chunks), chunks_done=len(staged), rows=rows, bytes=read,
+            bytes_total=self.seed.plan.bytes, seconds=round(seconds, 1), rows_per_second=round(rate, 1),
+            seconds_left=None if left is None or held else round(left, 1), backing_off=backing_off,
+        )  # fmt: skip
+
+    @property
+    def _exact(self) -> bool:
+        """Whether all of it was read in the exported snapshot."""
+        return self.complete and all(staged.seen == self.seed.point for staged in self.staged.values())
+
+
+def _noted_rows(note: Path) -> int:
+    try:
+        return int(json.loads(note.read_bytes())["rows"])
+    except (OSError, ValueError, KeyError):
+        return 0
