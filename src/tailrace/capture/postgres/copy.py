@@ -29,6 +29,8 @@ __all__ = ["CTID", "copy_rows", "selected"]
 
 BATCH_BYTES = 4 << 20
 _WAIT_SECONDS = 5.0
+_NAP_SECONDS = 0.001
+"""While rows come. To be woken for every few of them costs both sides more than the rows."""
 
 # A cast that is a function need not give what the type prints: `inet` gets its mask, `char(n)` loses its padding.
 _CASTS = """
@@ -124,6 +126,7 @@ def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
     source = wire.Wire(connection)
     buffer, state = np.empty(BATCH_BYTES * 2, np.uint8), np.zeros(wire.STATE_SIZE, np.int64)
     while True:
+        before = int(state[wire.BYTES])
         why = source.drain_copy(buffer, state, BATCH_BYTES)
         if why == wire.FULL and not state[wire.BYTES]:
             buffer = np.empty(int(state[wire.PENDING_SIZE]) * 2, np.uint8)
@@ -141,5 +144,7 @@ def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
                 "a load took too long and was given up",
                 hint="It holds back the server's clean-up. Load at a quieter time.",
             )
-        if why == wire.DRY:
+        if why == wire.DRY and state[wire.BYTES] > before:
+            time.sleep(_NAP_SECONDS)
+        elif why == wire.DRY:
             select.select([source.socket], [], [], _WAIT_SECONDS)
