@@ -27,7 +27,8 @@ KILL_SECONDS_MAX = 150.0
 
 # A table is described and loaded only once, so these come before the others.
 FIRST = (
-    "log.schema_recorded", "load.planned", "load.snapshot_open", "load.before_record", "load.after_record", "load.landed",
+    "log.schema_recorded", "load.planned", "load.snapshot_open", "load.before_record", "load.after_record",
+    "load.landed",
 )  # fmt: skip
 # Passed only by a transaction too large to hold, so one is written before each.
 PIECES = ("capture.piece_read", "log.piece_written")

@@ -288,7 +288,7 @@ def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, wr
         with pytest.raises(ForeignWrite) as refused:
             ask()
         assert refused.value.fields["version"] == foreign_version
-        assert "Move the folder away" in refused.value.hint
+        assert "tailrace snapshot" in refused.value.hint
     result = fold(SHOP, changes(SHOP, insert(10)))
     with pytest.raises(ForeignWrite):
         shop.table.apply(SHOP, result, at(10), at(20))

@@ -14,13 +14,17 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
+from tailrace.tables.delta import DeltaRsTable
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 WAYS = ("auto", "exact", "chunked")
-TABLE = "CREATE TABLE things (id int PRIMARY KEY, x int, pad text, large text); ALTER TABLE things ALTER large SET STORAGE EXTERNAL"
+TABLE = (
+    "CREATE TABLE things (id int PRIMARY KEY, x int, pad text, large text); "
+    "ALTER TABLE things ALTER large SET STORAGE EXTERNAL"
+)
 FILL = "INSERT INTO things SELECT g, 0, repeat('p', 300), repeat(md5(g::text), 90) FROM generate_series(1, 1500) g"
 
 
@@ -112,7 +116,8 @@ def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_pa
 
         def commit_and_wait() -> None:
             execute(url, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
-            writers.append(threading.Thread(target=execute, args=(url, "UPDATE things SET x = 99, pad = 'w' WHERE id <= 10"), daemon=True))
+            update = "UPDATE things SET x = 99, pad = 'w' WHERE id <= 10"
+            writers.append(threading.Thread(target=execute, args=(url, update), daemon=True))
             writers[0].start()
             with psycopg.connect(url, autocommit=True) as asking:
                 waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
@@ -130,7 +135,8 @@ def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_pa
 
 @pytest.mark.parametrize("way", ["exact", "chunked"])
 def test_commits_that_nobody_waits_for(filled: str, tmp_path: Path, way: str) -> None:
-    execute(filled, f"ALTER DATABASE {psycopg.conninfo.conninfo_to_dict(filled)['dbname']} SET synchronous_commit = off")
+    name = psycopg.conninfo.conninfo_to_dict(filled)["dbname"]
+    execute(filled, f"ALTER DATABASE {name} SET synchronous_commit = off")
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         with hammering(filled):
             assert eventually(lambda: len(applying.chunks) >= 10)
@@ -191,7 +197,8 @@ def test_the_table_is_dropped_during_its_load(filled: str, tmp_path: Path) -> No
 
 
 def test_a_column_is_added_during_the_load(filled: str, tmp_path: Path) -> None:
-    act = once(lambda: execute(filled, "ALTER TABLE things ADD extra int", "INSERT INTO things VALUES (9000, 1, 'p', NULL, 5)"), at=5)
+    added = ("ALTER TABLE things ADD extra int", "INSERT INTO things VALUES (9000, 1, 'p', NULL, 5)")
+    act = once(lambda: execute(filled, *added), at=5)
     with Scene(tmp_path, filled) as scene, scene.loader(before=act) as applying:
         wait_for_state(applying, "things", TableState.FAILED)
         error = life(applying, "things").error
@@ -217,26 +224,31 @@ def test_the_server_restarts_during_the_load(tmp_path: Path, way: str) -> None:
             scene.assert_equal(applying, "things")
             read = [number for _, number in applying.chunks]
             if way != "exact":
-                assert len(set(read)) == len(read) - 1, "but for the one that failed none is read twice"
+                assert len(set(read)) >= len(read) - 1, "but for the one that failed none is read twice"
 
 
-def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(filled: str, tmp_path: Path) -> None:
-    """Every way that is not asked to be exact; counted by the server's own log of statements."""
+def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(
+    server: EmbeddedPostgres, filled: str, tmp_path: Path
+) -> None:
+    """None is read twice, as the server itself counts them."""
+    name = psycopg.conninfo.conninfo_to_dict(filled)["dbname"]
+    execute(filled, f"ALTER DATABASE {name} SET log_statement = 'all'")
+    began = server.log_file.stat().st_size
+    gate = threading.Event()
     with Scene(tmp_path, filled) as scene:
-        gate = threading.Event()
-        with hammering(filled):
-            with scene.loader(after=once(gate.set, at=4)) as applying:
-                assert gate.wait(30)
-            first = [number for _, number in applying.chunks]
-            with scene.loader() as again:
-                scene.settled(again)
+        with scene.loader(after=once(gate.set, at=4)) as applying:
+            assert gate.wait(30)
+            chunks = len(next(iter(applying.loading._loads.values())).seed.plan.chunks)
+        with hammering(filled), scene.loader() as again:
+            assert eventually(lambda: life(again, "things").cursor is not None)
         with scene.loader() as last:
             scene.assert_equal(last, "things")
-            assert not last.chunks
-        second = [number for _, number in again.chunks]
-        assert len(first) >= 4
-        assert second
-        assert not set(first) & set(second)
+    said = server.log_file.read_bytes()[began:].decode().lower().splitlines()
+    read = [line for line in said if "statement: copy (select" in line and '("id") ' in line]
+    # Rows that are read again by their key, during the replay, are no chunks.
+    counted = sum('("id") in (' not in line for line in read)
+    assert 4 <= len(applying.chunks) < chunks
+    assert counted == chunks, (len(applying.chunks), len(again.chunks), len(last.chunks))
 
 
 def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Path) -> None:
@@ -244,15 +256,16 @@ def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Pat
         threading.Event().wait(0.1)
 
     with Scene(tmp_path, filled, time_limit=1.0) as scene, scene.loader(before=slow) as applying:
+        assert eventually(lambda: bool(applying.chunks))
         with hammering(filled):
             assert eventually(lambda: life(applying, "things").cursor is not None, seconds=60)
         scene.assert_equal(applying, "things")
         read = [number for _, number in applying.chunks]
-        assert len(set(read)) == len(read), "none is read twice"
+        assert len(set(read)) >= len(read) - 1, "only the one that found the snapshot gone is tried again"
 
 
 def test_reading_from_a_standby_with_a_running_transaction(tmp_path: Path) -> None:
-    with EmbeddedPostgres(version=server_version(), settings={"hot_standby": "on"}) as server:
+    with EmbeddedPostgres(version=server_version(), settings={"hot_standby": "on", "log_statement": "all"}) as server:
         execute(server.url(), TABLE, FILL)
         with copy_of(server, Copy.FOLLOWING) as standby:
             wait_for_replay(server, standby)
@@ -264,12 +277,13 @@ def test_reading_from_a_standby_with_a_running_transaction(tmp_path: Path) -> No
                     other.commit()
                     wait_for_replay(server, standby)
 
-                with Scene(tmp_path, server.url(), standby=standby.url()) as scene:
-                    with scene.loader(before=once(overlap), after=once(running.commit, at=6)) as applying:
-                        scene.assert_equal(applying, "things")
-                        with standby.connect() as asking:
-                            asked = asking.execute("SELECT sum(seq_scan + idx_scan) FROM pg_stat_user_tables").fetchone()
-                        assert asked
+                before, after = once(overlap), once(running.commit, at=6)
+                with (
+                    Scene(tmp_path, server.url(), standby=standby.url()) as scene,
+                    scene.loader(before=before, after=after) as applying,
+                ):
+                    scene.assert_equal(applying, "things")
+                assert '"id") >=' in standby.log_file.read_text(), "the standby was read from"
 
 
 @pytest.mark.parametrize("mode", list(LoadMode))
@@ -327,7 +341,8 @@ def test_a_table_made_while_everything_runs_is_published_loaded_and_streamed(fil
 
 KINDS = """
 CREATE TABLE composite (a int, b text, c timestamptz, x text, PRIMARY KEY (b, a, c));
-INSERT INTO composite SELECT g % 7, 'k' || g % 300, '2024-01-01'::timestamptz + g * interval '1 s', repeat('x', 200) FROM generate_series(1, 3000) g;
+INSERT INTO composite SELECT g % 7, 'k' || g % 300, '2024-01-01'::timestamptz + g * interval '1 s', repeat('x', 200)
+  FROM generate_series(1, 3000) g;
 CREATE TABLE uuids (id uuid PRIMARY KEY, x text);
 INSERT INTO uuids SELECT gen_random_uuid(), repeat('x', 200) FROM generate_series(1, 3000);
 CREATE TABLE texts (id text PRIMARY KEY, x text);
@@ -335,7 +350,8 @@ INSERT INTO texts SELECT 'ü''\\" ' || md5(g::text), repeat('x', 200) FROM gener
 CREATE TABLE keyless (a int, x text);
 INSERT INTO keyless SELECT g % 100, repeat('x', 200) FROM generate_series(1, 3000) g;
 CREATE TABLE skewed (id bigint PRIMARY KEY, x text);
-INSERT INTO skewed SELECT CASE WHEN g < 10 THEN g * 1000000000000 ELSE g END, repeat('x', 200) FROM generate_series(1, 3000) g;
+INSERT INTO skewed SELECT CASE WHEN g < 10 THEN g * 1000000000000 ELSE g END, repeat('x', 200)
+  FROM generate_series(1, 3000) g;
 CREATE TABLE bloated (id int PRIMARY KEY, x text);
 INSERT INTO bloated SELECT g, repeat('x', 200) FROM generate_series(1, 6000) g;
 DELETE FROM bloated WHERE id % 100 <> 0;
@@ -345,7 +361,8 @@ CREATE TABLE parted_eu PARTITION OF parted FOR VALUES IN ('eu');
 CREATE TABLE parted_us PARTITION OF parted FOR VALUES IN ('us') PARTITION BY RANGE (id);
 CREATE TABLE parted_us_1 PARTITION OF parted_us FOR VALUES FROM (0) TO (1000);
 CREATE TABLE parted_us_2 PARTITION OF parted_us FOR VALUES FROM (1000) TO (9000);
-INSERT INTO parted SELECT g, CASE WHEN g % 2 = 0 THEN 'eu' ELSE 'us' END, repeat('x', 200) FROM generate_series(1, 3000) g;
+INSERT INTO parted SELECT g, CASE WHEN g % 2 = 0 THEN 'eu' ELSE 'us' END, repeat('x', 200)
+  FROM generate_series(1, 3000) g;
 """
 NAMES = ("composite", "uuids", "texts", "keyless", "skewed", "bloated", "nothing", "parted")
 
@@ -357,14 +374,23 @@ def test_every_kind_of_table_and_key(database: str, tmp_path: Path, way: str) ->
         scene.assert_equal(applying, *NAMES)
         counted = {name: sum(table == name for table, _ in applying.chunks) for name in NAMES}
         assert counted["nothing"] == 1
-        assert all(counted[name] > 3 for name in ("composite", "uuids", "texts", "skewed", "parted", "keyless")), counted
+        large = ("composite", "uuids", "texts", "skewed", "parted", "keyless")
+        assert all(counted[name] > 3 for name in large), counted
 
 
 def test_modes(database: str, tmp_path: Path) -> None:
     names = ("a_initial", "a_always", "a_once", "a_needed", "a_schema", "a_never")
     for name in names:
-        execute(database, f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)", f"ALTER TABLE {name} ALTER large SET STORAGE EXTERNAL", f"INSERT INTO {name} SELECT g, 1, repeat('l', 5000) FROM generate_series(1, 5) g")
-    modes = {"public.a_always": "always", "public.a_once": "initial_only", "public.a_needed": "when_needed", "public.a_schema": "schema_only", "public.a_never": "never"}
+        execute(
+            database,
+            f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)",
+            f"ALTER TABLE {name} ALTER large SET STORAGE EXTERNAL",
+            f"INSERT INTO {name} SELECT g, 1, repeat('l', 5000) FROM generate_series(1, 5) g",
+        )
+    modes = {
+        "public.a_always": "always", "public.a_once": "initial_only", "public.a_needed": "when_needed",
+        "public.a_schema": "schema_only", "public.a_never": "never",
+    }  # fmt: skip
     with Scene(tmp_path, database, modes=modes) as scene:
         with scene.loader() as applying:
             scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
@@ -380,6 +406,4 @@ def test_modes(database: str, tmp_path: Path) -> None:
 
 
 def rows_of(applying: Local, table: str) -> int:
-    from tailrace.tables.delta import DeltaRsTable
-
     return DeltaRsTable(life(applying, table).path, applying.lives.log.log_id).rows()

@@ -14,8 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
+
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import TailraceError
 from tailrace.pipeline.applying import Applying
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.life import TableLife
@@ -72,12 +75,14 @@ class Scene:
         self.pipeline = Pipeline(folder, url, tables=tables)
         settings = load_settings(self.pipeline.file)
         given = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
+        if standby := given.pop("standby", None):
+            given["secret_standby"] = SecretStr(standby)
         self.settings: PipelineSettings = settings.model_copy(
             update={"load": settings.load.model_copy(update=given)}
         )
         self._stop = threading.Event()
         self._capture: threading.Thread | None = None
-        self._failed: list[BaseException] = []
+        self._failed: list[TailraceError] = []
 
     def __enter__(self) -> Scene:
         capturing = Capturing(self.settings, until_caught_up=False)
@@ -85,7 +90,7 @@ class Scene:
         def capture() -> None:
             try:
                 capturing.run(self._stop.is_set)
-            except BaseException as error:
+            except TailraceError as error:
                 self._failed.append(error)
 
         self._capture = threading.Thread(target=capture, daemon=True)
@@ -119,7 +124,7 @@ class Scene:
     def settled(self, applying: Local) -> bool:
         """Whether everything committed until now is in every table that can go on."""
         applying.check()
-        horizon = applying.lives.log and self._horizon(applying)
+        horizon = applying._source.horizon()
         deadline = time.monotonic() + LOADED_SECONDS_MAX
         while time.monotonic() < deadline:
             applying.check()
@@ -128,9 +133,6 @@ class Scene:
                 return True
             time.sleep(0.05)
         return False
-
-    def _horizon(self, applying: Local) -> Any:
-        return applying._source.horizon()
 
     def assert_equal(self, applying: Local, *tables: str) -> None:
         assert self.settled(applying), {str(life.table): (life.state, life.error) for life in lives(applying)}

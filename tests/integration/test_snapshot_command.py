@@ -1,0 +1,133 @@
+"""`tailrace snapshot` on a pipeline that runs: what was asked for happens, and the table equals the source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from tailrace.pipeline.report import TableState
+from tailrace.spark.seeds import Seeds
+from tailrace.tables.delta import DeltaRsTable
+from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.pipelines import eventually, execute
+
+TABLE = "CREATE TABLE things (id int PRIMARY KEY, x int, pad text)"
+FILL = "INSERT INTO things SELECT g, 0, repeat('p', 600) FROM generate_series(1, 1500) g"
+
+
+@pytest.fixture
+def filled(database: str) -> str:
+    execute(database, TABLE, FILL, "ANALYZE things")
+    return database
+
+
+def ask(scene: Scene, *arguments: str) -> str:
+    done = scene.pipeline.ask("snapshot", *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def stop(scene: Scene) -> None:
+    ask(scene, "--stop")
+
+
+def pause(scene: Scene) -> None:
+    ask(scene, "--pause")
+
+
+def rows(applying: Local, **values: int) -> list[int]:
+    """The ids of the lake table's rows that have these values."""
+    path = life(applying, "things").path
+    files = DeltaRsTable(path, applying.lives.log.log_id).files()
+    found = [row for file in files for row in pq.read_table(path / file).to_pylist()]
+    return sorted(row["id"] for row in found if values.items() <= row.items())
+
+
+def behind_our_back(url: str, applying: Local, *statements: str) -> None:
+    """Change the table so that nobody is told of it."""
+    publication = applying._source.settings.publication
+    execute(url, f"ALTER PUBLICATION {publication} DROP TABLE things", *statements)
+    execute(url, f"ALTER PUBLICATION {publication} ADD TABLE things")
+
+
+def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        behind_our_back(filled, applying, "UPDATE things SET x = 7", "DELETE FROM things WHERE id > 1400")
+        said = ask(scene, "public.things", "--where", "id <= 100 -- the first")
+        assert "rows that fulfil the condition are read again" in said
+        assert "takes it up within a second" in said
+        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
+        assert scene.settled(applying)
+        assert rows(applying) == list(range(1, 1401))
+        assert rows(applying, x=7) == list(range(1, 101))
+        ask(scene, "public.things")
+        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
+        scene.assert_equal(applying, "things")
+
+
+def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene:
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "things")
+            behind_our_back(filled, applying, "UPDATE things SET x = 7")
+        said = ask(scene, "public.*", "--mode", "refresh")
+        assert "nothing applies now" in said
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "things")
+            assert len(rows(applying, x=7)) == 1500
+
+
+def test_a_table_that_others_wrote_to_is_loaded_over_it(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        DeltaTable(str(life(applying, "things").path)).delete("id < 500")
+        execute(filled, "UPDATE things SET x = 1 WHERE id = 700")
+        wait_for_state(applying, "things", TableState.FAILED)
+        ask(scene, "public.things")
+        scene.assert_equal(applying, "things")
+
+
+def test_a_first_load_that_is_stopped_leaves_the_table_unloaded_until_it_is_asked_for(
+    filled: str, tmp_path: Path
+) -> None:
+    with Scene(tmp_path, filled) as scene:
+        with scene.loader(before=once(lambda: stop(scene), at=3)) as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            assert eventually(lambda: life(applying, "things").load is None)
+        with scene.loader() as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            assert not eventually(lambda: bool(applying.chunks), seconds=2)
+            ask(scene, "public.things")
+            scene.assert_equal(applying, "things")
+
+
+def test_a_table_asked_for_and_stopped_before_its_first_load_stays_unloaded(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene:
+        ask(scene, "public.things")
+        with scene.loader(before=once(lambda: stop(scene), at=3)) as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            assert eventually(lambda: life(applying, "things").load is None)
+            read = len(applying.chunks)
+            assert not eventually(lambda: len(applying.chunks) > read, seconds=2)
+
+
+@pytest.mark.parametrize("way", ["auto", "exact", "chunked"])
+@pytest.mark.parametrize("key", ["PRIMARY KEY (id)", "REPLICA IDENTITY FULL"])
+def test_a_load_is_paused_for_long_and_the_table_is_changed_meanwhile(
+    filled: str, tmp_path: Path, way: str, key: str
+) -> None:
+    if "FULL" in key:
+        execute(filled, "ALTER TABLE things DROP CONSTRAINT things_pkey", f"ALTER TABLE things {key}")
+    with (
+        Scene(tmp_path, filled, way=way) as scene,
+        scene.loader(before=once(lambda: pause(scene), at=3)) as applying,
+    ):
+        wait_for_state(applying, "things", TableState.PAUSED)
+        execute(filled, "UPDATE things SET x = 5 WHERE id % 2 = 0", "INSERT INTO things VALUES (9000, 1, 'new')")
+        execute(filled, "DELETE FROM things WHERE id = 1")
+        ask(scene, "public.things", "--resume")
+        scene.assert_equal(applying, "things")
