@@ -51,8 +51,11 @@ class Holding:
         index, commit = self._lives.index, self._lives.index.commit
         numbers = tuple(self._lives.numbers(life))
         if life.loading is not None:
-            # The rows that the table itself lacks too: if the load comes to nothing, it goes on without it.
-            first = min((found for found in (life.loading, life.cursor) if found), key=lambda found: found.seq)
+            # The rows that the table itself lacks too, if it goes on meanwhile and would go on without the load.
+            goes_on = life.state not in (TableState.NEW, TableState.SEEDING, TableState.NEEDS_SNAPSHOT)
+            first = life.loading
+            if goes_on and life.cursor is not None and life.cursor.seq < first.seq:
+                first = life.cursor
             return TableHint(table=life.table, numbers=numbers, commit=first.commit, seq=first.seq)
         if life.state in (TableState.NEW, TableState.PAUSED) or life.once:
             return None  # its load will see everything up to then, or nothing is ever applied to it

@@ -118,11 +118,18 @@ class Loading:
     @property
     def idle(self) -> bool:
         """Whether nothing is being loaded, and nothing waits for it that could be."""
-        held = self._seeds.held()
-        wished = [wish for wish in self._seeds.wishes() if wish.table in self._lives.tables and wish.table not in held]
+        held, tables = self._seeds.held(), dict(self._lives.tables)
+        wished = {wish.table for wish in self._seeds.wishes()} & tables.keys()
+        needed = {table for table, life in tables.items() if self._is_needed(life)}
         with self._lock:
-            active = [load for load in self._loads.values() if load.life.table not in held]
-            return not wished and not active and not self._beginning and not self._always
+            return not self._beginning and not (wished | needed | self._loads.keys()) - held.keys()
+
+    def _is_needed(self, life: TableLife) -> bool:
+        """Whether the table's mode asks for a load of it, new or not."""
+        mode = self._settings.load.mode_of(life.table)
+        if life.state is TableState.NEEDS_SNAPSHOT:
+            return mode in ("when_needed", "always")
+        return life.state is TableState.NEW or (life.table in self._always and not life.state.broken)
 
     def _find_tables(self) -> None:
         """Tables that were made, or renamed into what the settings name, since we last looked."""
@@ -214,18 +221,13 @@ class Loading:
         wishes = {wish.table: wish for wish in reversed(self._seeds.wishes())}
         waiting: Waiting = []
         for table, life in list(self._lives.tables.items()):
-            mode = self._settings.load.mode_of(table)
             if table in self._held or table in self._loads:
                 continue
             if life.error is not None and life.failures and time.monotonic() < self._retry_at(life):
                 continue
             if table in wishes:
                 waiting.append((life, wishes[table]))
-            elif (
-                life.state is TableState.NEW
-                or (life.state is TableState.NEEDS_SNAPSHOT and mode in ("when_needed", "always"))
-                or (table in self._always and life.state is not TableState.FAILED)
-            ):
+            elif self._is_needed(life):
                 waiting.append((life, None))
         if waiting and not self._beginning:
             # Apart: it waits for transactions that are open at the source.

@@ -123,8 +123,15 @@ def test_a_table_that_is_being_loaded_holds_what_comes_after_its_snapshot(lives:
     life = live(lives, None, TableState.SEEDING)
     life.loading = at(2, 3)
     assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
-    life.moved(at(2, 3), SHOP)
-    assert life.loading is None
+
+
+def test_a_live_table_that_is_loaded_again_holds_what_it_would_go_on_with(lives: Lives) -> None:
+    life = live(lives, at(1, 2))
+    life.loading = at(2, 3)
+    life.moved(at(1, 2), SHOP)  # it goes on meanwhile
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
+    life.moved(at(3, 4), SHOP)
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=2, seq=3)
 
 
 def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(lives: Lives) -> None:
