@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from tailrace.model.position import Lsn
     from tailrace.model.schema import Column, Identity, TableId, TableSchema
     from tailrace.runtime.loop import CdcRuntime
+    from tailrace.spark.read import CdcSource
 
 _HOMES = {
     "Capabilities": "capture.base",
     "CdcRuntime": "runtime.loop",
+    "CdcSource": "spark.read",
     "ChangeBatch": "model.batch",
     "ChangeCapture": "capture.base",
     "ChangeLog": "changelog.reader",
@@ -51,6 +53,7 @@ _HOMES = {
 __all__ = [
     "Capabilities",
     "CdcRuntime",
+    "CdcSource",
     "ChangeBatch",
     "ChangeCapture",
     "ChangeLog",

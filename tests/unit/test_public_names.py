@@ -8,9 +8,9 @@ import sys
 import tailrace
 
 PUBLIC = {
-    "Capabilities", "CdcRuntime", "ChangeBatch", "ChangeCapture", "ChangeLog", "Column", "Event", "ExitCode",
-    "Identity", "Lag", "LogWriter", "Lsn", "MemoryCapture", "Operation", "PostgresCapture", "PostgresSettings",
-    "Remedy", "SourceId", "Stream", "TableId", "TableSchema", "TailraceError", "Window",
+    "Capabilities", "CdcRuntime", "CdcSource", "ChangeBatch", "ChangeCapture", "ChangeLog", "Column", "Event",
+    "ExitCode", "Identity", "Lag", "LogWriter", "Lsn", "MemoryCapture", "Operation", "PostgresCapture",
+    "PostgresSettings", "Remedy", "SourceId", "Stream", "TableId", "TableSchema", "TailraceError", "Window",
 }  # fmt: skip
 
 
