@@ -145,13 +145,11 @@ def _jdbc(source: Source, asked: Asked, plan: Plan) -> int:
         },
     )  # fmt: skip
 
-    if os.environ.get("BENCH_PARQUET"):
-        frame.write.mode("overwrite").parquet(str(asked.folder / "parquet"))
-        return asked.rows
-    sink = frame.write.format(StagedSink.name()).mode("append").option("lake", str(lake))
     answers = asked.folder / "staged"
     answers.mkdir(parents=True)
-    sink.option("schema", json.dumps(schema.to_json())).option("answers", str(answers)).save()
+    frame.write.format(StagedSink.name()).mode("append").options(
+        lake=str(lake), schema=json.dumps(schema.to_json()), answers=str(answers)
+    ).save()
     files = [StagedFile.from_json(json.loads(path.read_text())) for path in answers.iterdir()]
     return _land(lake, schema, files, ZERO)
 
