@@ -404,6 +404,9 @@ class Loading:
                 raise SourceRewritten("the table was changed while it was read", table=life.table)
             cursor = self._lives.cursor_at(start)
             passed = max((staged.seen for staged in load.staged.values()), default=start)
+            if passed > start:
+                # A chunk may have seen the end of a log that is not flushed yet, and the stream may never get there.
+                passed = min(passed, self._source.horizon())
             with life.lock:
                 outcome = commit(self._lives, load, cursor, self._run)
                 if outcome.error is not None:

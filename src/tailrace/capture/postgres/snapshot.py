@@ -26,6 +26,7 @@ from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
 from tailrace.capture.postgres.copy import CTID, copy_rows
+from tailrace.capture.postgres.preflight import horizon
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
@@ -155,8 +156,14 @@ def _note(connection: psycopg.Connection, floor: Lsn) -> Noted:
     ).fetchone()
     assert row is not None, "an aggregate"
     xmin, xmax, running, standby = row
-    upto = max(floor, _position(connection))
+    upto = max(floor, _sent_position(connection))
     return Noted(floor=floor, upto=upto, xmin=xmin, xmax=xmax, running=tuple(running), standby=standby)
+
+
+def _sent_position(connection: psycopg.Connection) -> Lsn:
+    """The same, but one that the stream will reach: what is not flushed is never sent."""
+    row = connection.execute("select pg_is_in_recovery()", prepare=False).fetchone()
+    return _position(connection) if row and row[0] else horizon(connection)
 
 
 def _position(connection: psycopg.Connection) -> Lsn:
@@ -221,7 +228,7 @@ class SnapshotReader:
             run(_POLITE.format(seqscan=seqscan, seconds=int(self._seconds_max)))
             run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
             row = run("select coalesce(pg_relation_filenode(%s::oid), 0)::int8", (chunk.leaf.oid,)).fetchone()
-            seen = self.position()
+            seen = self._point or _position(self._connection)
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:
                 raise _rewritten(schema) from error
@@ -231,8 +238,8 @@ class SnapshotReader:
         return seen
 
     def position(self) -> Lsn:
-        """Everything seen until now ended at or before this."""
-        return self._point or _position(self._connection)
+        """Everything seen until now ended at or before this, and the stream will reach it."""
+        return self._point or _sent_position(self._connection)
 
     def rows(
         self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None
