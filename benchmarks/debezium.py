@@ -78,6 +78,15 @@ class Debezium:
         return Measured(**json.loads(answers[-1]))
 
 
+def jdbc_driver() -> Path:
+    """PostgreSQL's JDBC driver, which the engine brings along."""
+    Debezium().prepare()
+    found = sorted(ENVIRONMENT.glob("**/postgresql-*.jar"))
+    if not found:
+        raise BenchError("the engine brings no JDBC driver", hint=f"Remove {ENVIRONMENT} and run again.")
+    return found[-1]
+
+
 def _is_installed() -> bool:
     """Whether the environment has exactly this requirement; a half-made one has no marker."""
     marker = ENVIRONMENT / "installed"

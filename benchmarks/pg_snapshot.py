@@ -23,12 +23,10 @@ For this to be fair:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -39,22 +37,18 @@ import duckdb
 import psycopg
 from deltalake import DeltaTable
 
-from benchmarks import machine, ours
+from benchmarks import debezium, machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, Measured, progress, scaled
 from benchmarks.postgres import DATABASE, USER, ask, server_settings
 from benchmarks.workloads import PUBLICATION, one_transaction
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
-from tailrace.kernels import cache_folder
 
 ROWS = 5_000_000
 WALL, CPU = "wall time", "client CPU"
 TIMES_MIN = {WALL: 2.0, CPU: 3.0}
 SUBJECT = "Tailrace: load_chunk in 2 Spark tasks at a time, landed in one Delta commit"
 STOP_SECONDS_MAX = 30.0
-DRIVER = "42.7.14"
-DRIVER_URL = os.environ.get("PGJDBC_URL", "")
-DRIVER_SHA256 = "73914527305a40cce504b0d3d90b23caf565136912d607ae8ae7c5895512332c"
 
 
 @dataclass(frozen=True)
@@ -68,8 +62,8 @@ class PgSnapshot:
     def run(self, rounds: int, scale: float) -> CellsResult:
         """Make the table once, warm both sides, then load it with each in every round."""
         described = machine.describe(ours.log_parent_folder())
-        jar = _get_driver()
-        described["versions"]["pgjdbc"] = DRIVER
+        jar = debezium.jdbc_driver()
+        described["versions"]["pgjdbc"] = jar.stem.removeprefix("postgresql-")
         rows = scaled(ROWS, scale, least=1000)
         try:
             with EmbeddedPostgres(settings=server_settings(slots=2)) as server:
@@ -193,25 +187,6 @@ def checksum(lake: Path) -> tuple[int, int]:
         ).fetchone()
     assert rows is not None, "an aggregate"
     return int(rows[0]), int(rows[1] or 0)
-
-
-def _get_driver() -> Path:
-    """PostgreSQL's JDBC driver, got once and kept."""
-    path = cache_folder().parent / "bench" / f"postgresql-{DRIVER}.jar"
-    if not path.exists():
-        progress(f"getting {DRIVER_URL}")
-        try:
-            with urllib.request.urlopen(DRIVER_URL, timeout=60) as answer:
-                got = answer.read()
-        except OSError as exc:
-            raise BenchError("could not get PostgreSQL's JDBC driver", hint="Is Maven Central reachable?") from exc
-        if hashlib.sha256(got).hexdigest() != DRIVER_SHA256:
-            raise BenchError("the JDBC driver is not what was expected", hint=f"Look at {DRIVER_URL}.")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".aside")
-        aside.write_bytes(got)
-        aside.replace(path)
-    return path
 
 
 BENCH = PgSnapshot(about=__doc__)
