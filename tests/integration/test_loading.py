@@ -407,3 +407,16 @@ def test_modes(database: str, tmp_path: Path) -> None:
 
 def rows_of(applying: Local, table: str) -> int:
     return DeltaRsTable(life(applying, table).path, applying.lives.log.log_id).rows()
+
+
+def test_a_table_that_was_left_out_for_a_while_is_loaded_anew(filled: str, tmp_path: Path) -> None:
+    execute(filled, "CREATE TABLE other (id int PRIMARY KEY)")
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things", "other")
+    with Scene(tmp_path, filled, tables='["public.other"]') as scene:
+        execute(filled, "UPDATE things SET x = 42 WHERE id <= 100", "INSERT INTO other VALUES (1)")
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "other")
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things", "other")
+        assert applying.chunks, "what it lacks is not in the log"

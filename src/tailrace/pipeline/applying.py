@@ -260,7 +260,7 @@ class Applying:
             slices=stretch.slices,
             shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
-            reader=self._source.chunk_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
+            reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
             seed=life.replay,
         )  # fmt: skip
 

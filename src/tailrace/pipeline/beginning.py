@@ -124,7 +124,9 @@ class Beginning:
         for life, plan, wish in planned:
             seed = Seed(plan=plan, point=None, noted=noted, wish=wish)
             self._record(life, seed)
-            self._begun(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None))
+            self._begun(Load(
+                life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None, at_least=noted.upto
+            ))  # fmt: skip
 
     def _record(self, life: TableLife, seed: Seed) -> None:
         life.loading = self._lives.cursor_at(seed.floor)

@@ -8,6 +8,7 @@ was taken over by another process, nothing more is written or confirmed, and soo
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format import Header
+from tailrace.changelog.published import publish
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogUnusable, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
@@ -105,6 +107,7 @@ class Capturing:
         try:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
             self.source.remember(self.log.shapes())
+            self.source.publishing = functools.partial(publish, self.log.path)
             position = self.log.position if self.log.commit else None
             with self._ours():
                 begin = self.source.prepare(position, self._origin(), take_over=take_over)

@@ -62,6 +62,7 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Outcome:
             table=life.table, hint="Run it without --where: the whole table is loaded.",
         )  # fmt: skip
         return Outcome(table=life.table, error=said_no)
+    assert load.complete, "a load lands with all its chunks"
     files = [file for number in sorted(load.staged) for file in load.staged[number].files]
     rows = table.land(plan.schema, files, cursor)
     return Outcome(table=life.table, rows=rows, cursor=cursor, schema=plan.schema)

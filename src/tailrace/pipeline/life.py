@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
+from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TableFailed, TailraceError
 from tailrace.model.position import ZERO, Lsn
@@ -133,7 +134,9 @@ class Lives:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
-            if life.cursor is not None and not _saw_too_little(life, source):
+            since = published_since(self.log.path, table)
+            gap = life.cursor is not None and since is not None and life.cursor.position < since
+            if life.cursor is not None and not gap and not _saw_too_little(life, source):
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 _refuse_lost_identity(life, source)
                 _refuse_ahead(life, self.log)
@@ -148,10 +151,16 @@ class Lives:
         for seed in self._unfinished():
             if seed.table != life.table:
                 continue
-            if self.seeds.passed(seed.id) is None:
-                life.loading = self.cursor_at(seed.floor)
-            elif life.cursor is not None:
+            if self._has_landed(life, seed):
                 life.replay = seed.id
+            elif self.seeds.passed(seed.id) is None:
+                life.loading = self.cursor_at(seed.floor)
+
+    def _has_landed(self, life: TableLife, seed: Seed) -> bool:
+        """Whether the table holds what the load staged, also where the process died before it could say so."""
+        if life.cursor is None:
+            return False
+        return self.seeds.passed(seed.id) is not None or DeltaRsTable(life.path, self.log.log_id).landed(seed.id)
 
     def _unfinished(self) -> list[Seed]:
         """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
@@ -171,7 +180,9 @@ class Lives:
         """Whether the log has passed the last chunk of the load that the table came from."""
         if life.replay is None or life.cursor is None:
             return True
-        passed = self.seeds.passed(life.replay) or ZERO
+        passed = self.seeds.passed(life.replay) or max(
+            (staged.seen for staged in self.seeds.staged(life.replay).values()), default=ZERO
+        )
         reached = life.cursor.position if self.pending(life, self.index.commit) else self.index.position
         return reached >= passed
 

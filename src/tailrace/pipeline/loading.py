@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk, Cut
+from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
     Remedy,
@@ -86,6 +87,10 @@ class Loading:
         self._landed: dict[TableId, Seed] = {}
         """Loads whose replay is not over."""
         self._held = lives.seeds.held()
+        self._was: dict[TableId, TableState] = {}
+        """What tables go back to that a person holds back."""
+        self._again: dict[TableId, tuple[int, float]] = {}
+        """Loads of tables that go on meanwhile and that failed: how often, and when the next is due."""
         self.throttle = Throttle(
             settings.load.connections, source.lag if settings.load.throttle else None
         )
@@ -149,11 +154,13 @@ class Loading:
             life = self._lives.tables.get(seed.table)
             if life is None:
                 continue  # not wanted any more, or the source does not show it now
+            if life.replay == seed.id:
+                self._landed[seed.table] = seed
+                if seed.wish is not None:
+                    self._seeds.fulfil(seed.wish)
+                continue
             if self._seeds.passed(seed.id) is not None:
-                if life.replay == seed.id:
-                    self._landed[seed.table] = seed
-                else:
-                    self._seeds.end(seed)
+                self._seeds.end(seed)
                 continue
             usable = (
                 seed.table not in seen
@@ -185,15 +192,16 @@ class Loading:
             if load is not None and not load.reading and not load.landing:
                 self._hold_back(load, hold)
             if life is not None and life.state in (TableState.NEW, TableState.SEEDING):
+                self._was[table] = load.state_before if load is not None else life.state
                 life.state = TableState.PAUSED
         for wish in wishes:
-            if self._held.get(wish.table) is Hold.STOPPED and wish.table not in self._loads:
+            if self._held.get(wish.table) is Hold.STOPPED and wish.table not in self._loads and not self._beginning:
                 self._seeds.fulfil(wish)
                 self._lift(wish.table)
         for table, life in list(self._lives.tables.items()):
             if table not in self._held and life.state is TableState.PAUSED:
-                unloaded = TableState.NEW if life.cursor is None else TableState.CATCHING_UP
-                life.state = TableState.SEEDING if table in self._loads else unloaded
+                was = self._was.pop(table, TableState.NEW)
+                life.state = TableState.SEEDING if table in self._loads else was
 
     def _hold_back(self, load: Load, hold: Hold) -> None:
         """The source's clean-up must not wait for a person: only chunks that need no snapshot of before are kept."""
@@ -225,6 +233,8 @@ class Loading:
                 continue
             if life.error is not None and life.failures and time.monotonic() < self._retry_at(life):
                 continue
+            if time.monotonic() < self._again.get(table, (0, 0.0))[1]:
+                continue
             if table in wishes:
                 waiting.append((life, wishes[table]))
             elif self._is_needed(life):
@@ -245,7 +255,8 @@ class Loading:
 
     def _start(self, load: Load) -> None:
         load.found_rows = sum(staged.rows for staged in load.staged.values())
-        if load.life.cursor is None or load.life.state.broken:
+        load.state_before = load.life.state
+        if load.life.state is TableState.NEW or load.life.state.broken:
             load.life.state = TableState.SEEDING
         load.life.loading = load.life.loading or self._lives.cursor_at(load.seed.floor)
         self._always.discard(load.life.table)
@@ -285,9 +296,11 @@ class Loading:
     def _read(self, load: Load, chunk: Chunk) -> None:
         shared = load.shared
         seconds = self._settings.load.chunk_timeout
+        if shared is None and not self._bar(load, chunk):
+            return
         work = ChunkWork(
             schema=load.seed.plan.schema, chunk=chunk, condition=load.where,
-            reader=shared.snapshot.reader(seconds) if shared else self._source.chunk_reader(seconds),
+            reader=shared.snapshot.reader(seconds) if shared else self._own_reader(load, seconds),
             lake=load.life.path, log=self._lives.log.path, seed=load.seed.id, progress=load.reading[chunk.number],
         )  # fmt: skip
         try:
@@ -298,7 +311,11 @@ class Loading:
         with self._lock:
             progress = load.reading.pop(chunk.number)
             progress.unlink(missing_ok=True)
-            if self._stopping.is_set() or load.dropped:
+            if load.dropped:
+                with suppress(TailraceError):
+                    discard(load.life.path, load.seed.id)
+                return
+            if self._stopping.is_set():
                 load.todo.append(chunk)
                 return
             if outcome.staged is not None:
@@ -308,6 +325,34 @@ class Loading:
             load.todo.appendleft(chunk)
         assert outcome.error is not None, "neither staged nor failed"
         self._chunk_failed(load, chunk, outcome.error, shared)
+
+    def _bar(self, load: Load, chunk: Chunk) -> bool:
+        """Before the first chunk that is read in a snapshot of its own, wait for every transaction that is open now.
+
+        The exported snapshot, or one of an earlier process, may have seen a commit that waits for a synchronous
+        standby, and no snapshot of now does. Whether that was done; else the chunk is put back.
+        """
+        try:
+            with load.barring:
+                if load.at_least is None:
+                    stop = lambda _: self._stopping.is_set() or load.dropped  # noqa: E731
+                    noted = self._source.begin_chunks(stop)
+                    load.at_least = None if noted is None else noted.upto
+        except TailraceError as error:
+            with self._lock:
+                load.reading.pop(chunk.number)
+                load.todo.appendleft(chunk)
+            self._chunk_failed(load, chunk, error, None)
+            return False
+        if load.at_least is None:
+            with self._lock:
+                load.reading.pop(chunk.number)
+                load.todo.appendleft(chunk)
+        return load.at_least is not None
+
+    def _own_reader(self, load: Load, seconds: float) -> SnapshotReader:
+        assert load.at_least is not None, "barred"
+        return self._source.chunk_reader(seconds, load.at_least)
 
     def _chunk_failed(
         self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
@@ -404,6 +449,8 @@ class Loading:
                 raise SourceRewritten("the table was changed while it was read", table=life.table)
             cursor = self._lives.cursor_at(start)
             passed = max((staged.seen for staged in load.staged.values()), default=start)
+            if load.where is not None and life.cursor is not None:
+                passed = max(passed, life.cursor.position)  # the rows that stay are as new as that
             if passed > start:
                 # A chunk may have seen the end of a log that is not flushed yet, and the stream may never get there.
                 passed = min(passed, self._source.horizon())
@@ -432,6 +479,7 @@ class Loading:
             return
         life.loading = life.load = None
         self._replans.pop(life.table, None)
+        self._again.pop(life.table, None)
         with self._lock:
             del self._loads[life.table]
         with suppress(TailraceError):
@@ -447,9 +495,10 @@ class Loading:
         load.leave_snapshot()
         with self._lock:
             load.dropped = True
-            self._loads.pop(load.life.table, None)
+            if self._loads.get(load.life.table) is load:
+                del self._loads[load.life.table]
         if load.life.state is TableState.SEEDING:
-            load.life.state = TableState.NEW if load.life.cursor is None else TableState.CATCHING_UP
+            load.life.state = load.state_before
         self._give_up(load.seed, load.life)
 
     def _give_up(self, seed: Seed, life: TableLife) -> None:
@@ -473,7 +522,14 @@ class Loading:
         if life.cursor is None or life.state in (TableState.NEW, TableState.SEEDING) or life.state.broken:
             life.fail(error)
             return
-        self._always.discard(life.table)
+        failures = self._again.get(life.table, (0, 0.0))[0] + 1
+        self._again[life.table] = (failures, time.monotonic() + _pause(failures))
+        if failures >= CHUNK_TRIES_MAX or error.remedy is not Remedy.RETRY:
+            del self._again[life.table]
+            self._always.discard(life.table)
+            for wish in self._seeds.wishes():
+                if wish.table == life.table:
+                    self._seeds.fulfil(wish)
         life.note = f"It could not be loaded again: {error.headline}. {error.hint}"
         log.error("table not loaded again", extra={"table": str(life.table), "code": error.code})
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.model.position import Lsn
 from tailrace.pipeline.life import TableLife
-from tailrace.pipeline.report import LoadStatus
+from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.spark.seeds import LoadMode, Seed, StagedChunk
 
 
@@ -55,10 +56,17 @@ class Load:
     dropped: bool = False
     found_rows: int = 0
     """When it began in this process; the rate counts from here."""
+    state_before: TableState = TableState.NEW
+    """What the table goes back to if the load comes to nothing."""
+    at_least: Lsn | None = None
+    """What a snapshot of a chunk's own must have reached, once that is known: see `Loading._bar`."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    barring: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def complete(self) -> bool:
-        return not self.todo and not self.reading
+        """Whether every chunk of the plan is in."""
+        return len(self.staged) == len(self.seed.plan.chunks)
 
     @property
     def mode(self) -> LoadMode:
@@ -69,7 +77,8 @@ class Load:
         return self.seed.wish.where if self.seed.wish else None
 
     def leave_snapshot(self) -> None:
-        shared, self.shared = self.shared, None
+        with self.lock:  # once, whoever comes first
+            shared, self.shared = self.shared, None
         if shared is not None:
             shared.leave()
 

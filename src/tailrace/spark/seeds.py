@@ -14,7 +14,6 @@ own commit does.
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import shutil
 import time
@@ -28,6 +27,7 @@ from typing import Any, TypeVar
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import Noted
 from tailrace.changelog import files
+from tailrace.changelog.published import token
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -210,7 +210,7 @@ class Seeds:
 
     def hold(self, table: TableId, what: Hold | None) -> None:
         """Hold a table's loads back, or let them go on."""
-        path = self._path / "held" / f"{_token(table)}.json"
+        path = self._path / "held" / f"{token(table)}.json"
         if what is None:
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -220,10 +220,6 @@ class Seeds:
 
     def held(self) -> dict[TableId, Hold]:
         return dict(_read_all(self._path, "held/*.json", _held))
-
-
-def _token(table: TableId) -> str:
-    return hashlib.sha256(f"{len(table.schema)}.{table.schema}.{table.name}".encode()).hexdigest()[:16]
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

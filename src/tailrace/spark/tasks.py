@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,7 +26,7 @@ from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog import files
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import TableFailed, TailraceError
+from tailrace.errors import SourceSlow, TableFailed, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
@@ -37,6 +38,8 @@ from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
 
 PROGRESS_SECONDS = 0.5
+SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2
+"""For a commit to be seen that is in the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,8 @@ def apply_changes(work: ApplyWork) -> Outcome:
         changes = _changes(work)
         # Where nothing is left to write the position is still committed: the driver goes on from it.
         folded = fold(work.shape, changes)
-        again = partial(_read_again, work) if work.reader is not None else None
+        transactions = pc.unique(changes.column(change.TX)).to_pylist()
+        again = partial(_read_again, work, transactions) if work.reader is not None else None
         table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=_as_ours(error))
@@ -186,16 +190,26 @@ def apply_changes(work: ApplyWork) -> Outcome:
     )
 
 
-def _read_again(work: ApplyWork, keys: pa.Table) -> pa.Table:
-    """The rows as the source has them now. Whoever waits for the replay to pass the last chunk must hear of it
-    before the commit."""
+def _read_again(work: ApplyWork, transactions: list[int], keys: pa.Table) -> pa.Table:
+    """The rows as the source has them now, these transactions included.
+
+    Whoever waits for the replay to pass the last chunk must hear of it before the commit.
+    """
     assert work.reader is not None, "whoever calls has one"
-    with work.reader as reader:
-        fields = pa.schema(work.shape.row_fields())
-        rows = pa.Table.from_batches(reader.rows_of(work.shape, keys), fields)
-        if work.seed is not None:
-            Seeds(work.log).reread(work.seed, reader.position())
-    return rows
+    deadline = time.monotonic() + SEEN_SECONDS_MAX
+    while time.monotonic() < deadline:
+        with work.reader as reader:
+            if reader.sees(transactions):
+                fields = pa.schema(work.shape.row_fields())
+                rows = pa.Table.from_batches(reader.rows_of(work.shape, keys), fields)
+                if work.seed is not None:
+                    Seeds(work.log).reread(work.seed, reader.position())
+                return rows
+        time.sleep(SEEN_PAUSE_SECONDS)
+    raise SourceSlow(
+        "a commit is in the server's log and cannot be seen yet", table=work.table,
+        hint="It is tried again. Does the commit wait for a synchronous standby? See pg_stat_activity.",
+    )  # fmt: skip
 
 
 def _changes(work: ApplyWork) -> pa.Table:
@@ -229,7 +243,9 @@ def _as_ours(error: Exception) -> TailraceError:
     """Any failure as an error that can be shown; a defect of ours says so."""
     if isinstance(error, TailraceError):
         return error
+    # Only where it happened: the text of an error that nobody foresaw may hold a row's values.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return TableFailed(
-        f"unexpected {type(error).__name__}: {str(error)[:300]}",
+        f"unexpected {type(error).__name__} in {frame.name} ({Path(frame.filename).name}:{frame.lineno})",
         hint="Run again; if it comes back, report it with the file status/spark.log of the log.",
     )

@@ -61,7 +61,7 @@ class Leaf:
     @property
     def rows(self) -> sql.Composed:
         """What to read from. A partitioned table that is read as one has no file of its own."""
-        return sql.SQL("{}" if self.file == 0 else "only {}").format(self.identifier)
+        return sql.SQL("only {}" if self.file > 0 else "{}").format(self.identifier)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +143,18 @@ class Plan:
         )
 
 
+FILE = """coalesce(nullif(pg_relation_filenode(c.oid), 0)::int8, (
+  select (-sum(pg_relation_filenode(t.relid)::int8))::int8 from pg_partition_tree(c.oid) t where t.isleaf), 0)"""
+"""What tells a rewrite of the table `c`: its file or, negative, something of the files of all its partitions."""
+
 # Of a partitioned table the partitions whose changes are in the server's log, if we may read each of them; else, and
 # of any other table, the table itself: its children, if it has any, are tables of their own.
-_LEAVES = """
+_LEAVES = f"""
 with leaf as (
   select l.oid from pg_class c cross join lateral pg_partition_tree(c.oid) t join pg_class l on l.oid = t.relid
   where c.oid = %(table)s and c.relkind = 'p' and t.isleaf and l.relpersistence = 'p' and l.relkind = 'r'
 )
-select c.oid::int8, n.nspname::text, c.relname::text, coalesce(pg_relation_filenode(c.oid), 0)::int8,
+select c.oid::int8, n.nspname::text, c.relname::text, {FILE},
        coalesce(pg_relation_size(c.oid), 0) / current_setting('block_size')::int8, coalesce(pg_table_size(c.oid), 0)
 from pg_class c join pg_namespace n on n.oid = c.relnamespace
 where case when (select bool_and(has_table_privilege(oid, 'select')) from leaf) then c.oid in (select oid from leaf)
@@ -249,8 +253,7 @@ def _bounds(
     ).fetchall()
     places = [row[0] for row in rows]
     rising = sum(a <= b for a, b in itertools.pairwise(places))
-    step = len(rows) / count
-    picked = dict.fromkeys(rows[int(step * n)][1:] for n in range(1, count)) if step >= 1 else {}
+    picked = dict.fromkeys(rows[len(rows) * n // count][1:] for n in range(1, count)) if rows else {}
     return list(picked), rising >= ORDERED_PART * (len(rows) - 1)
 
 

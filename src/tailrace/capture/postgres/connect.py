@@ -207,11 +207,18 @@ def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
             hint="Give the table the same column list and options in each, or take it out of one: "
             "ALTER PUBLICATION … DROP TABLE …;",
         )
-    if state in ("57014", "55P03"):
+    if state in ("57014", "55P03", "40001"):
         return SourceSlow(
             "the server ended a statement: " + _said(text),
             **fields,
             hint="It is tried again. If it comes back, raise `load.chunk_timeout`, or see who holds locks for so long.",
+        )
+    if state.startswith("22"):
+        return SourceError(
+            "the server could not work with a value",  # its own words would show it
+            **fields,
+            sqlstate=state,
+            hint="Look at conditions (`--where`, row filters); the server's log has the details.",
         )
     if state and state[:2] not in ("08", "57", "53"):
         return SourceError(

@@ -22,7 +22,7 @@ from tailrace.capture.postgres.connect import explain, explain_text, text_as_it_
 from tailrace.capture.postgres.copy_binary import CTID, PRINTED, BinaryRows, kind_of
 from tailrace.capture.postgres.text import text_of
 from tailrace.capture.postgres.values import Bytes
-from tailrace.errors import SourceError, SourceUnreachable, TailraceError
+from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError
 from tailrace.model.schema import TableSchema
 
 __all__ = ["CTID", "copy_rows", "selected"]
@@ -140,9 +140,9 @@ def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
         if why == wire.BROKEN:
             raise SourceUnreachable("the connection broke during a load", hint="The load is started again.")
         if time.monotonic() > deadline:
-            raise SourceError(
-                "a load took too long and was given up",
-                hint="It holds back the server's clean-up. Load at a quieter time.",
+            raise SourceSlow(
+                "reading took too long and was given up",
+                hint="It is tried again. If it comes back, raise `load.chunk_timeout`, or load at a quieter time.",
             )
         if why == wire.DRY and state[wire.BYTES] > before:
             time.sleep(_NAP_SECONDS)

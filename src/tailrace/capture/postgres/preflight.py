@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psycopg
@@ -204,8 +205,15 @@ def explain_uncapturable(
             log.warning("%s cannot be captured", item.kind, extra={"table": str(item.table), "hint": item.remedy})
 
 
-def ensure_publications(connection: psycopg.Connection, settings: PostgresSettings) -> list[SourceTable]:
-    """Make both publications hold exactly the wanted tables; return those."""
+def ensure_publications(
+    connection: psycopg.Connection,
+    settings: PostgresSettings,
+    publishing: Callable[[TableId, Lsn], None] = lambda table, since: None,
+) -> list[SourceTable]:
+    """Make both publications hold exactly the wanted tables; return those.
+
+    `publishing` hears of each table that comes in, and of a position that everything unseen of it ended before.
+    """
     tables = wanted_tables(connection, settings)
     explain_uncapturable(connection, settings, tables)
     if not settings.publication_create:
@@ -229,8 +237,8 @@ def ensure_publications(connection: psycopg.Connection, settings: PostgresSettin
     told = [table for table in told if table not in unsent]
     silent = [table for table in tables if table.identity is Identity.NONE]
     # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
-    _reconcile(connection, settings.publication, told, "insert, update, delete, truncate")
-    _reconcile(connection, settings.publication_inserts, silent, "insert, truncate")
+    _reconcile(connection, settings.publication, told, "insert, update, delete, truncate", publishing)
+    _reconcile(connection, settings.publication_inserts, silent, "insert, truncate", publishing)
     return [*told, *silent]
 
 
@@ -312,7 +320,10 @@ def _publication_exists(connection: psycopg.Connection, name: str) -> bool:
     return bool(_value(connection, "select exists (select from pg_publication where pubname = %s)", name))
 
 
-def _reconcile(connection: psycopg.Connection, name: str, tables: list[SourceTable], publish: str) -> None:
+def _reconcile(
+    connection: psycopg.Connection, name: str, tables: list[SourceTable], publish: str,
+    publishing: Callable[[TableId, Lsn], None],
+) -> None:  # fmt: skip
     publication = sql.Identifier(name)
     try:
         if not _publication_exists(connection, name):
@@ -329,6 +340,9 @@ def _reconcile(connection: psycopg.Connection, name: str, tables: list[SourceTab
                     publication, sql.Identifier(*path)))  # fmt: skip
         for oid, path in wanted.items():
             if oid not in members:
+                # Before: what is written until it is in goes unseen, and that must be known whatever happens next.
+                since = Lsn.parse(str(_value(connection, "select pg_current_wal_insert_lsn()::text")))
+                publishing(TableId(*path), since)
                 connection.execute(sql.SQL("alter publication {} add table only {}").format(
                     publication, sql.Identifier(*path)))  # fmt: skip
     except psycopg.Error as error:

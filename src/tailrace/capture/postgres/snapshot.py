@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +23,11 @@ import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.chunks import Chunk
+from tailrace.capture.postgres.chunks import FILE, Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
 from tailrace.capture.postgres.copy import CTID, copy_rows
 from tailrace.capture.postgres.preflight import horizon
-from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, ValueUnfit
+from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 
@@ -130,6 +130,13 @@ def begin_chunks(
     `waiting` hears how many are still open, and says whether to give up. A commit that waits for a synchronous
     standby is open: it is in the server's log already, and no snapshot sees it.
     """
+    try:
+        return _begin_chunks(url, standby, waiting)
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+
+
+def _begin_chunks(url: str, standby: str | None, waiting: Callable[[int], bool]) -> Noted | None:
     with connect(url) as primary:
         floor = _position(primary)
         held = {transaction for transaction, _ in primary.execute(_HOLDERS, prepare=False)}
@@ -186,6 +193,7 @@ class SnapshotReader:
         invalid_text_replaced: bool = False,
         *,
         point: Lsn | None = None,
+        at_least: Lsn = ZERO,
         seconds_max: float = OPEN_SECONDS_MAX,
     ) -> None:
         self._url = url
@@ -193,6 +201,7 @@ class SnapshotReader:
         self._publications = publications
         self._invalid_text_replaced = invalid_text_replaced
         self._point = point
+        self._at_least = at_least
         self._seconds_max = seconds_max
 
     def __enter__(self) -> SnapshotReader:
@@ -227,7 +236,7 @@ class SnapshotReader:
             seqscan = "off" if chunk.key else "on"
             run(_POLITE.format(seqscan=seqscan, seconds=int(self._seconds_max)))
             run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
-            row = run("select coalesce(pg_relation_filenode(%s::oid), 0)::int8", (chunk.leaf.oid,)).fetchone()
+            row = run(f"select {FILE} from pg_class c where c.oid = %s", (chunk.leaf.oid,)).fetchone()
             seen = self._point or _position(self._connection)
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:
@@ -235,6 +244,11 @@ class SnapshotReader:
             raise explain(error, self._url) from error
         if row is None or row[0] != chunk.leaf.file:
             raise _rewritten(schema)
+        if seen < self._at_least:
+            raise SourceSlow(
+                "the server that is read from is behind", behind_bytes=self._at_least - seen,
+                hint="It is tried again. Does the standby follow the source?",
+            )  # fmt: skip
         return seen
 
     def position(self) -> Lsn:
@@ -259,6 +273,12 @@ class SnapshotReader:
             if error.fields.get("sqlstate") in _GONE and chunk is not None:
                 raise _rewritten(schema) from error
             raise
+
+    def sees(self, transactions: Iterable[int]) -> bool:
+        """Whether all these transactions, which have committed, are seen. A commit may wait for a synchronous standby:
+        it is in the stream by then, and in no snapshot."""
+        noted = _note(self._connection, ZERO)
+        return all(noted.sees(transaction) for transaction in transactions)
 
     def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         """The rows with these keys, as far as they are there."""

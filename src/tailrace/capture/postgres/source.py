@@ -10,7 +10,7 @@ from tailrace.capture.base import Capabilities, Lag, SourceId
 from tailrace.capture.postgres import history, preflight
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan, find_leaves, plan_table
-from tailrace.capture.postgres.connect import connect, connect_replication, place
+from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader, begin_chunks
 from tailrace.capture.postgres.stream import PostgresStream
@@ -37,6 +37,8 @@ class PostgresCapture:
     def __init__(self, settings: PostgresSettings) -> None:
         self.settings = settings
         self._known: dict[int, TableSchema] = {}
+        self.publishing: Callable[[TableId, Lsn], None] = lambda table, since: None
+        """Hears of a table that is about to be published, and of a position: what ended before it may go unseen."""
         self._published: set[tuple[int, Identity]] | None = None
         """The tables that were wanted when the publications were last brought in line."""
 
@@ -57,7 +59,7 @@ class PostgresCapture:
         with connect(self.settings.url) as connection:
             preflight.check_origin(connection, self.settings)
             self._published = self._wanted(connection)
-            if not preflight.ensure_publications(connection, self.settings):
+            if not preflight.ensure_publications(connection, self.settings, self.publishing):
                 raise ConfigError(
                     "no table at the source matches the settings",
                     source=place(self.settings.url),
@@ -75,7 +77,7 @@ class PostgresCapture:
             connection.execute(f"set lock_timeout = '{PUBLISH_LOCK_SECONDS_MAX}s'")
             wanted = self._wanted(connection)
             if wanted and wanted != self._published:
-                preflight.ensure_publications(connection, self.settings)
+                preflight.ensure_publications(connection, self.settings, self.publishing)
             self._published = wanted
 
     def _wanted(self, connection: psycopg.Connection) -> set[tuple[int, Identity]]:
@@ -132,18 +134,28 @@ class PostgresCapture:
     def unchanged(self, plan: Plan) -> bool:
         """Whether the table's rows still lie in the files that the plan was made for."""
         with connect(self.settings.url) as connection:
-            now = find_leaves(connection, plan.schema)
+            try:
+                now = find_leaves(connection, plan.schema)
+            except psycopg.Error as error:
+                raise explain(error, self.settings.url) from error
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
 
     def begin_chunks(self, waiting: Callable[[int], bool]) -> Noted | None:
         """What chunks that are read in snapshots of their own begin with."""
         return begin_chunks(self.settings.url, self.settings.standby, waiting)
 
-    def chunk_reader(self, seconds_max: float) -> SnapshotReader:
+    def chunk_reader(self, seconds_max: float, at_least: Lsn) -> SnapshotReader:
         """Reads a chunk in a snapshot of its own, from the standby if there is one."""
         return SnapshotReader(
             self.settings.standby or self.settings.url, None, self.settings.publications,
-            self.settings.invalid_text_replaced, seconds_max=seconds_max,
+            self.settings.invalid_text_replaced, at_least=at_least, seconds_max=seconds_max,
+        )  # fmt: skip
+
+    def row_reader(self, seconds_max: float) -> SnapshotReader:
+        """Reads rows again by their keys, as the source has them now."""
+        return SnapshotReader(
+            self.settings.url, None, self.settings.publications, self.settings.invalid_text_replaced,
+            seconds_max=seconds_max,
         )  # fmt: skip
 
     def lag(self) -> Lag:
