@@ -37,11 +37,11 @@ bench: setup ## Measure against pg_recvlogical and Debezium; writes docs/benchma
 	@$(PY) -m benchmarks all --write docs/benchmarks.md $(ARGS)
 
 matrix: setup ## Run the tests that talk to a server on every PostgreSQL at hand (VERSIONS="15 16 18")
-	@$(PY) tools/matrix.py $(VERSIONS) -- $(ARGS)
+	@TAILRACE_THOROUGH=1 $(PY) tools/matrix.py $(VERSIONS) -- $(ARGS)
 
 soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other readers at length
-	@TAILRACE_SOAK_ROUNDS=$(ROUNDS) TAILRACE_LOAD_KILLS=$(ROUNDS) TAILRACE_ORACLE_EXAMPLES=$$(($(ROUNDS) * 20)) \
-		$(PY) -m pytest tests/crash tests/oracle --timeout=0 $(ARGS)
+	@TAILRACE_THOROUGH=1 TAILRACE_SOAK_ROUNDS=$(ROUNDS) TAILRACE_LOAD_KILLS=$(ROUNDS) TAILRACE_ORACLE_EXAMPLES=$$(($(ROUNDS) * 20)) \
+		$(PY) -m pytest tests/crash tests/oracle tests/integration/test_loading.py --timeout=0 $(ARGS)
 
 fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, ARGS="--target decode --keep")
 	@nice -n 10 $(PY) tools/fuzz.py --seconds $(SECONDS) $(ARGS)

@@ -53,6 +53,8 @@ class TableLife:
     """How that load stands."""
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
+    gone: bool = False
+    """Whether the source does not have it any more, and it was never loaded."""
     once: bool = False
     """Whether its changes are not applied: it is loaded, and that is all."""
     rereads: bool = False

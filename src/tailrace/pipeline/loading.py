@@ -27,6 +27,7 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
     Remedy,
     SnapshotGone,
+    SourceError,
     SourceRewritten,
     SourceUnreachable,
     TableFailed,
@@ -53,6 +54,7 @@ TABLES_SECONDS = 3.0
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 CHUNK_TRIES_MAX = 8
 """Of one chunk, for reasons other than a source that cannot be reached: that is waited for."""
+_GONE_HINT = "Was it dropped or renamed? If it is made again it is loaded; else check `source.tables`."
 REPLANS_MAX = 20
 """Of a load whose table keeps being rewritten under it."""
 
@@ -142,6 +144,13 @@ class Loading:
             found = self._source.tables()
         except TailraceError:
             return  # whoever needs the source says so
+        there = {table.table for table in found}
+        for life in list(self._lives.tables.values()):
+            if life.table not in there and life.state is TableState.NEW:
+                life.gone = True
+                life.fail(SourceError("the table is not there", table=life.table, hint=_GONE_HINT))
+            elif life.gone and life.table in there and life.state is TableState.FAILED:
+                life.gone, life.error, life.state = False, None, TableState.NEW
         for table in found:
             if table.table not in self._lives.tables:
                 log.info("table found", extra={"table": str(table.table)})
