@@ -136,7 +136,8 @@ class Loading:
         mode = self._settings.load.mode_of(life.table)
         if life.state is TableState.NEEDS_SNAPSHOT:
             return mode in ("when_needed", "always")
-        return life.state is TableState.NEW or (life.table in self._always and not life.state.broken)
+        unloaded = life.state in (TableState.NEW, TableState.PAUSED)
+        return unloaded or (life.table in self._always and not life.state.broken)
 
     def _find_tables(self) -> None:
         """Tables that were made, or renamed into what the settings name, since we last looked."""

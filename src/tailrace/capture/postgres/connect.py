@@ -213,7 +213,7 @@ def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
             **fields,
             hint="It is tried again. If it comes back, raise `load.chunk_timeout`, or see who holds locks for so long.",
         )
-    if state.startswith("22"):
+    if state.startswith("22") and state != "22012":
         return SourceError(
             "the server could not work with a value",  # its own words would show it
             **fields,
