@@ -296,9 +296,10 @@ class TableUnpublished(TableError):
 
 
 class TableFailed(TableError):
-    """A failure that nobody foresaw; the others go on."""
+    """A failure that nobody foresaw; it is tried again, and the others go on."""
 
     code = "unexpected"
+    remedy = Remedy.RETRY
 
 
 def _tree(root: type[TailraceError]) -> dict[str, type[TailraceError]]:

@@ -16,7 +16,7 @@ from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TableFailed, TailraceError
+from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TailraceError
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadStatus, TableState
@@ -67,6 +67,8 @@ class TableLife:
     rows_estimated: int | None = None
     rows_loaded: int = 0
     note: str | None = None
+    trouble: str | None = None
+    """Why a load of a table that goes on came to nothing, until one lands."""
     insert_only: bool = False
     """Whether only inserts and truncates of it are published, for want of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -77,7 +79,7 @@ class TableLife:
         self.error = error
         self.failures += 1
         self.failed_at = time.monotonic()
-        passing = error.remedy is Remedy.RETRY or isinstance(error, TableFailed)
+        passing = error.remedy is Remedy.RETRY
         if not passing or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
             log.error(

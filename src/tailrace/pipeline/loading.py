@@ -375,7 +375,7 @@ class Loading:
                 self._hand_over(load, "the exported snapshot is gone")
             return
         tries = load.tries[chunk.number] = load.tries.get(chunk.number, 0) + 1
-        passing = error.remedy is Remedy.RETRY or isinstance(error, TableFailed)
+        passing = error.remedy is Remedy.RETRY
         if passing and (isinstance(error, SourceUnreachable) or tries < CHUNK_TRIES_MAX):
             load.life.error = error
             load.not_before = time.monotonic() + _pause(tries)
@@ -487,7 +487,7 @@ class Loading:
             self._drop(load)
             self._fail(life, error)
             return
-        life.loading = life.load = None
+        life.loading = life.load = life.trouble = None
         self._replans.pop(life.table, None)
         self._again.pop(life.table, None)
         with self._lock:
@@ -527,7 +527,7 @@ class Loading:
             life.error, life.failures, life.failed_at = error, min(life.failures + 1, 5), time.monotonic()
             return
         for wish in self._seeds.wishes():
-            if wish.table == life.table and error.remedy is not Remedy.RETRY and not isinstance(error, TableFailed):
+            if wish.table == life.table and error.remedy is not Remedy.RETRY:
                 self._seeds.fulfil(wish)
         if life.cursor is None or life.state in (TableState.NEW, TableState.SEEDING) or life.state.broken:
             life.fail(error)
@@ -540,7 +540,7 @@ class Loading:
             for wish in self._seeds.wishes():
                 if wish.table == life.table:
                     self._seeds.fulfil(wish)
-        life.note = f"It could not be loaded again: {error.headline}. {error.hint}"
+        life.trouble = f"It could not be loaded again: {error.headline}. {error.hint}"
         log.error("table not loaded again", extra={"table": str(life.table), "code": error.code})
 
     def _tell(self) -> None:

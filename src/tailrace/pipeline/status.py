@@ -102,7 +102,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
     return TableStatus(
         schema=life.table.schema, table=life.table.name, state=state, load=load, path=str(life.path),
         reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
-        hint=life.error.hint if life.error else None, note=life.note,
+        hint=life.error.hint if life.error else None, note=life.trouble or life.note,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
         rows_loaded=life.rows_loaded, load_rows_estimated=life.rows_estimated,
         applied_commit=cursor.commit if cursor else None, applied_position=str(cursor.position) if cursor else None,
