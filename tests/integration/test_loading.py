@@ -11,6 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
@@ -257,6 +258,39 @@ def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(
     counted = sum('("id") in (' not in line for line in read)
     assert 4 <= len(applying.chunks) < chunks
     assert counted == chunks, (len(applying.chunks), len(again.chunks), len(last.chunks))
+
+
+def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_early(
+    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = threading.Event()
+
+    def hit(name: str) -> None:
+        if name == "load.landed":
+            dead.set()
+            raise RuntimeError("killed")
+
+    def move() -> None:
+        execute(filled, "UPDATE things SET id = -7 WHERE id = 1450")
+
+    scene = Scene(tmp_path, filled, way="chunked")
+    with scene:
+        with monkeypatch.context() as patched, scene.loader(before=once(move, at=6)) as applying:
+            patched.setattr(failpoints, "hit", hit)
+            assert dead.wait(60)
+        execute(filled, "INSERT INTO things VALUES (5000, 0, 'after every chunk', NULL)")
+        horizon = applying._source.horizon()
+        assert eventually(lambda: applying.lives.grow_to(horizon)), "the log has passed every chunk"
+    # What the log does not hold yet, a row that is read again shows already: it is gone.
+    execute(
+        filled, "UPDATE things SET x = 5 WHERE id = -7", "UPDATE things SET x = 6 WHERE id = -7",
+        "DELETE FROM things WHERE id = -7",
+    )  # fmt: skip
+    with scene.loader() as applying:
+        assert eventually(lambda: any((applying.lives.log.path / "seed").glob("*/reread-*.json")))
+        assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=1)
+        with scene:
+            scene.assert_equal(applying, "things")
 
 
 def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Path) -> None:

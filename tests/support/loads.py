@@ -85,6 +85,7 @@ class Scene:
         self._failed: list[TailraceError] = []
 
     def __enter__(self) -> Scene:
+        self._stop.clear()
         capturing = Capturing(self.settings, until_caught_up=False)
 
         def capture() -> None:

@@ -41,6 +41,17 @@ def start_of(lives: Lives, seed: Seed) -> Lsn:
     return min(starts)
 
 
+def last_seen(lives: Lives, load: Load, start: Lsn) -> Lsn:
+    """The newest that any row of the table may be once the load has landed."""
+    seen = [start, *(staged.seen for staged in load.staged.values())]
+    life = load.life
+    if load.where is not None and life.cursor is not None:
+        # The rows that stay are as new as the table, and so are those of a load that is still replayed.
+        earlier = lives.seeds.passed(life.replay) if life.replay else None
+        seen += [life.cursor.position, earlier or start]
+    return max(seen)
+
+
 def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Outcome:
     """Put what was staged into the table: as all that it holds, or by writing what differs."""
     life, plan = load.life, load.seed.plan

@@ -17,7 +17,7 @@ from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TailraceError
-from tailrace.model.position import ZERO, Lsn
+from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.spark.seeds import Seed, Seeds
@@ -155,16 +155,10 @@ class Lives:
         for seed in self._unfinished():
             if seed.table != life.table:
                 continue
-            if self._has_landed(life, seed):
-                life.replay = seed.id
-            elif self.seeds.passed(seed.id) is None:
-                life.loading = self.cursor_at(seed.floor)
-
-    def _has_landed(self, life: TableLife, seed: Seed) -> bool:
-        """Whether the table holds what the load staged, also where the process died before it could say so."""
-        if life.cursor is None:
-            return False
-        return self.seeds.passed(seed.id) is not None or DeltaRsTable(life.path, self.log.log_id).landed(seed.id)
+            if life.cursor is not None and life.cursor.load == seed.id:
+                life.replay, life.loading = seed.id, None  # older ones were before it
+            else:
+                life.loading = life.loading or self.cursor_at(seed.floor)
 
     def _unfinished(self) -> list[Seed]:
         """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
@@ -184,11 +178,9 @@ class Lives:
         """Whether the log has passed the last chunk of the load that the table came from."""
         if life.replay is None or life.cursor is None:
             return True
-        passed = self.seeds.passed(life.replay) or max(
-            (staged.seen for staged in self.seeds.staged(life.replay).values()), default=ZERO
-        )
+        passed = self.seeds.passed(life.replay)
         reached = life.cursor.position if self.pending(life, self.index.commit) else self.index.position
-        return reached >= passed
+        return passed is not None and reached >= passed
 
     def pending(self, life: TableLife, to: int) -> list[Slice]:
         """What the log holds for the table up to a commit and the table has not covered."""

@@ -6,7 +6,7 @@ snapshot (it took too long, the session broke, we were killed) goes on in the ch
 they are ranges of the key; otherwise it begins again.
 
 One thread looks what is to be loaded, a fixed number of others read, one chunk at a time each: that number is all
-the connections that loads ever open at once. Nothing here stops capture, or the applying to other tables.
+the sessions that ever read rows at once. Nothing here stops capture, or the applying to other tables.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from tailrace.errors import (
 from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.landing import Run, commit, start_of
+from tailrace.pipeline.landing import Run, commit, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load, Shared
 from tailrace.pipeline.report import TableState
@@ -159,6 +160,7 @@ class Loading:
 
     def _take_up(self) -> None:
         """Loads that an earlier process began."""
+        self._seeds.sweep()
         seen: set[TableId] = set()
         for seed in reversed(self._seeds.all()):
             life = self._lives.tables.get(seed.table)
@@ -169,8 +171,8 @@ class Loading:
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
                 continue
-            if self._seeds.passed(seed.id) is not None:
-                self._seeds.end(seed)
+            if seed.table in self._landed:
+                self._seeds.end(seed)  # an older one
                 continue
             usable = (
                 seed.table not in seen
@@ -447,8 +449,19 @@ class Loading:
         """Forget loads once the log has passed their last chunk."""
         for table, seed in list(self._landed.items()):
             if self._lives.tables[table].replay != seed.id:
-                del self._landed[table]
-                self._seeds.end(seed)
+                self._over(table, seed, None)
+
+    def _over(self, table: TableId, before: Seed | None, now: Seed | None) -> None:
+        """One load of a table has nothing left to wait for, and another may."""
+        with self._lock:
+            if self._landed.get(table) is not before:
+                return
+            if now is None:
+                self._landed.pop(table, None)
+            else:
+                self._landed[table] = now
+        if before is not None:
+            self._seeds.end(before)
 
     def _land(self, load: Load) -> None:
         """One commit of everything that was staged, at the position just before the replay."""
@@ -457,26 +470,24 @@ class Loading:
             start = start_of(self._lives, seed)
             if not self._source.unchanged(seed.plan):
                 raise SourceRewritten("the table was changed while it was read", table=life.table)
-            cursor = self._lives.cursor_at(start)
-            passed = max((staged.seen for staged in load.staged.values()), default=start)
-            if load.where is not None and life.cursor is not None:
-                passed = max(passed, life.cursor.position)  # the rows that stay are as new as that
-            if passed > start:
-                # A chunk may have seen the end of a log that is not flushed yet, and the stream may never get there.
-                passed = min(passed, self._source.horizon())
+            cursor = replace(self._lives.cursor_at(start), load=seed.id)
             with life.lock:
+                passed = last_seen(self._lives, load, start)
+                if passed > start:
+                    # It may be the end of a log that is not flushed yet, and the stream may never get there.
+                    passed = min(passed, self._source.horizon())
+                self._seeds.land(seed.id, passed)
                 outcome = commit(self._lives, load, cursor, self._run)
                 if outcome.error is not None:
                     raise outcome.error
                 failpoints.hit("load.landed")
-                self._seeds.land(seed.id, passed)
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
                 life.moved(outcome.cursor or cursor, seed.plan.schema)
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 life.rows_loaded = sum(staged.rows for staged in load.staged.values())
                 life.replay = seed.id if passed > start else None
-                self._landed[life.table] = seed
+                self._over(life.table, self._landed.get(life.table), seed)
         except SourceRewritten as error:
             self._replan(load, error)
             return

@@ -98,7 +98,7 @@ class Load:
             left = (total - read) / read * seconds
         stage = "paused" if held else ("landing" if self.complete else "reading")
         return LoadStatus(
-            stage=stage, way="exact" if self.shared else ("exact" if self._exact else "chunked"),
+            stage=stage, way="exact" if self.shared or self._exact else "chunked",
             mode=self.mode.value, chunks=len(self.seed.plan.chunks), chunks_done=len(staged), rows=rows, bytes=read,
             bytes_total=self.seed.plan.bytes, seconds=round(seconds, 1), rows_per_second=round(rate, 1),
             seconds_left=None if left is None or held else round(left, 1), backing_off=backing_off,

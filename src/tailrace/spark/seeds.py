@@ -4,11 +4,11 @@
     held/<id>.json        tables whose loads a person has paused or stopped
     <id>/plan.json        a load, written before its first chunk
     <id>/chunk-<n>.json   a chunk whose rows lie, uncommitted, in the table's folder
-    <id>/landed.json      their one commit is made; the replay has not passed the last chunk yet
+    <id>/landing.json     what the replay must pass, written before their one commit
     <id>/reread-….json    a row was read again during the replay, which is a chunk too
 
 A load that died is found here and goes on with the chunks it lacks. Nothing here decides what a table holds: its
-own commit does.
+own commit does, and that also says which load it came from.
 """
 
 from __future__ import annotations
@@ -178,21 +178,29 @@ class Seeds:
         return {chunk.chunk: chunk for chunk in found}
 
     def land(self, seed: str, passed: Lsn) -> None:
-        """The commit is made; the table is whole once the replay has passed this."""
-        _write(self.folder(seed) / "landed.json", {"passed": str(passed)})
+        """The commit is about to be made; the table is whole once the replay has passed this."""
+        _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
 
     def reread(self, seed: str, seen: Lsn) -> None:
         """A row was read again: the replay must pass this too."""
         _write(self.folder(seed) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
 
     def passed(self, seed: str) -> Lsn | None:
-        """What the replay of a load that has landed must pass; None if it has not landed."""
-        landed = list(_read_all(self.folder(seed), "landed.json", _passed))
-        return max([*landed, *_read_all(self.folder(seed), "reread-*.json", _passed)]) if landed else None
+        """What the replay of a load must pass; None if it is not about to land."""
+        landing = list(_read_all(self.folder(seed), "landing.json", _passed))
+        return max([*landing, *_read_all(self.folder(seed), "reread-*.json", _passed)]) if landing else None
 
     def end(self, seed: Seed) -> None:
-        """The load is over, or is given up."""
+        """The load is over, or is given up. Without its plan it is none, whatever else is left of it."""
+        with suppress(FileNotFoundError):
+            (self.folder(seed.id) / "plan.json").unlink()
         shutil.rmtree(self.folder(seed.id), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what is left of loads that are over. Only for the one who begins loads."""
+        for folder in self._path.glob("*/"):
+            if folder.name not in ("wishes", "held") and not (folder / "plan.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     # Wishes and holds.
 

@@ -176,8 +176,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
         changes = _changes(work)
         # Where nothing is left to write the position is still committed: the driver goes on from it.
         folded = fold(work.shape, changes)
-        transactions = pc.unique(changes.column(change.TX)).to_pylist()
-        again = partial(_read_again, work, transactions) if work.reader is not None else None
+        again = partial(_read_again, work, changes) if work.reader is not None else None
         table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=_as_ours(error))
@@ -190,12 +189,13 @@ def apply_changes(work: ApplyWork) -> Outcome:
     )
 
 
-def _read_again(work: ApplyWork, transactions: list[int], keys: pa.Table) -> pa.Table:
-    """The rows as the source has them now, these transactions included.
+def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
+    """The rows as the source has them now, the transactions of these changes included.
 
     Whoever waits for the replay to pass the last chunk must hear of it before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
+    transactions = pc.unique(changes.column(change.TX)).to_pylist()
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with work.reader as reader:

@@ -30,6 +30,8 @@ class Cursor:
     """The log's commit number at that point."""
     position: Lsn
     """Everything that ended at or before this is covered too: a load's point may lie past the log's end."""
+    load: str | None = None
+    """The load that the table came from, if that has a name; applying keeps it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +93,6 @@ class LakeTable(Protocol):
         Replaces and refuses what `load` does. Files that are in the table already are not landed again: the call
         may be repeated. No files: an empty table.
         """
-        ...
-
-    def landed(self, prefix: str) -> bool:
-        """Whether the newest version holds any file that was staged under this name, or one that begins with it
-        and a dash."""
         ...
 
     def apply(

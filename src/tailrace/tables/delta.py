@@ -42,7 +42,7 @@ from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import merge_source, with_bases, without
 from tailrace.tables.pump import pump
 from tailrace.tables.refresh import Difference, compare
-from tailrace.tables.staging import StagedFile, discard, is_staged_as, stage
+from tailrace.tables.staging import StagedFile, discard, stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,6 @@ class DeltaRsTable:
     def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
         refuse_names(schema)
         return self._land(self._own_table(), schema, files, cursor)
-
-    def landed(self, prefix: str) -> bool:
-        return any(is_staged_as(name, prefix) for name in self.files())
 
     def refuse_foreign(self) -> None:
         self._own_table()

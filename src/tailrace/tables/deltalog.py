@@ -48,6 +48,7 @@ class Position:
             "seq": self.cursor.seq,
             "commit": self.cursor.commit,
             "position": str(self.cursor.position),
+            "load": self.cursor.load,
             "schema": self.schema.to_json(),
         }
         return CommitProperties(
@@ -64,7 +65,10 @@ class Position:
                 "the table's position was written by a newer Tailrace", format=stored["format"],
                 hint="Update Tailrace.",
             )  # fmt: skip
-        cursor = Cursor(seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]))
+        cursor = Cursor(
+            seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]),
+            load=stored.get("load"),
+        )  # fmt: skip
         return cls(log=stored["log"], cursor=cursor, schema=TableSchema.from_json(stored["schema"]))
 
 

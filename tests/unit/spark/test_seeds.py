@@ -76,12 +76,26 @@ def test_a_load_is_passed_where_its_last_row_was_read(seeds: Seeds) -> None:
     seed = Seed(plan=PLAN, point=None, noted=NOTED)
     seeds.begin(seed)
     seeds.reread(seed.id, Lsn(50))
-    assert seeds.passed(seed.id) is None, "it has not landed"
+    assert seeds.passed(seed.id) is None, "it is not about to land"
     seeds.land(seed.id, Lsn(30))
     assert seeds.passed(seed.id) == Lsn(50)
     seeds.reread(seed.id, Lsn(40))
     seeds.reread(seed.id, Lsn(70))
     assert seeds.passed(seed.id) == Lsn(70)
+
+
+def test_a_load_without_its_plan_is_over_and_swept_away(seeds: Seeds) -> None:
+    over, other, wish = Seed(plan=PLAN, point=Lsn(1)), Seed(plan=PLAN, point=Lsn(1)), Wish(table=ORDERS)
+    for seed in (over, other):
+        seeds.begin(seed)
+        seeds.land(seed.id, Lsn(30))
+    seeds.wish(wish)
+    seeds.hold(ORDERS, Hold.PAUSED)
+    (seeds.folder(over.id) / "plan.json").unlink()  # killed in the middle of ending it
+    assert seeds.all() == [other]
+    seeds.sweep()
+    assert not seeds.folder(over.id).exists()
+    assert (seeds.all(), seeds.wishes(), seeds.held()) == ([other], [wish], {ORDERS: Hold.PAUSED})
 
 
 def test_wishes_come_oldest_first_until_they_are_fulfilled(seeds: Seeds) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def die() -> None:
 
 def test_files_staged_apart_land_in_one_commit_with_the_position(path: Path, table: DeltaRsTable) -> None:
     files = [file for i, row in enumerate(ROWS) for file in staged(path, f"load-{i}", [row])]
-    assert (table.cursor(), table.landed("load")) == (None, False)
+    assert table.cursor() is None
     assert table.land(SHOP, files, at(7)) == 5
     assert (table.cursor(), table.shape(), table.rows()) == (at(7), SHOP, 5)
     assert DeltaTable(str(path)).version() == 0
@@ -94,7 +95,12 @@ def test_files_staged_apart_land_in_one_commit_with_the_position(path: Path, tab
     assert [(add["path"], add["size"], add["stats"]) for add in actions(path, "add")] == [
         (file.path, file.size, file.stats) for file in files
     ]
-    assert [table.landed(prefix) for prefix in ("load", "load-3", "loa", "3")] == [True, True, False, False]
+
+
+def test_the_position_names_the_load(path: Path, table: DeltaRsTable) -> None:
+    named = replace(at(7), load="x")
+    table.land(SHOP, staged(path, "x"), named)
+    assert table.cursor() == named
 
 
 def test_a_table_that_was_landed_is_applied_to(path: Path, table: DeltaRsTable) -> None:
@@ -137,7 +143,6 @@ def test_landing_replaces_all_that_was_there(path: Path, table: DeltaRsTable) ->
     assert (table.cursor(), content(path)) == (at(5), [ROWS[0] | {"n": 7}])
     assert sorted(gone["path"] for gone in actions(path, "remove")) == [file.path for file in old]
     assert all(gone["dataChange"] for gone in actions(path, "remove"))
-    assert (table.landed("one"), table.landed("two")) == (False, True)
 
 
 def test_no_files_empty_a_table(path: Path, table: DeltaRsTable) -> None:
@@ -256,7 +261,7 @@ def test_a_crash_before_the_commit_leaves_only_strays(
     at_the_commit(monkeypatch, die)
     with pytest.raises(Died):
         table.land(SHOP, files, at(0))
-    assert (table.cursor(), table.landed("one"), table.rows()) == (None, False, 0)
+    assert (table.cursor(), table.rows()) == (None, 0)
     assert discard(path, "one") == 2
     assert [entry.name for entry in path.iterdir() if entry.name != "_delta_log"] == []
     assert table.load(SHOP, record_batches(SHOP, ROWS), at(0)) == 5
