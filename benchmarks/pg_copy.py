@@ -38,8 +38,7 @@ import psycopg
 from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, Measured, progress, scaled
-from benchmarks.postgres import DATABASE, USER, ask, server_settings
-from benchmarks.workloads import one_transaction
+from benchmarks.postgres import DATABASE, USER, fill, server_settings
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
 ROWS = 2_000_000
@@ -67,7 +66,7 @@ class PgCopy:
         rows = scaled(ROWS, scale)
         try:
             with EmbeddedPostgres(settings=server_settings(slots=1)) as server:
-                described["versions"]["postgresql"], size = _fill(server, rows)
+                described["versions"]["postgresql"], size = fill(server, rows)
                 sides = _sides(server, rows)
                 startup = _psql(server, "select", 0).wall_seconds
                 for side in sides.values():
@@ -99,16 +98,6 @@ class PgCopy:
 
 def _cell(peer: str) -> str:
     return f"against {peer}"
-
-
-def _fill(server: EmbeddedPostgres, rows: int) -> tuple[str, int]:
-    """Make the table; the server's version and the table's bytes."""
-    progress(f"making a table of {rows:,} rows")
-    workload = one_transaction(rows)
-    with server.connect(DATABASE, autocommit=True) as admin:
-        for statement in (workload.tables, workload.changes, "vacuum (freeze, analyze) orders", "checkpoint"):
-            admin.execute(statement.encode())
-        return str(ask(admin, "show server_version")), int(ask(admin, "select pg_table_size('orders')"))
 
 
 def _sides(server: EmbeddedPostgres, rows: int) -> dict[str, Callable[[], Measured]]:

@@ -40,8 +40,8 @@ from deltalake import DeltaTable
 from benchmarks import debezium, machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, Measured, progress, scaled
-from benchmarks.postgres import DATABASE, USER, ask, server_settings
-from benchmarks.workloads import PUBLICATION, one_transaction
+from benchmarks.postgres import DATABASE, USER, fill, server_settings
+from benchmarks.workloads import PUBLICATION
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
 ROWS = 5_000_000
@@ -95,16 +95,6 @@ class PgSnapshot:
             },
             scale=scale,
         )  # fmt: skip
-
-
-def fill(server: EmbeddedPostgres, rows: int) -> tuple[str, int]:
-    """Make the table; the server's version and the table's bytes."""
-    progress(f"making a table of {rows:,} rows")
-    workload = one_transaction(rows)
-    with server.connect(DATABASE, autocommit=True) as admin:
-        for statement in (workload.tables, workload.changes, "vacuum (freeze, analyze) orders", "checkpoint"):
-            admin.execute(statement.encode())
-        return str(ask(admin, "show server_version")), int(ask(admin, "select pg_table_size('orders')"))
 
 
 class Loader:

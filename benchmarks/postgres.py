@@ -18,7 +18,7 @@ import psycopg
 
 from benchmarks import machine, ours
 from benchmarks.measure import BenchError, Measured, Result, Round, progress, scaled
-from benchmarks.workloads import PUBLICATION, Workload
+from benchmarks.workloads import PUBLICATION, Workload, one_transaction
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
 DATABASE, USER = "postgres", "postgres"
@@ -304,3 +304,13 @@ def ask(admin: Admin, query: str, parameters: list[Any] | None = None) -> Any:
             f"the server gave no answer to: {query}", hint="Is the embedded server still running?"
         )
     return row[0]
+
+
+def fill(server: EmbeddedPostgres, rows: int) -> tuple[str, int]:
+    """Make the table `orders`; the server's version and the table's bytes."""
+    progress(f"making a table of {rows:,} rows")
+    workload = one_transaction(rows)
+    with server.connect(DATABASE, autocommit=True) as admin:
+        for statement in (workload.tables, workload.changes, "vacuum (freeze, analyze) orders", "checkpoint"):
+            admin.execute(statement.encode())
+        return str(ask(admin, "show server_version")), int(ask(admin, "select pg_table_size('orders')"))

@@ -69,6 +69,7 @@ NEW_LOG_HINT = (
     "loaded anew."
 )
 """The last resort: what is in the log can no longer be trusted or continued."""
+LOAD_ANEW_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 
 class TailraceError(Exception):
@@ -236,6 +237,12 @@ class LogTrimmed(LogError):
     """Rows that were asked for are no longer kept in the log."""
 
     code = "log-trimmed"
+
+
+class NotCaptured(LogError):
+    """Tables wait for changes that nobody captures."""
+
+    code = "not-captured"
 
 
 class LogCorrupt(LogError):

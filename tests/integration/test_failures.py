@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.demo.server import EmbeddedPostgres
 from tests.integration.conftest import server_version
-from tests.support.pipelines import Pipeline, eventually, execute
+from tests.support.pipelines import Pipeline, execute
 
 
 def refused(pipeline: Pipeline, code: int, *parts: str, command: str = "capture") -> str:
@@ -116,19 +116,6 @@ def test_a_damaged_commit_is_told_before_a_row_is_delivered(database: str, tmp_p
     refused(pipeline, 4, "damaged", newest.name, "Restore")
     newest.write_bytes(bytes_before)
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
-
-
-def test_a_second_capture_waits_and_is_then_refused(database: str, tmp_path: Path) -> None:
-    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
-    pipeline = Pipeline(tmp_path, database)
-    assert pipeline.call("capture", "--until-caught-up").returncode == 0
-    first = pipeline.start("capture")
-    try:
-        assert eventually(lambda: "capture started" in first.said(), seconds=60)
-        refused(pipeline, 6, "another process holds the log", "pid=")
-    finally:
-        assert first.terminate() == 0
-        first.end()
 
 
 def test_what_the_settings_forbid_is_not_created(database: str, tmp_path: Path) -> None:

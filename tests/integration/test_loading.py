@@ -14,6 +14,7 @@ import pytest
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.schema import TableId
+from tailrace.pipeline import loading
 from tailrace.pipeline.report import TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
 from tailrace.tables.delta import DeltaRsTable
@@ -72,7 +73,10 @@ def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_writer_that_was_open_when_the_table_was_published(filled: str, tmp_path: Path, way: str) -> None:
+def test_a_writer_that_was_open_when_the_table_was_published(
+    filled: str, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "WAITING_SECONDS", 0.1)
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying, psycopg.connect(filled) as writer:
         scene.assert_equal(applying, "things")
         execute(filled, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1), (2, 2)")
@@ -81,7 +85,9 @@ def test_a_writer_that_was_open_when_the_table_was_published(filled: str, tmp_pa
 
         def waits() -> bool:
             found = [known for known in applying.lives.tables.values() if known.table.name == "later"]
-            return bool(found) and found[0].load is not None and found[0].load.stage == "waiting"
+            load = found[0].load if found else None
+            waiting = load is not None and load.stage == "waiting" and load.waiting_for
+            return f"1 open transaction: pid {writer.info.backend_pid} " in (waiting or "")
 
         assert eventually(waits)
         writer.commit()
@@ -193,6 +199,27 @@ def test_the_table_is_truncated_between_chunks(filled: str, tmp_path: Path, way:
         scene.assert_equal(applying, "things")
 
 
+def test_a_partition_comes_during_the_load_and_it_begins_again_at_once(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "CHANGED_SECONDS", 0.0)
+    rows = "INSERT INTO parts SELECT g, repeat('p', 300) FROM generate_series({}) g"
+    execute(
+        database, "CREATE TABLE parts (id int PRIMARY KEY, pad text) PARTITION BY RANGE (id)",
+        "CREATE TABLE parts_1 PARTITION OF parts FOR VALUES FROM (0) TO (2000)", rows.format("1, 1999"),
+    )  # fmt: skip
+
+    def act() -> None:
+        execute(
+            database, "CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (2000) TO (4000)",
+            rows.format("2000, 2999"),
+        )  # fmt: skip
+        assert eventually(lambda: bool(applying.loading._replans), seconds=20), "before all of it is read"
+
+    with Scene(tmp_path, database) as scene, scene.loader(before=once(act, at=2)) as applying:
+        scene.assert_equal(applying, "parts")
+
+
 def test_the_table_is_dropped_during_its_load(filled: str, tmp_path: Path) -> None:
     execute(filled, "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO other VALUES (1)")
     act = once(lambda: execute(filled, "DROP TABLE things"), at=5)
@@ -289,8 +316,10 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
     with scene.loader() as applying:
         assert eventually(lambda: any((applying.lives.log.path / "seed").glob("*/reread-*.json")))
         assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=1)
+        assert applying.waits_for_log(applying.lives.index.commit), "it has nothing else to do"
         with scene:
             scene.assert_equal(applying, "things")
+        assert not applying.waits_for_log(applying.lives.index.commit)
 
 
 def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Path) -> None:
@@ -328,7 +357,7 @@ def test_reading_from_a_standby_with_a_running_transaction(tmp_path: Path) -> No
                 assert '"id") >=' in standby.log_file.read_text(), "the standby was read from"
 
 
-@pytest.mark.parametrize("mode", list(LoadMode))
+@pytest.mark.parametrize("mode", list(LoadMode) if THOROUGH else [LoadMode.REFRESH])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_live_table_is_loaded_again(filled: str, tmp_path: Path, way: str, mode: LoadMode) -> None:
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:

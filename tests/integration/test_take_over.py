@@ -161,7 +161,7 @@ def test_a_capture_that_lost_the_log_says_so_and_not_that_its_position_is_lost(
 
 
 @pytest.mark.timeout(300)
-def test_without_take_over_a_stopped_capture_keeps_others_out(
+def test_without_take_over_a_second_capture_waits_and_is_refused_even_by_one_that_is_stopped(
     database: str, tmp_path: Path, ended: ExitStack
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)")
@@ -171,6 +171,7 @@ def test_without_take_over_a_stopped_capture_keeps_others_out(
     first.process.send_signal(signal.SIGSTOP)
     second = pipeline.call("capture", "--until-caught-up")
     assert second.returncode == 6, second.stderr
+    assert "another process holds the log" in second.stderr
     assert f"pid={first.process.pid}" in second.stderr
     assert "`--take-over`" in second.stderr
     first.process.send_signal(signal.SIGCONT)

@@ -312,8 +312,8 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if code is ExitCode.OK and until and arguments.command != "capture":
         code = tables_exit_code(summary.tables)
     if arguments.json:
-        told = {**summary.to_json(), "loads": [done.to_json() for done in loads]} if loads else summary.to_json()
-        print_json({**told, "exit_code": int(code)})
+        told = {"loads": [renderload.done_json(table) for table in loads]} if loads else {}
+        print_json({**summary.to_json(), **told, "exit_code": int(code)})
     elif not arguments.quiet:
         if loads:
             print_out(renderload.loaded_text(loads))

@@ -1,13 +1,8 @@
-"""How a person sees loads: each while it runs, and in one line when it has ended.
-
-A status tells of loads that are under way only. `Loads` remembers what it told last, and so knows when one has landed;
-its figures are those of that moment, at most a tick old.
-"""
+"""How a person sees loads: each while it runs, and in one line when it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,7 +13,7 @@ from rich.text import Text
 
 from tailrace.cli.logs import one_line
 from tailrace.cli.units import human_bytes, human_count, human_rate, human_seconds
-from tailrace.pipeline.report import LoadStatus, TableState, TableStatus
+from tailrace.pipeline.report import LoadDone, LoadStatus, TableState, TableStatus
 
 BAR_COLUMNS = 16
 LINES_MAX = 10
@@ -50,6 +45,8 @@ def rows_under_way(table: TableStatus) -> int:
 def stage(load: LoadStatus) -> str:
     """What the load is at, in words."""
     said = _STAGES.get(load.stage, load.stage)
+    if load.stage == "waiting" and load.waiting_for:
+        said = f"waiting for {load.waiting_for}"
     return f"{said}, {BUSY}" if load.backing_off and load.stage == "reading" else said
 
 
@@ -133,80 +130,43 @@ def _style(load: LoadStatus) -> str:
 # ---- when they have ended --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadDone:
-    """A load that has landed."""
-
-    schema: str
-    table: str
-    mode: str
-    way: str
-    rows: int
-    bytes: int
-    """Of the source, about."""
-    seconds: float
-    rows_per_second: float
-
-    @property
-    def name(self) -> str:
-        return f"{self.schema}.{self.table}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 class Loads:
     """Sees statuses, one after the other, and tells which loads have landed in between."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, str], TableStatus] = {}
-        self.done: list[LoadDone] = []
+        self._told: dict[tuple[str, str], float] = {}
+        self.done: list[TableStatus] = []
+        """A table is here as often as it was loaded, each time as it was then."""
 
-    def see(self, tables: Sequence[TableStatus]) -> list[LoadDone]:
-        """The loads that have landed since the last look."""
-        fresh = []
-        for table in tables:
-            key = (table.schema, table.table)
-            before = self._last.get(key)
-            self._last[key] = table
-            if before is not None and before.load is not None and _landed(before, before.load, table):
-                fresh.append(_done(before.load, table))
+    def see(self, tables: Sequence[TableStatus]) -> list[TableStatus]:
+        """The tables of which a load has landed since the last look."""
+        landed = {(table.schema, table.table): table.last_load.landed_at for table in tables if table.last_load}
+        fresh = [table for table in tables if landed.get(key := (table.schema, table.table)) != self._told.get(key)]
+        self._told |= landed
         self.done += fresh
         return fresh
 
 
-def _landed(before: TableStatus, load: LoadStatus, now: TableStatus) -> bool:
-    """Whether the load that was under way is in the table now, and was not given up."""
-    under_way = now.load is not None and now.load.stage != "replaying"
-    if under_way or load.stage == "replaying" or now.reason is not None:
-        return False
-    if now.state not in (TableState.CATCHING_UP, TableState.LIVE, TableState.LOADED):
-        return False
-    first = before.applied_commit is None
-    whole = load.stage == "landing" or (load.chunks > 0 and load.chunks_done == load.chunks)
-    return first or whole or now.rows_loaded != before.rows_loaded
+def done_json(table: TableStatus) -> dict[str, Any]:
+    """The table's last load, for a program."""
+    assert table.last_load is not None, "of a table that was loaded"
+    return {"schema": table.schema, "table": table.table, **table.last_load.to_json()}
 
 
-def _done(load: LoadStatus, now: TableStatus) -> LoadDone:
-    rate = now.rows_loaded / load.seconds if load.seconds else 0.0
-    return LoadDone(
-        schema=now.schema, table=now.table, mode=load.mode, way=load.way, rows=now.rows_loaded,
-        bytes=load.bytes_total, seconds=load.seconds, rows_per_second=round(rate, 1),
-    )  # fmt: skip
-
-
-def loaded_line(done: LoadDone) -> str:
+def loaded_line(table: TableStatus) -> str:
     """`loaded public.orders: …`."""
-    return f"loaded {done.name}: " + " · ".join(_totals(done))
+    assert table.last_load is not None, "of a table that was loaded"
+    return f"loaded {table.name}: " + " · ".join(_totals(table.last_load))
 
 
-def loaded_text(loads: Sequence[LoadDone]) -> str:
+def loaded_text(loads: Sequence[TableStatus]) -> str:
     """All loads of a command, and their sum where there are several."""
-    lines = [loaded_line(done) for done in loads[:LINES_MAX]]
+    lines = [loaded_line(table) for table in loads[:LINES_MAX]]
     if len(loads) > LINES_MAX:
         lines.append(f"… and {len(loads) - LINES_MAX} more")
     if len(loads) > 1:
-        rows, size = sum(done.rows for done in loads), sum(done.bytes for done in loads)
+        all_of_them = [table.last_load for table in loads if table.last_load]
+        rows, size = sum(done.rows for done in all_of_them), sum(done.bytes for done in all_of_them)
         lines.append(f"loaded {human_count(len(loads), 'table')}: {human_count(rows, 'row')} · {human_bytes(size)}")
     return "\n".join(one_line(line) for line in lines)
 

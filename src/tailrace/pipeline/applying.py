@@ -42,7 +42,7 @@ REREAD_SECONDS_MAX = 60.0
 REST_SECONDS_MAX = 10.0
 """Merging uses at most half of the time; after a very long merge the rest is cut here."""
 NEWLINE = "\n"
-RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
+RETRY_SECONDS = 0.5
 STOP_SECONDS_MAX = 20.0
 """For what is under way when we are told to stop; then the JVM is ended with it."""
 RESTARTS_MAX = 5
@@ -207,6 +207,12 @@ class Applying:
     def covered(self, commit: int) -> bool:
         """Whether every table that can go on holds the log up to the commit, and nothing is left to load."""
         return self.loading.idle and self.lives.covered(commit)
+
+    def waits_for_log(self, commit: int) -> bool:
+        """Whether all that is left to do up to the commit is to wait for the log to grow past what was loaded."""
+        waiting = self.loading.waiting_for_log()
+        waiting |= {table for table, life in self.lives.tables.items() if self.lives.replays_what_is_to_come(life)}
+        return bool(waiting) and self.loading.is_idle_but_for(waiting) and self.lives.covered(commit, but=waiting)
 
     def _apply_until_woken(self) -> None:
         """Apply what there is while the query starts."""

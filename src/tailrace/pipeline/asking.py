@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.condition import closed, refuse_condition
+from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import lease
@@ -181,7 +181,7 @@ class _Desk:
         load, hold, waiting = self._loads.get(table), self._held.get(table), self._waiting(table)
         if hold is Hold.STOPPED:
             self._seeds.hold(table, None)  # before the wish: a stop takes wishes with it
-        self._seeds.wish(Wish(table=table, mode=mode, where=None if where is None else closed(where)))
+        self._seeds.wish(Wish(table=table, mode=mode, where=where))
         for wish in waiting:
             self._seeds.fulfil(wish)
         said = ["rows that fulfil the condition are read again" if where is not None else "it is read again"]

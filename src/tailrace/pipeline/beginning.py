@@ -118,7 +118,7 @@ class Beginning:
         for life, _, _ in planned:
             life.loading = self._lives.cursor_at(self._lives.index.position)
         self._holding.say(now=True)
-        noted = self._source.begin_chunks(lambda open_count: self._stopping.is_set())
+        noted = self._source.begin_chunks(self._stopping.is_set)
         if noted is None:  # told to stop
             return
         for life, plan, wish in planned:
@@ -175,8 +175,7 @@ class Beginning:
         for life, plan, wish in planned:
             life.load = LoadStatus(
                 stage="waiting", way=way, mode=wish.mode.value if wish else LoadMode.REPLACE.value,
-                chunks=len(plan.chunks), chunks_done=0, rows=0, bytes=0, bytes_total=plan.bytes, seconds=0.0,
-                rows_per_second=0.0, seconds_left=None,
+                chunks=len(plan.chunks), bytes_total=plan.bytes,
             )  # fmt: skip
 
 

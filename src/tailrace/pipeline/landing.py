@@ -10,6 +10,7 @@ import pyarrow as pa
 from tailrace.errors import TableFailed, Unsupported
 from tailrace.model import change
 from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives
 from tailrace.pipeline.loads import Load
 from tailrace.spark.seeds import LoadMode, Seed
@@ -19,6 +20,15 @@ from tailrace.tables.delta import DeltaRsTable
 
 Run = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
 """Runs a task for each piece of work, on Spark."""
+
+
+def run_one(run: Run, task: Callable[[Any], Outcome], work: Any, table: TableId) -> Outcome:
+    """One piece of work of a load; that its worker was killed is an outcome too."""
+    try:
+        return run(task, [work])[0]
+    except Exception as error:
+        said = TableFailed(f"a task of a load died: {type(error).__name__}", hint="It is tried again.")
+        return Outcome(table=table, error=said)
 
 
 def start_of(lives: Lives, seed: Seed) -> Lsn:
@@ -62,11 +72,7 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Outcome:
             schema=plan.schema, lake=life.path, log=lives.log.path, log_id=lives.log.log_id,
             seed=load.seed.id, partial=load.where is not None, cursor=cursor,
         )  # fmt: skip
-        try:
-            return run(refresh_table, [work])[0]
-        except Exception as error:  # the task's worker was killed
-            said = TableFailed(f"a task of a load died: {type(error).__name__}", hint="It is tried again.")
-            return Outcome(table=life.table, error=said)
+        return run_one(run, refresh_table, work, life.table)
     if load.where is not None:
         said_no = Unsupported(
             "a part of the table cannot be read again: the table is not there, or has another shape",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.pipeline.report import LoadStatus, TableState
+from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
@@ -51,6 +52,7 @@ class TableLife:
     """Where the load that is under way will stand at the earliest; what the log has after it must be kept."""
     load: LoadStatus | None = None
     """How that load stands."""
+    last_load: LoadDone | None = None
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
     gone: bool = False
@@ -272,10 +274,15 @@ class Lives:
                 return True
         return False
 
-    def covered(self, commit: int) -> bool:
-        """Whether every table that can go on has applied the log up to the commit."""
+    def replays_what_is_to_come(self, life: TableLife) -> bool:
+        """Whether the table has applied all that the log holds, and was read when the source had more."""
+        waits = life.replay is not None and life.state is TableState.CATCHING_UP
+        return waits and not self.pending(life, self.index.commit)
+
+    def covered(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
+        """Whether every table that can go on has applied the log up to the commit; some may be left out."""
         return all(
-            life.state.broken or life.state in (TableState.LOADED, TableState.PAUSED)
+            life.table in but or life.state.broken or life.state in (TableState.LOADED, TableState.PAUSED)
             or (life.state is TableState.LIVE and not self.pending(life, commit))
             for life in list(self.tables.values())
         )  # fmt: skip

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,6 @@ from pathlib import Path
 
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk, Cut
-from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
     Remedy,
@@ -34,24 +33,29 @@ from tailrace.errors import (
     TableFailed,
     TailraceError,
 )
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.landing import Run, commit, last_seen, start_of
+from tailrace.pipeline.landing import Run, commit, last_seen, run_one, start_of
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load, Shared
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.throttle import PROBE_SECONDS, Throttle
 from tailrace.spark.seeds import Hold, Seed
-from tailrace.spark.tasks import ChunkWork, Outcome, load_chunk
+from tailrace.spark.tasks import ChunkWork, load_chunk
 from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.3
+CHANGED_SECONDS = 10.0
+"""Between two looks whether a table that is read is still what the plan was made for."""
 TABLES_SECONDS = 3.0
 """Between two looks for tables that are new at the source."""
+WAITING_SECONDS = 5.0
+"""Before, and between two looks, at what a load waits for."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 CHUNK_TRIES_MAX = 8
 """Of one chunk, for reasons other than a source that cannot be reached: that is waited for."""
@@ -94,6 +98,8 @@ class Loading:
         """What tables go back to that a person holds back."""
         self._again: dict[TableId, tuple[int, float]] = {}
         """Loads of tables that go on meanwhile and that failed: how often, and when the next is due."""
+        self._waiting: tuple[float, str | None] | None = None
+        """While loads wait for transactions: when to look next whose they are, and what was found last."""
         self.throttle = Throttle(
             settings.load.connections, source.lag if settings.load.throttle else None
         )
@@ -112,6 +118,7 @@ class Loading:
             if self._loads and now >= probe_at:
                 with suppress(TailraceError):  # a source that is gone is heard of by those who read
                     self.throttle.probe()
+                    self._notice_changed()
                 probe_at = time.monotonic() + PROBE_SECONDS
             self._obey()
             self._begin_waiting()
@@ -126,11 +133,24 @@ class Loading:
     @property
     def idle(self) -> bool:
         """Whether nothing is being loaded, and nothing waits for it that could be."""
+        return self.is_idle_but_for(())
+
+    def is_idle_but_for(self, some: Collection[TableId]) -> bool:
+        """The same, where loads of some tables do not count."""
         held, tables = self._seeds.held(), dict(self._lives.tables)
         wished = {wish.table for wish in self._seeds.wishes()} & tables.keys()
         needed = {table for table, life in tables.items() if self._is_needed(life)}
         with self._lock:
-            return not self._beginning and not (wished | needed | self._loads.keys()) - held.keys()
+            return not self._beginning and not (wished | needed | self._loads.keys()) - held.keys() - set(some)
+
+    def waiting_for_log(self) -> set[TableId]:
+        """The tables whose rows are all read, and land once the log has what was committed before."""
+        with self._lock:
+            return {
+                table
+                for table, load in self._loads.items()
+                if load.complete and not load.landing and table not in self._held and not self._can_land(load)
+            }
 
     def _is_needed(self, life: TableLife) -> bool:
         """Whether the table's mode asks for a load of it, new or not."""
@@ -243,7 +263,8 @@ class Loading:
         for table, life in list(self._lives.tables.items()):
             if table in self._held or table in self._loads:
                 continue
-            if life.error is not None and life.failures and time.monotonic() < self._retry_at(life):
+            failed = life.error is not None and life.failures > 0
+            if failed and time.monotonic() < life.failed_at + _pause(life.failures):
                 continue
             if time.monotonic() < self._again.get(table, (0, 0.0))[1]:
                 continue
@@ -261,9 +282,6 @@ class Loading:
             self._begins.begin(waiting)
         finally:
             self._beginning = False
-
-    def _retry_at(self, life: TableLife) -> float:
-        return life.failed_at + _pause(life.failures)
 
     def _start(self, load: Load) -> None:
         load.found_rows = sum(staged.rows for staged in load.staged.values())
@@ -308,18 +326,17 @@ class Loading:
     def _read(self, load: Load, chunk: Chunk) -> None:
         shared = load.shared
         seconds = self._settings.load.chunk_timeout
-        if shared is None and not self._bar(load, chunk):
+        if shared is not None:
+            reader = shared.snapshot.reader(seconds)
+        elif (at_least := self._barred(load, chunk)) is not None:
+            reader = self._source.chunk_reader(seconds, at_least)
+        else:
             return
         work = ChunkWork(
-            schema=load.seed.plan.schema, chunk=chunk, condition=load.where,
-            reader=shared.snapshot.reader(seconds) if shared else self._own_reader(load, seconds),
+            schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
             lake=load.life.path, log=self._lives.log.path, seed=load.seed.id, progress=load.reading[chunk.number],
         )  # fmt: skip
-        try:
-            outcome = self._run(load_chunk, [work])[0]
-        except Exception as error:  # the task's worker was killed: the chunk is tried again
-            said = TableFailed(f"a task of a load died: {type(error).__name__}", hint="It is tried again.")
-            outcome = Outcome(table=load.life.table, error=said)
+        outcome = run_one(self._run, load_chunk, work, load.life.table)
         with self._lock:
             progress = load.reading.pop(chunk.number)
             progress.unlink(missing_ok=True)
@@ -338,33 +355,27 @@ class Loading:
         assert outcome.error is not None, "neither staged nor failed"
         self._chunk_failed(load, chunk, outcome.error, shared)
 
-    def _bar(self, load: Load, chunk: Chunk) -> bool:
-        """Before the first chunk that is read in a snapshot of its own, wait for every transaction that is open now.
+    def _barred(self, load: Load, chunk: Chunk) -> Lsn | None:
+        """What a snapshot of a chunk's own must have reached; None if that is not known, and the chunk is put back.
 
-        The exported snapshot, or one of an earlier process, may have seen a commit that waits for a synchronous
-        standby, and no snapshot of now does. Whether that was done; else the chunk is put back.
+        Before the first one, wait for every transaction that is open now: the exported snapshot, or one of an earlier
+        process, may have seen a commit that waits for a synchronous standby, and no snapshot of now does.
         """
+        failure: TailraceError | None = None
         try:
             with load.barring:
                 if load.at_least is None:
-                    stop = lambda _: self._stopping.is_set() or load.dropped  # noqa: E731
-                    noted = self._source.begin_chunks(stop)
+                    noted = self._source.begin_chunks(lambda: self._stopping.is_set() or load.dropped)
                     load.at_least = None if noted is None else noted.upto
         except TailraceError as error:
-            with self._lock:
-                load.reading.pop(chunk.number)
-                load.todo.appendleft(chunk)
-            self._chunk_failed(load, chunk, error, None)
-            return False
+            failure = error
         if load.at_least is None:
             with self._lock:
                 load.reading.pop(chunk.number)
                 load.todo.appendleft(chunk)
-        return load.at_least is not None
-
-    def _own_reader(self, load: Load, seconds: float) -> SnapshotReader:
-        assert load.at_least is not None, "barred"
-        return self._source.chunk_reader(seconds, load.at_least)
+        if failure is not None:
+            self._chunk_failed(load, chunk, failure, None)
+        return load.at_least
 
     def _chunk_failed(
         self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
@@ -441,9 +452,22 @@ class Loading:
         for load in list(self._loads.values()):
             if load.complete and not load.landing and load.life.table not in self._held:
                 load.leave_snapshot()
-                if load.seed.noted is None or self._lives.grow_to(load.seed.noted.upto):
+                self._lives.grow()
+                if self._can_land(load):
                     load.landing = True
                     self._spawn(partial(self._land, load))
+
+    def _can_land(self, load: Load) -> bool:
+        """Whether the log holds all that it takes to say where the replay starts."""
+        return load.seed.noted is None or self._lives.index.position >= load.seed.noted.upto
+
+    def _notice_changed(self) -> None:
+        """A partition that comes or goes, or a file that is another, is not waited for until the end."""
+        for load in list(self._loads.values()):
+            if not load.landing and time.monotonic() >= load.looked_at + CHANGED_SECONDS:
+                load.looked_at = time.monotonic()
+                if not self._source.unchanged(load.seed.plan):
+                    self._replan(load, _changed(load.life.table))
 
     def _end_replayed(self) -> None:
         """Forget loads once the log has passed their last chunk."""
@@ -469,7 +493,7 @@ class Loading:
         try:
             start = start_of(self._lives, seed)
             if not self._source.unchanged(seed.plan):
-                raise SourceRewritten("the table was changed while it was read", table=life.table)
+                raise _changed(life.table)
             cursor = replace(self._lives.cursor_at(start), load=seed.id)
             with life.lock:
                 passed = last_seen(self._lives, load, start)
@@ -485,7 +509,8 @@ class Loading:
                     self._seeds.fulfil(seed.wish)
                 life.moved(outcome.cursor or cursor, seed.plan.schema)
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
-                life.rows_loaded = sum(staged.rows for staged in load.staged.values())
+                life.last_load = load.done()
+                life.rows_loaded = life.last_load.rows
                 life.replay = seed.id if passed > start else None
                 self._over(life.table, self._landed.get(life.table), seed)
         except SourceRewritten as error:
@@ -560,6 +585,33 @@ class Loading:
             load.life.load = load.status(held=held, backing_off=self.throttle.backing_off)
             if load.life.cursor is None:
                 load.life.rows_loaded = load.life.load.rows
+        waiting = [life for life in self._lives.tables.values() if life.load and life.load.stage == "waiting"]
+        waited_for = self._waited_for(bool(waiting))
+        for life in waiting:
+            if life.load is not None:  # it may have begun meanwhile
+                life.load = replace(life.load, waiting_for=waited_for)
+
+    def _waited_for(self, waiting: bool) -> str | None:
+        """Whose transactions loads wait for, where they have done so for a while."""
+        now = time.monotonic()
+        if not waiting:
+            self._waiting = None
+            return None
+        if self._waiting is None:
+            self._waiting = (now + WAITING_SECONDS, None)
+        elif now >= self._waiting[0]:
+            said = None
+            with suppress(TailraceError):  # a source that is gone is heard of by those who read
+                said = self._source.open_transactions()
+            if said and not self._waiting[1]:
+                log.warning("load waits for open transactions", extra={"what": said})
+            self._waiting = (now + WAITING_SECONDS, said)
+        return self._waiting[1]
+
+
+def _changed(table: TableId) -> SourceRewritten:
+    return SourceRewritten("the table was changed while it was read", table=table)
+
 
 def _pause(tries: int) -> float:
     return float(min(RETRY_SECONDS * 2 ** min(tries, 10), RETRY_SECONDS_MAX))

@@ -13,7 +13,7 @@ from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.model.position import Lsn
 from tailrace.pipeline.life import TableLife
-from tailrace.pipeline.report import LoadStatus, TableState
+from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import LoadMode, Seed, StagedChunk
 
 
@@ -52,6 +52,8 @@ class Load:
     reading: dict[int, Path] = field(default_factory=dict)
     tries: dict[int, int] = field(default_factory=dict)
     not_before: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
+    """When it was last seen that the table is what the plan was made for."""
     landing: bool = False
     dropped: bool = False
     found_rows: int = 0
@@ -85,29 +87,38 @@ class Load:
     def status(self, *, held: bool, backing_off: bool) -> LoadStatus:
         """How it stands. What is left is told at the pace of what was read in this process."""
         staged, notes = list(self.staged.values()), list(self.reading.values())
-        done = {chunk.number: chunk.bytes for chunk in self.seed.plan.chunks if chunk.number in self.staged}
         rows = sum(chunk.rows for chunk in staged) + sum(map(_noted_rows, notes))
-        seconds = time.monotonic() - self.began_at
-        rate = (rows - self.found_rows) / seconds if seconds else 0.0
-        read, total = sum(done.values()), max(self.seed.plan.bytes, 1)
-        fresh = rows - self.found_rows
+        fresh, seconds = rows - self.found_rows, time.monotonic() - self.began_at
+        rate = fresh / seconds if seconds else 0.0
+        read = sum(chunk.bytes for chunk in self.seed.plan.chunks if chunk.number in self.staged)
+        total = max(self.seed.plan.bytes, 1)
         # By rows where the source knows how many there are.
         expected = self.life.rows_estimated or 0
         left = (expected - rows) / rate if rate > 0 and expected > rows else None
         if left is None and read and fresh and rate > 0:
             left = (total - read) / read * seconds
-        stage = "paused" if held else ("landing" if self.complete else "reading")
+        barred = self.shared is None and self.at_least is None and bool(notes)
+        stage = "paused" if held else "landing" if self.complete else "waiting" if barred else "reading"
         return LoadStatus(
-            stage=stage, way="exact" if self.shared or self._exact else "chunked",
-            mode=self.mode.value, chunks=len(self.seed.plan.chunks), chunks_done=len(staged), rows=rows, bytes=read,
+            stage=stage, way=self._way, mode=self.mode.value,
+            chunks=len(self.seed.plan.chunks), chunks_done=len(staged), rows=rows, bytes=read,
             bytes_total=self.seed.plan.bytes, seconds=round(seconds, 1), rows_per_second=round(rate, 1),
             seconds_left=None if left is None or held else round(left, 1), backing_off=backing_off,
         )  # fmt: skip
 
+    def done(self) -> LoadDone:
+        """What it came to, now that it has landed."""
+        rows, seconds = sum(staged.rows for staged in self.staged.values()), time.monotonic() - self.began_at
+        return LoadDone(
+            landed_at=time.time(), mode=self.mode.value, way=self._way, rows=rows, bytes=self.seed.plan.bytes,
+            seconds=round(seconds, 1), rows_per_second=round(rows / seconds, 1),
+        )  # fmt: skip
+
     @property
-    def _exact(self) -> bool:
-        """Whether all of it was read in the exported snapshot."""
-        return self.complete and all(staged.seen == self.seed.point for staged in self.staged.values())
+    def _way(self) -> str:
+        """`exact` if all of it is, or was, read in the exported snapshot."""
+        exact = self.complete and all(staged.seen == self.seed.point for staged in self.staged.values())
+        return "exact" if self.shared or exact else "chunked"
 
 
 def _noted_rows(note: Path) -> int:

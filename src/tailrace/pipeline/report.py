@@ -62,17 +62,36 @@ class LoadStatus:
     """`exact`: in one snapshot; `chunked`: every chunk in one of its own."""
     mode: str
     """`replace` or `refresh`."""
-    chunks: int
-    chunks_done: int
-    rows: int
-    bytes: int
+    chunks: int = 0
+    chunks_done: int = 0
+    rows: int = 0
+    bytes: int = 0
     """Of the source that are read, about; `bytes_total` are expected."""
-    bytes_total: int
-    seconds: float
-    rows_per_second: float
-    seconds_left: float | None
+    bytes_total: int = 0
+    seconds: float = 0.0
+    rows_per_second: float = 0.0
+    seconds_left: float | None = None
     backing_off: bool = False
     """Whether it goes slower because the source is busy."""
+    waiting_for: str | None = None
+    """How many transactions it waits for and whose the oldest is, once that takes a while."""
+
+    def to_json(self) -> dict[str, Any]:
+        return _fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadDone:
+    """A load that has landed."""
+
+    landed_at: float
+    mode: str
+    way: str
+    rows: int
+    bytes: int
+    """Of the source, about."""
+    seconds: float
+    rows_per_second: float
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -103,6 +122,8 @@ class TableStatus:
     note: str | None = None
     """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
     load: LoadStatus | None = None
+    last_load: LoadDone | None = None
+    """The last one that has landed since the process began that does this."""
 
     def __post_init__(self) -> None:
         if self.state is TableState.FAILED and not self.reason:

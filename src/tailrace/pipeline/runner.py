@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from tailrace.capture.postgres.source import identify
+from tailrace.changelog import lease
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import ExitCode, LogForeign, TailraceError
+from tailrace.errors import ExitCode, LogForeign, NotCaptured, TailraceError
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.child import CaptureChild
 from tailrace.pipeline.life import Lives
@@ -29,6 +30,8 @@ from tailrace.pipeline.wiring import open_source
 from tailrace.processes import die_with_parent
 
 TICK_SECONDS = 0.5
+STILL_TICKS_MAX = 10
+"""For which a log that nobody writes to is waited for."""
 
 
 @contextmanager
@@ -193,7 +196,7 @@ def _apply(
             observer.event("starting Spark", tables=len(applying.lives.tables))
             applying.start()
             watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
-            caught_up = False
+            caught_up, still = False, 0
             while not asked.is_set():
                 held.check()
                 applying.check()
@@ -209,6 +212,14 @@ def _apply(
                 caught_up = goal is not None and applying.covered(goal)
                 if until_caught_up and caught_up:
                     break
+                if until_caught_up and capture_alive is None and goal is not None:
+                    still = still + 1 if _nobody_captures(log) and applying.waits_for_log(goal) else 0
+                    if still > STILL_TICKS_MAX:
+                        raise NotCaptured(
+                            "what was loaded is newer than the log, and nobody captures", log=log.path,
+                            hint="Start `tailrace capture FILE` beside it, or use `tailrace run FILE`. What was "
+                            "loaded stays.",
+                        )  # fmt: skip
                 asked.wait(TICK_SECONDS)
         finally:
             applying.stop()
@@ -219,6 +230,10 @@ def _apply(
         return _summary(settings, command, started, status, applying.lives.index, stopped=stopped)
     finally:
         held.release()
+
+
+def _nobody_captures(log: ChangeLog) -> bool:
+    return lease.held(log.path) is None
 
 
 def _summary(

@@ -25,6 +25,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import (
+    LoadDone,
     LoadStatus,
     LogStatus,
     PipelineStatus,
@@ -98,9 +99,10 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         state = TableState.REFRESHING
     load = life.load
     if load is None and life.replay is not None:
-        load = _replaying(life)
+        load = LoadStatus(stage="replaying", way="chunked", mode="replace", rows=life.rows_loaded)
     return TableStatus(
-        schema=life.table.schema, table=life.table.name, state=state, load=load, path=str(life.path),
+        schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
+        path=str(life.path),
         reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
         hint=life.error.hint if life.error else None, note=life.trouble or life.note,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
@@ -108,13 +110,6 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         applied_commit=cursor.commit if cursor else None, applied_position=str(cursor.position) if cursor else None,
         lag_bytes=max(0, end - reached) if reached is not None else None,
         lag_seconds=max(0.0, time.time() - pending[0].committed_at / 1e6) if pending else (0.0 if cursor else None),
-    )  # fmt: skip
-
-
-def _replaying(life: TableLife) -> LoadStatus:
-    return LoadStatus(
-        stage="replaying", way="chunked", mode="replace", chunks=0, chunks_done=0, rows=life.rows_loaded, bytes=0,
-        bytes_total=0, seconds=0.0, rows_per_second=0.0, seconds_left=None,
     )  # fmt: skip
 
 
@@ -174,6 +169,7 @@ def _with_note(
         table,
         rows_loaded=note["rows_loaded"],
         load=LoadStatus(**note["load"]) if status.apply_pid is not None and note.get("load") else table.load,
+        last_load=LoadDone(**note["last_load"]) if note.get("last_load") else None,
         load_rows_estimated=table.load_rows_estimated or note["load_rows_estimated"],
     )
     state = TableState(note["state"])

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, Chunk
-from tailrace.capture.postgres.condition import closed
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId, TableSchema
 
@@ -54,7 +53,7 @@ class ReadOptions:
         return cls(
             url=found["url"], table=_table(found["table"]),
             columns=_columns(found["columns"]) if "columns" in found else None,
-            where=closed(found["where"]) if "where" in found else None,
+            where=found.get("where"),
             chunk_bytes=_size("chunkBytes", found.get("chunkBytes", str(CHUNK_BYTES))),
             partitions_max=_count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
             snapshot_seconds=_seconds("snapshotSeconds", found.get("snapshotSeconds", str(SNAPSHOT_SECONDS))),

@@ -26,9 +26,9 @@ from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog import files
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.rows import after_position
 from tailrace.errors import SourceSlow, TableFailed, TailraceError
 from tailrace.model import change
-from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.tables.base import Cursor
@@ -221,22 +221,13 @@ def _changes(work: ApplyWork) -> pa.Table:
         for batch in log.read(
             item.first, item.last, tables=[item.table], after_seq=seq, to_seq=item.last_seq
         ):
-            data = _after(batch.completed(), work.expected.position)
-            if data.num_rows:
+            batch = after_position(batch, work.expected.position)  # a load has seen the others
+            if batch.data.num_rows:
                 if error := unusable(work.shape, batch.schema, item.first):
                     raise error
-                pieces.append(data)
+                pieces.append(batch.completed())
         seq = max(seq, item.last_seq)
     return pa.Table.from_batches(pieces)
-
-
-def _after(data: pa.RecordBatch, position: Lsn) -> pa.RecordBatch:
-    """The rows whose transaction ended after the position: a load has seen the others."""
-    positions = data.column(change.POSITION)
-    if Lsn.parse(positions[0].as_py()) > position:  # rows come in the order of the source's log
-        return data
-    later = [text for text in pc.unique(positions).to_pylist() if Lsn.parse(text) > position]
-    return data.filter(pc.is_in(positions, pa.array(later, pa.string())))
 
 
 def _as_ours(error: Exception) -> TailraceError:

@@ -28,6 +28,7 @@ from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, Tailrace
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
+    REPLACE_HINT,
     Position,
     app_id,
     file_names,
@@ -186,7 +187,7 @@ class DeltaRsTable:
         keys: Sequence[StagedFile] | None = None,
     ) -> Applied:  # fmt: skip
         if not schema.key:
-            raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=_RELOAD)
+            raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
         opened = self._loaded()
         here = opened.position.cursor
         if here != expected and here.seq >= cursor.seq:
@@ -217,7 +218,7 @@ class DeltaRsTable:
         if others:
             raise TableUnusable(
                 "the table uses features that a refresh does not know", path=self._path,
-                features=", ".join(sorted(others)), hint=_RELOAD,
+                features=", ".join(sorted(others)), hint=REPLACE_HINT,
             )  # fmt: skip
 
     def _replace(self, opened: _Opened, found: Difference, properties: CommitProperties) -> None:
@@ -258,7 +259,7 @@ class DeltaRsTable:
             )  # fmt: skip
         if not position.schema.same_rows(schema):
             raise SchemaChanged(
-                "the table was loaded with other columns", table=schema.table, path=self._path, hint=_RELOAD
+                "the table was loaded with other columns", table=schema.table, path=self._path, hint=REPLACE_HINT
             )
 
     def _write(
@@ -356,7 +357,7 @@ class DeltaRsTable:
         position = position_of(folder, table.version(), self._log_id)
         if position.cursor.seq != seq:
             raise ForeignWrite(
-                "the table's position and its transaction number differ", path=self._path, hint=_RELOAD
+                "the table's position and its transaction number differ", path=self._path, hint=REPLACE_HINT
             )
         return _Opened(folder=folder, table=table, position=position)
 
@@ -383,7 +384,6 @@ class DeltaRsTable:
 _NTZ = "timestampNtz"
 _LOAD_AGAIN = "Load the table again; nobody else may write or remove files in its folder meanwhile."
 _ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
-_RELOAD = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
 
 
 def _merge(

@@ -29,7 +29,7 @@ MAINTENANCE = frozenset(["OPTIMIZE", "VACUUM START", "VACUUM END"])
 """What delta-rs and Spark call the commits that change files but no rows."""
 MAINTENANCE_COMMITS_MAX = 10_000
 
-_ANEW = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
+REPLACE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,18 +103,18 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
         if found.position is not None:
             raise ForeignWrite(
                 "another change log writes this table", path=folder, log=found.position.log, version=number,
-                hint="Give each pipeline its own `tables.path`. " + _ANEW,
+                hint="Give each pipeline its own `tables.path`. " + REPLACE_HINT,
             )  # fmt: skip
         if not found.maintenance:
             raise ForeignWrite(
                 "someone else changed the table", path=folder, operation=found.operation, version=number,
-                hint="A mirror is written by Tailrace alone. " + _ANEW,
+                hint="A mirror is written by Tailrace alone. " + REPLACE_HINT,
             )  # fmt: skip
     raise TableUnusable(
         "the table's log no longer holds the commit with our position",
         path=folder,
         version=version,
-        hint=_ANEW,
+        hint=REPLACE_HINT,
     )
 
 
@@ -162,7 +162,7 @@ class _Commit:
             return None
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as exc:
             raise TableUnusable(
-                "a commit of the table cannot be read", path=folder, version=version, hint=_ANEW
+                "a commit of the table cannot be read", path=folder, version=version, hint=REPLACE_HINT
             ) from exc
         files = [action[kind] for action in actions for kind in ("add", "remove") if kind in action]
         operation = str(info.get("operation", "unknown"))

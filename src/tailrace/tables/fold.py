@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.errors import BaseRowMissing, ValueUnfit
+from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, ValueUnfit
 from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
@@ -36,7 +36,6 @@ _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
 _UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
 _NOWHERE = -1
 
-_RELOAD = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
     "then reload the table."
@@ -114,7 +113,7 @@ class _Batch:
         return str(self._changes.column(change.POSITION)[row].as_py())
 
     def base_missing(self, row: int, what: str) -> BaseRowMissing:
-        return BaseRowMissing(what, table=self.schema.table, position=self.position(row), hint=_RELOAD)
+        return BaseRowMissing(what, table=self.schema.table, position=self.position(row), hint=LOAD_ANEW_HINT)
 
 
 def _operations(changes: pa.Table) -> Codes:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
-from tailrace.errors import BaseRowMissing
+from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Reread
 from tailrace.tables.fold import Flags, key_ordinals
@@ -162,7 +162,7 @@ def find_rows(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ord
 def _missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
     return BaseRowMissing(
         "a partial change arrived for a row that the table does not hold",
-        table=schema.table, rows=int(np.count_nonzero(~there)), hint=_RELOAD,
+        table=schema.table, rows=int(np.count_nonzero(~there)), hint=LOAD_ANEW_HINT,
     )  # fmt: skip
 
 
@@ -209,11 +209,8 @@ def without(schema: TableSchema, table: DeltaTable, removals: pa.Table) -> Itera
         yield from (chunk.filter(pa.array(~dropped)) if dropped.any() else chunk).to_batches()
     if left.any():
         raise BaseRowMissing(
-            "rows to be removed are not in the table", table=schema.table, rows=int(left.sum()), hint=_RELOAD
+            "rows to be removed are not in the table", table=schema.table, rows=int(left.sum()), hint=LOAD_ANEW_HINT
         )
-
-
-_RELOAD = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 
 def _first_copies(image: Ints, left: Ints) -> Any:

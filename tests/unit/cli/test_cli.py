@@ -11,7 +11,7 @@ import pty
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -124,17 +124,6 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "tailrace.yaml"
     path.write_text(GOOD)
     return str(path)
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """The command sets up logging and remembers secrets for a whole process; a test is not one."""
-    root, ours = logging.getLogger(), logging.getLogger("tailrace")
-    handlers, level = list(root.handlers), ours.level
-    yield
-    root.handlers[:] = handlers
-    ours.setLevel(level)
-    logs._secrets.clear()
 
 
 def lines(text: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pty
 import subprocess
@@ -19,7 +18,7 @@ from tailrace.changelog.consumers import TableHint, leave_hints
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
-from tailrace.cli import logs, renderlog
+from tailrace.cli import renderlog
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
@@ -35,16 +34,6 @@ source:
 log: {path: ./log, grace: 0}
 tables: {format: delta, path: ./lake}
 """
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("tailrace")
-    handlers, level = list(root.handlers), ours.level
-    yield
-    root.handlers[:] = handlers
-    ours.setLevel(level)
-    logs._secrets.clear()
 
 
 @pytest.fixture

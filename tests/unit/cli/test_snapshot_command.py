@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +31,6 @@ tables: {format: delta, path: ./lake}
 load: {standby: "postgresql://app:0ther-word@127.0.0.1:1/shop"}
 """
 THINGS, OTHERS = TableId("public", "things"), TableId("public", "other")
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("tailrace")
-    handlers, level = list(root.handlers), ours.level
-    yield
-    root.handlers[:] = handlers
-    ours.setLevel(level)
-    logs._secrets.clear()
 
 
 @pytest.fixture

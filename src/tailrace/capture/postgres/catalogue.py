@@ -24,7 +24,7 @@ from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
 log = logging.getLogger(__name__)
 
-_KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts from 0
+KEY_OF_INDEX = "(i.indkey::int2[])[0:i.indnkeyatts - 1]"  # an int2vector counts from 0
 
 # A table can be updated while it publishes updates only if its replica identity can be used: of a partitioned
 # table that of every leaf, since REPLICA IDENTITY does not reach them. A deferrable key is none, and neither is one
@@ -37,7 +37,7 @@ _USABLE = f"""not exists (
        select from pg_index i where i.indrelid = p.oid and i.indisvalid and i.indimmediate
        and case p.relreplident when 'd' then i.indisprimary when 'i' then i.indisreplident else false end
        and not exists (
-         select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({_KEY_OF_INDEX}) and not {SENT}))))"""
+         select from pg_attribute a where a.attrelid = p.oid and a.attnum = any({KEY_OF_INDEX}) and not {SENT}))))"""
 
 _TABLES = f"""
 select c.oid::int8, {AS_BYTES.format(text="n.nspname::text")}, {AS_BYTES.format(text="c.relname::text")},
@@ -89,7 +89,7 @@ _USABLE_OF = f"""
 select t.oid::int8, (select relkind::text from pg_class where oid = t.oid), {_USABLE.format(table="t.oid")},
 not exists (
   select from pg_class c join pg_index i on i.indrelid = c.oid
-  join pg_attribute a on a.attrelid = c.oid and a.attnum = any({_KEY_OF_INDEX})
+  join pg_attribute a on a.attrelid = c.oid and a.attnum = any({KEY_OF_INDEX})
   where c.oid = t.oid and case c.relreplident when 'i' then i.indisreplident else i.indisprimary end and not {SENT})
 from unnest(%s::oid[]) t(oid)
 """

@@ -42,11 +42,6 @@ def refuse_condition(connection: psycopg.Connection, schema: TableSchema, condit
         raise explain(error) from error
 
 
-def closed(condition: str) -> str:
-    """The condition so that anything may follow it."""
-    return f"{condition}\n" if "--" in condition else condition
-
-
 def _prepare(connection: psycopg.Connection, schema: TableSchema, query: bytes, *, apart: bool = False) -> None:
     """Have the server read one statement, and look at its names and types; it takes several for an error."""
     session = connection.pgconn

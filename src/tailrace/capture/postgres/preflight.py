@@ -17,7 +17,7 @@ from psycopg import sql
 
 from tailrace.capture.base import Lag, SourceId
 from tailrace.capture.postgres import history
-from tailrace.capture.postgres.catalogue import Catalogue, SourceTable, table_id
+from tailrace.capture.postgres.catalogue import KEY_OF_INDEX, Catalogue, SourceTable, table_id
 from tailrace.capture.postgres.connect import command, connect_replication, explain
 from tailrace.capture.postgres.facts import AS_BYTES, TREE
 from tailrace.capture.postgres.settings import PostgresSettings
@@ -269,13 +269,13 @@ def _identity_unsent(
     """
     if connection.info.server_version < GENERATED_VERSION_MIN:
         return []
-    query = """
+    query = f"""
       select c.oid::int8 from pg_class c
       where exists (select from pg_publication where pubname = %s and pubgencols <> 's') and c.oid = any(%s::oid[])
       and exists (
         select from pg_attribute a where a.attrelid = c.oid and a.attgenerated = 's'
         and (c.relreplident = 'f' or exists (
-          select from pg_index i where i.indrelid = c.oid and a.attnum = any((i.indkey::int2[])[0:i.indnkeyatts - 1])
+          select from pg_index i where i.indrelid = c.oid and a.attnum = any({KEY_OF_INDEX})
           and case c.relreplident when 'd' then i.indisprimary else i.indisreplident end)))
     """
     try:

@@ -25,7 +25,8 @@ from psycopg import sql
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import FILE, Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
-from tailrace.capture.postgres.copy import CTID, copy_rows
+from tailrace.capture.postgres.copy import copy_rows
+from tailrace.capture.postgres.copy_binary import CTID
 from tailrace.capture.postgres.preflight import horizon
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
@@ -117,31 +118,50 @@ class Noted:
 
 
 _HOLDERS = """
-select l.transactionid::text::int8, coalesce(l.pid, 0) from pg_locks l
+select l.transactionid::text::int8, l.pid, coalesce(p.gid, a.application_name), a.state,
+  extract(epoch from clock_timestamp() - coalesce(p.prepared, a.xact_start))::float8
+from pg_locks l left join pg_stat_activity a on a.pid = l.pid
+  left join pg_prepared_xacts p on p.transaction = l.transactionid
 where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted
+order by 5 desc nulls last
 """
 
 
-def begin_chunks(
-    url: str, standby: str | None, waiting: Callable[[int], bool] = lambda count: False
-) -> Noted | None:
+def open_transactions(url: str) -> str | None:
+    """How many transactions that write are open, and whose the oldest is, in words; None if there is none."""
+    try:
+        with connect(url) as connection:
+            found = connection.execute(_HOLDERS, prepare=False).fetchall()
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+    if not found:
+        return None
+    _, pid, name, state, seconds = found[0]
+    which = f"pid {pid}" if pid else "prepared"
+    said = [which + (f' "{name}"' if name else ""), *([state] if state else [])]
+    if seconds is not None:
+        said.append(f"for {round(seconds)} s")
+    count = "1 open transaction" if len(found) == 1 else f"{len(found)} open transactions, the oldest"
+    return f"{count}: {' '.join(said)}"
+
+
+def begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool] = lambda: False) -> Noted | None:
     """Wait until every transaction that is open now has ended, then note what is seen; None if told to give up.
 
-    `waiting` hears how many are still open, and says whether to give up. A commit that waits for a synchronous
-    standby is open: it is in the server's log already, and no snapshot sees it.
+    A commit that waits for a synchronous standby is open: it is in the server's log already, and no snapshot sees it.
     """
     try:
-        return _begin_chunks(url, standby, waiting)
+        return _begin_chunks(url, standby, stopping)
     except psycopg.Error as error:
         raise explain(error, url) from error
 
 
-def _begin_chunks(url: str, standby: str | None, waiting: Callable[[int], bool]) -> Noted | None:
+def _begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool]) -> Noted | None:
     with connect(url) as primary:
         floor = _position(primary)
-        held = {transaction for transaction, _ in primary.execute(_HOLDERS, prepare=False)}
-        while held := held & {transaction for transaction, _ in primary.execute(_HOLDERS, prepare=False)}:
-            if waiting(len(held)):
+        held = {row[0] for row in primary.execute(_HOLDERS, prepare=False)}
+        while held := held & {row[0] for row in primary.execute(_HOLDERS, prepare=False)}:
+            if stopping():
                 return None
             time.sleep(_PAUSE_SECONDS)
         if standby is None:
@@ -149,7 +169,7 @@ def _begin_chunks(url: str, standby: str | None, waiting: Callable[[int], bool])
         passed = _position(primary)
     with connect(standby) as replica:
         while _position(replica) < passed:
-            if waiting(0):
+            if stopping():
                 return None
             time.sleep(_PAUSE_SECONDS)
         return _note(replica, floor)
@@ -312,7 +332,7 @@ class SnapshotReader:
             # The server's own text, every name in it qualified.
             conditions += [sql.SQL(f"({picked})")] if picked else []
         if condition is not None:
-            conditions.append(sql.SQL(f"({condition})"))
+            conditions.append(sql.SQL(f"({condition}\n)"))  # it may end with a comment
         source: sql.Composable
         if chunk is not None:
             source, conditions = chunk.leaf.rows, [*chunk.conditions(), *conditions]

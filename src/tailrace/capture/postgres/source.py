@@ -12,7 +12,13 @@ from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan, find_leaves, plan_table
 from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
 from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader, begin_chunks
+from tailrace.capture.postgres.snapshot import (
+    ExactSnapshot,
+    Noted,
+    SnapshotReader,
+    begin_chunks,
+    open_transactions,
+)
 from tailrace.capture.postgres.stream import PostgresStream
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
@@ -140,9 +146,13 @@ class PostgresCapture:
                 raise explain(error, self.settings.url) from error
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
 
-    def begin_chunks(self, waiting: Callable[[int], bool]) -> Noted | None:
+    def begin_chunks(self, stopping: Callable[[], bool]) -> Noted | None:
         """What chunks that are read in snapshots of their own begin with."""
-        return begin_chunks(self.settings.url, self.settings.standby, waiting)
+        return begin_chunks(self.settings.url, self.settings.standby, stopping)
+
+    def open_transactions(self) -> str | None:
+        """What a load that begins waits for, in words."""
+        return open_transactions(self.settings.url)
 
     def chunk_reader(self, seconds_max: float, at_least: Lsn) -> SnapshotReader:
         """Reads a chunk in a snapshot of its own, from the standby if there is one."""

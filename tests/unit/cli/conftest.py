@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tailrace.cli import logs
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """The command sets up logging and remembers secrets for a whole process; a test is not one."""
+    root, ours = logging.getLogger(), logging.getLogger("tailrace")
+    handlers, level = list(root.handlers), ours.level
+    yield
+    root.handlers[:] = handlers
+    ours.setLevel(level)
+    logs._secrets.clear()
