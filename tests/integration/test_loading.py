@@ -14,7 +14,7 @@ import pytest
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.schema import TableId
-from tailrace.pipeline import loading
+from tailrace.pipeline import loading, waits
 from tailrace.pipeline.report import TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
 from tailrace.tables.delta import DeltaRsTable
@@ -76,20 +76,20 @@ def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: 
 def test_a_writer_that_was_open_when_the_table_was_published(
     filled: str, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(waits, "WAITING_SECONDS", 0.1)
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying, psycopg.connect(filled) as writer:
         scene.assert_equal(applying, "things")
         execute(filled, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1), (2, 2)")
         writer.execute("INSERT INTO later VALUES (9001, 5)")
         writer.execute("UPDATE later SET x = 77 WHERE id = 1")
 
-        def waits() -> bool:
+        def told() -> bool:
             found = [known for known in applying.lives.tables.values() if known.table.name == "later"]
             load = found[0].load if found else None
             waiting = load is not None and load.stage == "waiting" and load.waiting_for
             return f"1 open transaction: pid {writer.info.backend_pid} " in (waiting or "")
 
-        assert eventually(waits)
+        assert eventually(told)
         writer.commit()
         scene.assert_equal(applying, "things", "later")
 

@@ -47,7 +47,7 @@ class Local(Applying):
         self.chunks = []
         self._in_background(self.loading.look)
         for number in range(self._settings.load.connections):
-            self._in_background(lambda number=number: self.loading.read(number))  # type: ignore[misc] # bound early
+            self._in_background(lambda number=number: self.loading.reading.read(number))  # type: ignore[misc] # bound early
         self._in_background(self._apply)
 
     def _apply(self) -> None:

@@ -120,11 +120,13 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
         # What seals have replaced goes by itself, and twice the room is not a reason to let go of rows.
         total = disk_bytes(change_log.path) - sum(disk_bytes(path) for path in sealer.leaving())
         unsealed = sum(disk_bytes(path) for path in sealer.not_sealed())
+        twice = sum(disk_bytes(path) for path in sealer.staying())
         going += _free(kept, live, going, total - _size(going) - min(limits))
         while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
             worst = _worst(kept, live, going)
-            if worst is None or over <= unsealed:
-                break  # what is too much is not sealed yet, and nobody is detached in vain
+            left = _size(kept) - _size(going)
+            if worst is None or over <= unsealed or left < over <= unsealed + twice:
+                break  # what is too much is not sealed yet, or goes by itself, and nobody is detached in vain
             live.remove(worst)
             detached.append(worst)
             going += _free(kept, live, going, over)

@@ -126,11 +126,10 @@ class Sealer:
         return self._first_unsealed(), newest
 
     def not_sealed(self) -> Iterator[Path]:
-        """Where the rows of those commits lie."""
-        first, last = self.unsealed()
-        for number in range(first, last + 1):
-            yield commit_path(self.path, number)
-            yield self.path / "big" / f"{number:020d}"
+        """Where the rows of those commits lie, and of one that is being written."""
+        leaving = {*self.leaving(), *self.staying()}
+        for folder in (self.path / "hot", self.path / "big"):
+            yield from (path for path in folder.iterdir() if path not in leaving)
 
     def _first_unsealed(self) -> int:
         self.log.cold.refresh()
@@ -261,6 +260,12 @@ class Sealer:
     def leaving(self) -> list[Path]:
         """What seals have replaced and the next cleanings will remove."""
         return list(self._replaced(time.time() + 1.0))
+
+    def staying(self) -> list[Path]:
+        """What a seal has replaced and stays until there is a newer commit."""
+        newest = self.log.newest()
+        sealed = self.log.cold.covering(newest) is not None
+        return [self.path / "big" / f"{newest:020d}", commit_path(self.path, newest)] if sealed else []
 
     def _replaced(self, old: float) -> Iterator[Path]:
         """Files that nobody will look up again, replaced for longer than the grace period."""

@@ -105,7 +105,7 @@ class Applying:
         # None of them waits for the query, which takes seconds to start.
         self._in_background(self.loading.look)
         for number in range(self._settings.load.connections):
-            self._in_background(partial(self.loading.read, number))
+            self._in_background(partial(self.loading.reading.read, number))
         self._in_background(self._apply_until_woken)
         self._query = self._start_query()
 

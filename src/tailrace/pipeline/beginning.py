@@ -1,4 +1,4 @@
-"""How a load begins: the table is known to be published, then cut, then a snapshot is made to compare with.
+"""How a load begins: the table is found, known to be published, then cut, then a snapshot is made to compare with.
 
 In that order. A table that is not published would miss what is written while it is read; one that is rewritten between
 cut and snapshot is told by its files.
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.errors import TableUnpublished, TailraceError, Unsupported
+from tailrace.errors import SourceError, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
 from tailrace.pipeline.holding import Holding
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 PUBLISHED_SECONDS_MAX = 30.0
 """A table that has just been made is published by the capturing process; only after this is it missed."""
+
+_GONE_HINT = "Was it dropped or renamed? If it is made again it is loaded; else check `source.tables`."
 
 Waiting = list[tuple[TableLife, Wish | None]]
 Planned = list[tuple[TableLife, Plan, Wish | None]]
@@ -53,6 +55,24 @@ class Beginning:
         self._known_since: dict[TableId, float] = {}
         self.chunked: set[TableId] = set()
         """Tables that could not be read in one snapshot."""
+
+    def find_tables(self) -> None:
+        """Tables that were made, or renamed into what the settings name, since we last looked."""
+        try:
+            found = self._source.tables()
+        except TailraceError:
+            return  # whoever needs the source says so
+        there = {table.table for table in found}
+        for life in list(self._lives.tables.values()):
+            if life.table not in there and life.state is TableState.NEW:
+                life.gone = True
+                life.fail(SourceError("the table is not there", table=life.table, hint=_GONE_HINT))
+            elif life.gone and life.table in there and life.state is TableState.FAILED:
+                life.gone, life.error, life.state = False, None, TableState.NEW
+        for table in found:
+            if table.table not in self._lives.tables:
+                log.info("table found", extra={"table": str(table.table)})
+                self._lives.add(table.table, table, self._settings.mode_of(table.table))
 
     def begin(self, waiting: Waiting) -> None:
         """Begin a load of each; what cannot be begun has failed."""

@@ -5,8 +5,8 @@ of its own, and the table is whole once the replay has passed the last of them. 
 snapshot (it took too long, the session broke, we were killed) goes on in the chunked way with the chunks it lacks if
 they are ranges of the key; otherwise it begins again.
 
-One thread looks what is to be loaded, a fixed number of others read, one chunk at a time each: that number is all
-the sessions that ever read rows at once. Nothing here stops capture, or the applying to other tables.
+One thread looks, here, what is to be loaded, and lands what has been read; others read (`reading`). Nothing here stops
+capture, or the applying to other tables.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
     Remedy,
     SnapshotGone,
-    SourceError,
     SourceRewritten,
     SourceUnreachable,
     TableFailed,
     TailraceError,
 )
-from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.landing import Run, commit, last_seen, run_one, start_of
+from tailrace.pipeline.landing import Run, commit, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.loads import Load, Shared
+from tailrace.pipeline.loads import Load, Shared, UnderWay
+from tailrace.pipeline.reading import Reading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.throttle import PROBE_SECONDS, Throttle
+from tailrace.pipeline.waits import Waits
 from tailrace.spark.seeds import Hold, Seed
-from tailrace.spark.tasks import ChunkWork, load_chunk
 from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
@@ -54,12 +53,9 @@ CHANGED_SECONDS = 10.0
 """Between two looks whether a table that is read is still what the plan was made for."""
 TABLES_SECONDS = 3.0
 """Between two looks for tables that are new at the source."""
-WAITING_SECONDS = 5.0
-"""Before, and between two looks, at what a load waits for."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 CHUNK_TRIES_MAX = 8
 """Of one chunk, for reasons other than a source that cannot be reached: that is waited for."""
-_GONE_HINT = "Was it dropped or renamed? If it is made again it is loaded; else check `source.tables`."
 REPLANS_MAX = 20
 """Of a load whose table keeps being rewritten under it."""
 
@@ -80,29 +76,29 @@ class Loading:
         self._spawn = spawn
         self._advance = advance
         self._stopping = stopping
-        self._scratch = scratch
         self._seeds = lives.seeds
-        self._lock = threading.Lock()
-        self._loads: dict[TableId, Load] = {}
+        self._under_way = UnderWay(scratch, lives.seeds.held())
+        self._loads, self._lock = self._under_way.loads, self._under_way.lock
         self._begins = Beginning(
             settings.load, source, lives, holding, begun=self._start, failed=self._fail, stopping=stopping
         )
         self._beginning = False
-        self._turn = 0
         self._always = {table for table in lives.tables if settings.load.mode_of(table) == "always"}
         self._replans: dict[TableId, int] = {}
         self._landed: dict[TableId, Seed] = {}
         """Loads whose replay is not over."""
-        self._held = lives.seeds.held()
         self._was: dict[TableId, TableState] = {}
         """What tables go back to that a person holds back."""
         self._again: dict[TableId, tuple[int, float]] = {}
         """Loads of tables that go on meanwhile and that failed: how often, and when the next is due."""
-        self._waiting: tuple[float, str | None] | None = None
-        """While loads wait for transactions: when to look next whose they are, and what was found last."""
-        self.throttle = Throttle(
+        self._waits = Waits(source)
+        self._throttle = Throttle(
             settings.load.connections, source.lag if settings.load.throttle else None
         )
+        self.reading = Reading(
+            settings.load, source, lives.log.path, self._under_way, self._throttle, run=run,
+            failed=self._chunk_failed, stopping=stopping,
+        )  # fmt: skip
 
     # The one who looks.
 
@@ -113,11 +109,11 @@ class Loading:
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= tables_at:
-                self._find_tables()
+                self._begins.find_tables()
                 tables_at = time.monotonic() + TABLES_SECONDS
             if self._loads and now >= probe_at:
                 with suppress(TailraceError):  # a source that is gone is heard of by those who read
-                    self.throttle.probe()
+                    self._throttle.probe()
                     self._notice_changed()
                 probe_at = time.monotonic() + PROBE_SECONDS
             self._obey()
@@ -129,6 +125,7 @@ class Loading:
             self._stopping.wait(LOOK_SECONDS)
         for load in list(self._loads.values()):
             load.leave_snapshot()
+        self._end_replayed()
 
     @property
     def idle(self) -> bool:
@@ -149,7 +146,7 @@ class Loading:
             return {
                 table
                 for table, load in self._loads.items()
-                if load.complete and not load.landing and table not in self._held and not self._can_land(load)
+                if load.complete and not load.landing and table not in self._under_way.held and not self._can_land(load)
             }
 
     def _is_needed(self, life: TableLife) -> bool:
@@ -159,24 +156,6 @@ class Loading:
             return mode in ("when_needed", "always")
         unloaded = life.state in (TableState.NEW, TableState.PAUSED)
         return unloaded or (life.table in self._always and not life.state.broken)
-
-    def _find_tables(self) -> None:
-        """Tables that were made, or renamed into what the settings name, since we last looked."""
-        try:
-            found = self._source.tables()
-        except TailraceError:
-            return  # whoever needs the source says so
-        there = {table.table for table in found}
-        for life in list(self._lives.tables.values()):
-            if life.table not in there and life.state is TableState.NEW:
-                life.gone = True
-                life.fail(SourceError("the table is not there", table=life.table, hint=_GONE_HINT))
-            elif life.gone and life.table in there and life.state is TableState.FAILED:
-                life.gone, life.error, life.state = False, None, TableState.NEW
-        for table in found:
-            if table.table not in self._lives.tables:
-                log.info("table found", extra={"table": str(table.table)})
-                self._lives.add(table.table, table, self._settings.load.mode_of(table.table))
 
     def _take_up(self) -> None:
         """Loads that an earlier process began."""
@@ -218,8 +197,8 @@ class Loading:
     def _obey(self) -> None:
         """Do what a person has decided about loads."""
         wishes = self._seeds.wishes()  # before the holds: one who asks again has lifted his own
-        self._held = self._seeds.held()
-        for table, hold in self._held.items():
+        held = self._under_way.held = self._seeds.held()
+        for table, hold in held.items():
             load, life = self._loads.get(table), self._lives.tables.get(table)
             if load is not None and not load.reading and not load.landing:
                 self._hold_back(load, hold)
@@ -227,11 +206,11 @@ class Loading:
                 self._was[table] = load.state_before if load is not None else life.state
                 life.state = TableState.PAUSED
         for wish in wishes:
-            if self._held.get(wish.table) is Hold.STOPPED and wish.table not in self._loads and not self._beginning:
+            if held.get(wish.table) is Hold.STOPPED and wish.table not in self._loads and not self._beginning:
                 self._seeds.fulfil(wish)
                 self._lift(wish.table)
         for table, life in list(self._lives.tables.items()):
-            if table not in self._held and life.state is TableState.PAUSED:
+            if table not in held and life.state is TableState.PAUSED:
                 was = self._was.pop(table, TableState.NEW)
                 life.state = TableState.SEEDING if table in self._loads else was
 
@@ -261,7 +240,7 @@ class Loading:
         wishes = {wish.table: wish for wish in reversed(self._seeds.wishes())}
         waiting: Waiting = []
         for table, life in list(self._lives.tables.items()):
-            if table in self._held or table in self._loads:
+            if table in self._under_way.held or table in self._loads:
                 continue
             failed = life.error is not None and life.failures > 0
             if failed and time.monotonic() < life.failed_at + _pause(life.failures):
@@ -293,89 +272,7 @@ class Loading:
         with self._lock:
             self._loads[load.life.table] = load
 
-    # Those who read.
-
-    def read(self, number: int) -> None:
-        """Read one chunk after the other, until told to stop. `number` counts the readers from 0."""
-        while not self._stopping.is_set():
-            if number >= self.throttle.allowed or (picked := self._next()) is None:
-                self._stopping.wait(LOOK_SECONDS)
-                continue
-            load, chunk = picked
-            self._read(load, chunk)
-            if self.throttle.rest_seconds:
-                self._stopping.wait(self.throttle.rest_seconds)
-
-    def _next(self) -> tuple[Load, Chunk] | None:
-        """A chunk to read, the tables taking turns."""
-        with self._lock:
-            now = time.monotonic()
-            ready = [
-                load
-                for table, load in sorted(self._loads.items())
-                if load.todo and table not in self._held and now >= load.not_before and not load.dropped
-            ]
-            if not ready:
-                return None
-            self._turn += 1
-            load = ready[self._turn % len(ready)]
-            chunk = load.todo.popleft()
-            load.reading[chunk.number] = self._scratch / f"load-{load.seed.id}-{chunk.number}.json"
-            return load, chunk
-
-    def _read(self, load: Load, chunk: Chunk) -> None:
-        shared = load.shared
-        seconds = self._settings.load.chunk_timeout
-        if shared is not None:
-            reader = shared.snapshot.reader(seconds)
-        elif (at_least := self._barred(load, chunk)) is not None:
-            reader = self._source.chunk_reader(seconds, at_least)
-        else:
-            return
-        work = ChunkWork(
-            schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
-            lake=load.life.path, log=self._lives.log.path, seed=load.seed.id, progress=load.reading[chunk.number],
-        )  # fmt: skip
-        outcome = run_one(self._run, load_chunk, work, load.life.table)
-        with self._lock:
-            progress = load.reading.pop(chunk.number)
-            progress.unlink(missing_ok=True)
-            if load.dropped:
-                with suppress(TailraceError):
-                    discard(load.life.path, load.seed.id)
-                return
-            if self._stopping.is_set():
-                load.todo.append(chunk)
-                return
-            if outcome.staged is not None:
-                load.staged[chunk.number] = outcome.staged
-                load.life.error, load.tries = None, {}
-                return
-            load.todo.appendleft(chunk)
-        assert outcome.error is not None, "neither staged nor failed"
-        self._chunk_failed(load, chunk, outcome.error, shared)
-
-    def _barred(self, load: Load, chunk: Chunk) -> Lsn | None:
-        """What a snapshot of a chunk's own must have reached; None if that is not known, and the chunk is put back.
-
-        Before the first one, wait for every transaction that is open now: the exported snapshot, or one of an earlier
-        process, may have seen a commit that waits for a synchronous standby, and no snapshot of now does.
-        """
-        failure: TailraceError | None = None
-        try:
-            with load.barring:
-                if load.at_least is None:
-                    noted = self._source.begin_chunks(lambda: self._stopping.is_set() or load.dropped)
-                    load.at_least = None if noted is None else noted.upto
-        except TailraceError as error:
-            failure = error
-        if load.at_least is None:
-            with self._lock:
-                load.reading.pop(chunk.number)
-                load.todo.appendleft(chunk)
-        if failure is not None:
-            self._chunk_failed(load, chunk, failure, None)
-        return load.at_least
+    # Reading.
 
     def _chunk_failed(
         self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
@@ -450,7 +347,7 @@ class Loading:
 
     def _land_complete(self) -> None:
         for load in list(self._loads.values()):
-            if load.complete and not load.landing and load.life.table not in self._held:
+            if load.complete and not load.landing and load.life.table not in self._under_way.held:
                 load.leave_snapshot()
                 self._lives.grow()
                 if self._can_land(load):
@@ -581,32 +478,16 @@ class Loading:
 
     def _tell(self) -> None:
         for load in list(self._loads.values()):
-            held = load.life.table in self._held
-            load.life.load = load.status(held=held, backing_off=self.throttle.backing_off)
+            held = load.life.table in self._under_way.held
+            load.life.load = load.status(held=held, backing_off=self._throttle.backing_off)
             if load.life.cursor is None:
                 load.life.rows_loaded = load.life.load.rows
         waiting = [life for life in self._lives.tables.values() if life.load and life.load.stage == "waiting"]
-        waited_for = self._waited_for(bool(waiting))
+        waited_for = self._waits.told(bool(waiting))
         for life in waiting:
             if life.load is not None:  # it may have begun meanwhile
                 life.load = replace(life.load, waiting_for=waited_for)
 
-    def _waited_for(self, waiting: bool) -> str | None:
-        """Whose transactions loads wait for, where they have done so for a while."""
-        now = time.monotonic()
-        if not waiting:
-            self._waiting = None
-            return None
-        if self._waiting is None:
-            self._waiting = (now + WAITING_SECONDS, None)
-        elif now >= self._waiting[0]:
-            said = None
-            with suppress(TailraceError):  # a source that is gone is heard of by those who read
-                said = self._source.open_transactions()
-            if said and not self._waiting[1]:
-                log.warning("load waits for open transactions", extra={"what": said})
-            self._waiting = (now + WAITING_SECONDS, said)
-        return self._waiting[1]
 
 
 def _changed(table: TableId) -> SourceRewritten:

@@ -12,9 +12,10 @@ from pathlib import Path
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
-from tailrace.spark.seeds import LoadMode, Seed, StagedChunk
+from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Load:
     state_before: TableState = TableState.NEW
     """What the table goes back to if the load comes to nothing."""
     at_least: Lsn | None = None
-    """What a snapshot of a chunk's own must have reached, once that is known: see `Loading._bar`."""
+    """What a snapshot of a chunk's own must have reached, once that is known: see `Reading._barred`."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     barring: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -119,6 +120,36 @@ class Load:
         """`exact` if all of it is, or was, read in the exported snapshot."""
         exact = self.complete and all(staged.seen == self.seed.point for staged in self.staged.values())
         return "exact" if self.shared or exact else "chunked"
+
+
+class UnderWay:
+    """The loads under way, shared by those who look and those who read."""
+
+    def __init__(self, scratch: Path, held: dict[TableId, Hold]) -> None:
+        self.lock = threading.Lock()
+        """For the dictionary, and for what is left to read of each."""
+        self.loads: dict[TableId, Load] = {}
+        self.held = held
+        """What a person has decided, as it was last looked at."""
+        self._scratch = scratch
+        self._turn = 0
+
+    def next(self) -> tuple[Load, Chunk] | None:
+        """A chunk to read, the tables taking turns."""
+        with self.lock:
+            now = time.monotonic()
+            ready = [
+                load
+                for table, load in sorted(self.loads.items())
+                if load.todo and table not in self.held and now >= load.not_before and not load.dropped
+            ]
+            if not ready:
+                return None
+            self._turn += 1
+            load = ready[self._turn % len(ready)]
+            chunk = load.todo.popleft()
+            load.reading[chunk.number] = self._scratch / f"load-{load.seed.id}-{chunk.number}.json"
+            return load, chunk
 
 
 def _noted_rows(note: Path) -> int:

@@ -395,6 +395,12 @@ def test_nobody_is_detached_for_room_that_only_sealing_can_make(diary: Diary) ->
     assert let_go(diary.path, age_seconds=None, max_bytes=over).detached == (str(OTHER.table),)
 
 
+def test_nobody_is_detached_for_room_that_the_newest_commit_takes_twice(diary: Diary) -> None:
+    write_sealed(diary, (heavy(1), inserts(2, schema=OTHER)))
+    tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0))
+    assert let_go(diary.path, age_seconds=None, max_bytes=30_000).detached == (str(SHOP.table),)
+
+
 def test_the_record_counts_what_is_gone(diary: Diary) -> None:
     diary.commit()
     write_sealed(diary, (inserts(1, 2), inserts(10, schema=OTHER)), (inserts(3),))
