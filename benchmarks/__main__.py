@@ -73,10 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{bench.name:<14}{_title(bench)}" for bench in BENCHES))
         return EXIT_REACHED
     chosen = [bench for bench in BENCHES if options.name in (bench.name, ALL)]
-    results = _run(chosen, options.rounds, options.scale)
-    if options.write and results:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(report.page(results), encoding="utf-8")
+    results = _run(chosen, options.rounds, options.scale, options.write)
     for _, result in results:
         print(report.summary(result))
     if options.json and results:
@@ -106,14 +103,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(benches: Sequence[Bench], rounds: int, scale: float) -> list[tuple[Bench, Outcome]]:
-    """Run one after the other; one that cannot be measured is reported and does not stop the rest."""
-    results = []
+def _run(benches: Sequence[Bench], rounds: int, scale: float, page: Path | None) -> list[tuple[Bench, Outcome]]:
+    """Run one after the other; one that cannot be measured is reported and does not stop the rest.
+
+    The page is written after each, so that one who loses patience keeps what was measured.
+    """
+    results: list[tuple[Bench, Outcome]] = []
     for bench in benches:
         try:
             results.append((bench, bench.run(rounds, scale)))
         except BenchError as exc:
             print(f"error: {bench.name}: {exc}\nhint: {exc.hint}", file=sys.stderr, flush=True)
+        if page is not None and results:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(report.page(results), encoding="utf-8")
     return results
 
 

@@ -81,8 +81,9 @@ select application_name from pg_stat_activity where application_name ~ '^tailrac
 
 
 def held(source: psycopg.Connection) -> list[str]:
-    """The sessions of ours, by number: once a read is planned or over, those that hold a snapshot."""
-    return [name.split()[2] for (name,) in source.execute(HELD).fetchall()]
+    """The sessions of ours that hold a snapshot or read in one, by number; others have none, and may be about to go."""
+    names = [name.split() for (name,) in source.execute(HELD).fetchall()]
+    return [words[2] for words in names if len(words) > 2]
 
 
 def wait_for(what: Callable[[], bool]) -> None:
