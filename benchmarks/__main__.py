@@ -1,7 +1,7 @@
 """The command line of the benches.
 
     python -m benchmarks --list
-    python -m benchmarks NAME [--json] [--rounds 5] [--scale 1]
+    python -m benchmarks NAME [--json] [--rounds 5] [--scale 1] [--write docs/benchmarks.md]
     python -m benchmarks all [--json] [--rounds 5] [--write docs/benchmarks.md]
 
 Results go to stdout, progress to stderr. With `--json` the last line of stdout is one object. `--scale 0.02`
@@ -99,14 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scale", type=_fraction, default=1.0, help="shrink the work for a quick try (default 1: in full)"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results as a Markdown page")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results into a Markdown page")
     return parser
 
 
 def _run(benches: Sequence[Bench], rounds: int, scale: float, page: Path | None) -> list[tuple[Bench, Outcome]]:
     """Run one after the other; one that cannot be measured is reported and does not stop the rest.
 
-    The page is written after each, so that one who loses patience keeps what was measured.
+    The page is written after each, so that one who loses patience keeps what was measured; what it says of others
+    stays.
     """
     results: list[tuple[Bench, Outcome]] = []
     for bench in benches:
@@ -116,7 +117,8 @@ def _run(benches: Sequence[Bench], rounds: int, scale: float, page: Path | None)
             print(f"error: {bench.name}: {exc}\nhint: {exc.hint}", file=sys.stderr, flush=True)
         if page is not None and results:
             page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(report.page(results), encoding="utf-8")
+            before = page.read_text(encoding="utf-8") if page.exists() else ""
+            page.write_text(report.page(results, [bench.name for bench in BENCHES], before), encoding="utf-8")
     return results
 
 

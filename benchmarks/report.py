@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 
 from benchmarks.cells import Cell, CellsResult
@@ -15,8 +16,20 @@ def summary(result: Outcome) -> str:
     return "\n".join((*lines, f"  measured as ours: {result.setup['ours']}", f"  {_machine(result)}"))
 
 
-def page(results: Sequence[tuple[Bench, Outcome]]) -> str:
-    """`docs/benchmarks.md`: all figures on top, then each bench with its rules and its rounds."""
+def page(results: Sequence[tuple[Bench, Outcome]], order: Sequence[str], before: str = "") -> str:
+    """`docs/benchmarks.md`: all figures on top, then each bench with its rules and its rounds.
+
+    What the page `before` says of benches that were not measured now stays as it is.
+    """
+    lines, sections = _parse(before)
+    for bench, result in results:
+        lines[bench.name], sections[bench.name] = _overview_lines(result), _section(bench, result)
+    named = [name for name in order if name in sections]
+    overview = [
+        "| bench | peer | ours | peer's | ratio | spread | must reach | |",
+        "|---|---|--:|--:|--:|---|--:|---|",
+        *(line for name in named for line in lines[name]),
+    ]
     parts = [
         "# Benchmarks",
         (
@@ -24,11 +37,22 @@ def page(results: Sequence[tuple[Bench, Outcome]]) -> str:
             "ratio between our value and the peer's in the same round. Higher is better for us: where the values "
             "are costs, the ratio is the peer's over ours."
         ),
-        f"Measured as ours: {'; '.join(dict.fromkeys(str(result.setup['ours']) for _, result in results))}.",
-        _overview([result for _, result in results]),
-        *(_section(bench, result) for bench, result in results),
+        "\n".join(overview),
+        *(sections[name] for name in named),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _parse(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """By bench, its lines in the overview of a page and its section."""
+    head, *rest = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    sections = {name: f"## {name}\n{body.rstrip()}" for name, body in zip(rest[::2], rest[1::2], strict=True)}
+    lines: dict[str, list[str]] = {name: [] for name in sections}
+    for line in head.splitlines():
+        name = line.strip("| ").partition("|")[0].partition(",")[0].strip()
+        if name in lines:
+            lines[name].append(line)
+    return lines, sections
 
 
 def _rates_lines(result: Result) -> list[str]:
@@ -55,19 +79,10 @@ def _cells_lines(result: CellsResult) -> list[str]:
     return lines
 
 
-def _overview(results: Sequence[Outcome]) -> str:
-    lines = [
-        "| bench | peer | ours | peer's | ratio | spread | must reach | |",
-        "|---|---|--:|--:|--:|---|--:|---|",
-    ]
-    for result in results:
-        if isinstance(result, CellsResult):
-            lines += [
-                _overview_line(f"{result.name}, {cell.name}", result.peer_name, cell) for cell in result.cells
-            ]
-        else:
-            lines.append(_overview_line(result.name, result.peer_name, result))
-    return "\n".join(lines)
+def _overview_lines(result: Outcome) -> list[str]:
+    if isinstance(result, CellsResult):
+        return [_overview_line(f"{result.name}, {cell.name}", result.peer_name, cell) for cell in result.cells]
+    return [_overview_line(result.name, result.peer_name, result)]
 
 
 def _overview_line(name: str, peer_name: str, figure: Cell | Result) -> str:
