@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,22 @@ def test_capture_and_apply_run_apart_and_agree(database: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     pipeline.assert_equal("t")
     _drop_and_be_told(pipeline)
+
+
+@pytest.mark.skipif("TAILRACE_THOROUGH" not in os.environ, reason="one more Spark: it runs where there is time")
+def test_applying_what_nobody_captures_says_so_and_keeps_what_it_has_read(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b')")
+    pipeline = Pipeline(tmp_path, database)
+    with pipeline.file.open("a") as settings:
+        settings.write("load: {way: chunked}\n")
+    assert pipeline.call("capture", "--until-caught-up").returncode == 0
+    execute(database, "UPDATE t SET x = 'c' WHERE id = 1")
+    done = pipeline.call("apply", "--until-caught-up")
+    assert done.returncode == 4, done.stderr
+    assert "nobody captures" in done.stderr
+    assert "Start `tailrace capture FILE`" in done.stderr
+    pipeline.catch_up()
+    pipeline.assert_equal("t")
 
 
 def _drop_and_be_told(pipeline: Pipeline) -> None:

@@ -108,11 +108,11 @@ class Load:
         )  # fmt: skip
 
     def done(self) -> LoadDone:
-        """What it came to, now that it has landed."""
+        """What it came to, now that it has landed. The rate is that of what was read in this process."""
         rows, seconds = sum(staged.rows for staged in self.staged.values()), time.monotonic() - self.began_at
         return LoadDone(
             landed_at=time.time(), mode=self.mode.value, way=self._way, rows=rows, bytes=self.seed.plan.bytes,
-            seconds=round(seconds, 1), rows_per_second=round(rows / seconds, 1),
+            seconds=round(seconds, 1), rows_per_second=round((rows - self.found_rows) / seconds, 1),
         )  # fmt: skip
 
     @property
