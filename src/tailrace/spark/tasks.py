@@ -11,7 +11,7 @@ import json
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -217,17 +217,34 @@ def _changes(work: ApplyWork) -> pa.Table:
     log = ChangeLog.open(work.log)
     pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
     seq = work.expected.seq
-    for item in work.slices:
+    for first, last in _together(log, work.slices):
         for batch in log.read(
-            item.first, item.last, tables=[item.table], after_seq=seq, to_seq=item.last_seq
+            first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq
         ):
             batch = after_position(batch, work.expected.position)  # a load has seen the others
             if batch.data.num_rows:
-                if error := unusable(work.shape, batch.schema, item.first):
+                if error := unusable(work.shape, batch.schema, first.first):
                     raise error
                 pieces.append(batch.completed())
-        seq = max(seq, item.last_seq)
+        seq = max(seq, last.last_seq)
     return pa.Table.from_batches(pieces)
+
+
+def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
+    """Stretches of slices that are read at once, each as its first and its last.
+
+    What was sealed since the slices were listed lies in one row group where it was many commits. Read commit by commit
+    that group would be decoded, and kept, once for each.
+    """
+    begin = 0
+    while begin < len(slices):
+        first, end = slices[begin], begin + 1
+        log.cold.refresh()
+        seal = log.cold.covering(first.first)
+        while seal and end < len(slices) and slices[end].first <= seal.last and slices[end].table == first.table:
+            end += 1
+        yield first, slices[end - 1]
+        begin = end
 
 
 def _as_ours(error: Exception) -> TailraceError:
