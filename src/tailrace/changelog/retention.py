@@ -93,9 +93,10 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
 
 def disk_bytes(path: Path) -> int:
     """What the log takes on disk, but for what processes say in `status/`: letting go of rows makes no room there."""
-    if not path.is_dir():
-        return path.stat().st_size if path.exists() else 0
     size = 0
+    with suppress(FileNotFoundError, NotADirectoryError):
+        if not path.is_dir():
+            return path.stat().st_size
     for folder, below, names in os.walk(path):
         if Path(folder) == path and "status" in below:
             below.remove("status")
@@ -118,9 +119,10 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     limits = [limit for limit in (policy.bytes, policy.max_bytes and int(policy.max_bytes * ROOM)) if limit]
     if limits:
         # What seals have replaced goes by itself, and twice the room is not a reason to let go of rows.
-        total = disk_bytes(change_log.path) - sum(disk_bytes(path) for path in sealer.leaving())
-        unsealed = sum(disk_bytes(path) for path in sealer.not_sealed())
-        twice = sum(disk_bytes(path) for path in sealer.staying())
+        leaving, staying = set(sealer.leaving()), sealer.staying()
+        total = disk_bytes(change_log.path) - sum(map(disk_bytes, leaving))
+        unsealed = sum(map(disk_bytes, sealer.not_sealed({*leaving, *staying})))
+        twice = sum(map(disk_bytes, staying))
         going += _free(kept, live, going, total - _size(going) - min(limits))
         while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
             worst = _worst(kept, live, going)

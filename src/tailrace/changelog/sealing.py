@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,11 +125,11 @@ class Sealer:
         newest = self.log.newest()
         return self._first_unsealed(), newest
 
-    def not_sealed(self) -> Iterator[Path]:
-        """Where the rows of those commits lie, and of one that is being written."""
-        leaving = {*self.leaving(), *self.staying()}
+    def not_sealed(self, replaced: Collection[Path]) -> Iterator[Path]:
+        """Where the rows of those commits lie, and of one that is being written, given what seals have replaced."""
         for folder in (self.path / "hot", self.path / "big"):
-            yield from (path for path in folder.iterdir() if path not in leaving)
+            with suppress(FileNotFoundError):  # a log may be made before its folders
+                yield from (path for path in folder.iterdir() if path not in replaced)
 
     def _first_unsealed(self) -> int:
         self.log.cold.refresh()

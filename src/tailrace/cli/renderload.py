@@ -140,8 +140,9 @@ class Loads:
 
     def see(self, tables: Sequence[TableStatus]) -> list[TableStatus]:
         """The tables of which a load has landed since the last look."""
-        landed = {(table.schema, table.table): table.last_load.landed_at for table in tables if table.last_load}
-        fresh = [table for table in tables if landed.get(key := (table.schema, table.table)) != self._told.get(key)]
+        loaded = [table for table in tables if table.last_load]
+        landed = {(table.schema, table.table): table.last_load.landed_at for table in loaded if table.last_load}
+        fresh = [table for table in loaded if landed[key := (table.schema, table.table)] != self._told.get(key)]
         self._told |= landed
         self.done += fresh
         return fresh

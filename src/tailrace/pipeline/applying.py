@@ -210,9 +210,9 @@ class Applying:
 
     def waits_for_log(self, commit: int) -> bool:
         """Whether all that is left to do up to the commit is to wait for the log to grow past what was loaded."""
-        waiting = self.loading.waiting_for_log()
-        waiting |= {table for table, life in self.lives.tables.items() if self.lives.replays_what_is_to_come(life)}
-        return bool(waiting) and self.loading.is_idle_but_for(waiting) and self.lives.covered(commit, but=waiting)
+        landing, lives = self.loading.waiting_for_log(), list(self.lives.tables.values())
+        waiting = landing | {life.table for life in lives if self.lives.replays_what_is_to_come(life)}
+        return bool(waiting) and self.loading.is_idle_but_for(landing) and self.lives.covered(commit, but=waiting)
 
     def _apply_until_woken(self) -> None:
         """Apply what there is while the query starts."""

@@ -68,7 +68,7 @@ class Beginning:
                 life.gone = True
                 life.fail(SourceError("the table is not there", table=life.table, hint=_GONE_HINT))
             elif life.gone and life.table in there and life.state is TableState.FAILED:
-                life.gone, life.error, life.state = False, None, TableState.NEW
+                life.gone, life.error, life.state, life.failures = False, None, TableState.NEW, 0
         for table in found:
             if table.table not in self._lives.tables:
                 log.info("table found", extra={"table": str(table.table)})

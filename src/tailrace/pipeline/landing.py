@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
 
-from tailrace.errors import TableFailed, Unsupported
+from tailrace.errors import TableFailed, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -62,24 +63,43 @@ def last_seen(lives: Lives, load: Load, start: Lsn) -> Lsn:
     return max(seen)
 
 
-def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Outcome:
-    """Put what was staged into the table: as all that it holds, or by writing what differs."""
+def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
+    """Put what was staged into the table; returns where that stands now.
+
+    A worker may die, or a disk fill up, just after the commit: what the table itself says is so.
+    """
+    table = DeltaRsTable(load.life.path, lives.log.log_id)
+    try:
+        _commit(table, lives, load, cursor, run)
+    except TailraceError as error:
+        with suppress(TailraceError):
+            if (found := table.cursor()) is not None and found.load == load.seed.id:
+                return found
+        raise error
+    found = table.cursor()
+    assert found is not None, "just landed"
+    return found
+
+
+def _commit(table: DeltaRsTable, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
+    """As all that the table holds, or by writing what differs."""
     life, plan = load.life, load.seed.plan
-    table = DeltaRsTable(life.path, lives.log.log_id)
     shape = table.shape() if load.mode is LoadMode.REFRESH or load.where else None
     if shape is not None and shape.same_rows(plan.schema):
         work = RefreshWork(
             schema=plan.schema, lake=life.path, log=lives.log.path, log_id=lives.log.log_id,
             seed=load.seed.id, partial=load.where is not None, cursor=cursor,
         )  # fmt: skip
-        return run_one(run, refresh_table, work, life.table)
+        outcome = run_one(run, refresh_table, work, life.table)
+        if outcome.error is not None:
+            raise outcome.error
+        return
     if load.where is not None:
-        said_no = Unsupported(
+        raise Unsupported(
             "a part of the table cannot be read again: the table is not there, or has another shape",
             table=life.table, hint="Run it without --where: the whole table is loaded.",
         )  # fmt: skip
-        return Outcome(table=life.table, error=said_no)
     assert load.complete, "a load lands with all its chunks"
-    files = [file for number in sorted(load.staged) for file in load.staged[number].files]
-    rows = table.land(plan.schema, files, cursor)
-    return Outcome(table=life.table, rows=rows, cursor=cursor, schema=plan.schema)
+    table.land(
+        plan.schema, [file for number in sorted(load.staged) for file in load.staged[number].files], cursor
+    )

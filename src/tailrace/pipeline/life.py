@@ -114,17 +114,14 @@ class Lives:
         self._lake = lake
         self._growing = threading.Lock()
         self.tables: dict[TableId, TableLife] = {}
+        self.waiting_for: str | None = None
+        """What loads that have not begun wait for, as far as that is known."""
 
     def grow(self) -> int:
         """Take in what the log has got; its newest commit."""
         with self._growing:
             self.index.grow()
             return self.index.commit
-
-    def grow_to(self, position: Lsn) -> bool:
-        """Whether the log has reached a position."""
-        self.grow()
-        return self.index.position >= position
 
     def add(
         self, table: TableId, source: SourceTable | None = None, mode: str = "initial"
@@ -277,7 +274,7 @@ class Lives:
     def replays_what_is_to_come(self, life: TableLife) -> bool:
         """Whether the table has applied all that the log holds, and was read when the source had more."""
         waits = life.replay is not None and life.state is TableState.CATCHING_UP
-        return waits and not self.pending(life, self.index.commit)
+        return waits and not self.pending(life, self.index.commit) and not self._replayed(life)
 
     def covered(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
         """Whether every table that can go on has applied the log up to the commit; some may be left out."""

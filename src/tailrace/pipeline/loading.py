@@ -37,7 +37,7 @@ from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import Run, commit, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.loads import Load, Shared, UnderWay
+from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.reading import Reading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
@@ -48,7 +48,6 @@ from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.3
 CHANGED_SECONDS = 10.0
 """Between two looks whether a table that is read is still what the plan was made for."""
 TABLES_SECONDS = 3.0
@@ -182,6 +181,7 @@ class Loading:
             if not usable:
                 # What was cut off in one snapshot would be so again.
                 self._begins.chunked.add(seed.table)
+                life.loading = None
                 self._give_up(seed, life)
                 self._begin_again(life, seed)
                 continue
@@ -220,12 +220,11 @@ class Loading:
         if hold is Hold.STOPPED:
             if load.seed.wish is not None:
                 self._seeds.fulfil(load.seed.wish)
-            self._drop(load)
-            self._lift(table)
+            if self._drop(load):
+                self._lift(table)
         elif load.seed.plan.cut is Cut.KEY:
             load.leave_snapshot()
-        else:
-            self._drop(load)
+        elif self._drop(load):
             self._begin_again(load.life, load.seed)
 
     def _lift(self, table: TableId) -> None:
@@ -277,6 +276,8 @@ class Loading:
     def _chunk_failed(
         self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
     ) -> None:
+        if load.dropped:
+            return
         if isinstance(error, SourceRewritten):
             self._replan(load, error)
             return
@@ -290,9 +291,8 @@ class Loading:
             load.life.error = error
             load.not_before = time.monotonic() + _pause(tries)
             log.warning("chunk tried again", extra={"table": str(load.life.table), "code": error.code})
-            return
-        self._drop(load)
-        self._fail(load.life, error)
+        elif self._drop(load):
+            self._fail(load.life, error)
 
     def _expire(self) -> None:
         """End a snapshot that is open for too long: the source's clean-up waits for it."""
@@ -308,13 +308,13 @@ class Loading:
         if load.seed.plan.cut is Cut.KEY:
             log.warning("load goes on in chunks", extra={"table": str(load.life.table), "why": why})
             return
+        if not self._drop(load):
+            return
         if load.seed.plan.schema.key and self._settings.load.way != "exact":
             log.warning("load begins again in chunks", extra={"table": str(load.life.table), "why": why})
             self._begins.chunked.add(load.life.table)
-            self._drop(load)
             self._begin_again(load.life, load.seed)
             return
-        self._drop(load)
         self._fail(load.life, TableFailed(
             "the load could not be finished in one snapshot", table=load.life.table, why=why,
             hint="It is tried again. A table without a key is read in one snapshot: raise `load.time_limit` or "
@@ -328,10 +328,9 @@ class Loading:
 
     def _replan(self, load: Load, error: SourceRewritten) -> None:
         """The table is not what the plan was made for; begin again."""
-        if load.dropped:
+        if not self._drop(load):
             return
         table = load.life.table
-        self._drop(load)
         self._replans[table] = self._replans.get(table, 0) + 1
         log.warning("load begins again", extra={"table": str(table), "reason": error.message})
         load.life.error = error
@@ -369,20 +368,12 @@ class Loading:
     def _end_replayed(self) -> None:
         """Forget loads once the log has passed their last chunk."""
         for table, seed in list(self._landed.items()):
-            if self._lives.tables[table].replay != seed.id:
-                self._over(table, seed, None)
-
-    def _over(self, table: TableId, before: Seed | None, now: Seed | None) -> None:
-        """One load of a table has nothing left to wait for, and another may."""
-        with self._lock:
-            if self._landed.get(table) is not before:
-                return
-            if now is None:
-                self._landed.pop(table, None)
-            else:
-                self._landed[table] = now
-        if before is not None:
-            self._seeds.end(before)
+            with self._lock:
+                over = self._landed.get(table) is seed and self._lives.tables[table].replay != seed.id
+                if over:
+                    del self._landed[table]
+            if over:
+                self._seeds.end(seed)
 
     def _land(self, load: Load) -> None:
         """One commit of everything that was staged, at the position just before the replay."""
@@ -398,18 +389,19 @@ class Loading:
                     # It may be the end of a log that is not flushed yet, and the stream may never get there.
                     passed = min(passed, self._source.horizon())
                 self._seeds.land(seed.id, passed)
-                outcome = commit(self._lives, load, cursor, self._run)
-                if outcome.error is not None:
-                    raise outcome.error
+                landed = commit(self._lives, load, cursor, self._run)
                 failpoints.hit("load.landed")
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
-                life.moved(outcome.cursor or cursor, seed.plan.schema)
+                life.moved(landed, seed.plan.schema)
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 life.last_load = load.done()
                 life.rows_loaded = life.last_load.rows
                 life.replay = seed.id if passed > start else None
-                self._over(life.table, self._landed.get(life.table), seed)
+                with self._lock:
+                    before, self._landed[life.table] = self._landed.get(life.table), seed
+                if before is not None:
+                    self._seeds.end(before)
         except SourceRewritten as error:
             self._replan(load, error)
             return
@@ -417,14 +409,14 @@ class Loading:
             if isinstance(error, SourceUnreachable):
                 load.landing, life.error = False, error  # all is staged: only the last look is missing
                 return
-            self._drop(load)
-            self._fail(life, error)
+            if self._drop(load):
+                self._fail(life, error)
             return
-        life.loading = life.load = life.trouble = None
-        self._replans.pop(life.table, None)
-        self._again.pop(life.table, None)
         with self._lock:
             del self._loads[life.table]
+            life.loading = life.load = life.trouble = None
+        self._replans.pop(life.table, None)
+        self._again.pop(life.table, None)
         with suppress(TailraceError):
             discard(life.path, seed.id)
         log.info("load landed", extra={"table": str(life.table), "rows": life.rows_loaded})
@@ -433,19 +425,15 @@ class Loading:
 
     # Ending.
 
-    def _drop(self, load: Load) -> None:
-        """Forget a load and what it has staged; the table is as it was."""
+    def _drop(self, load: Load) -> bool:
+        """Forget a load and what it has staged; the table is as it was. False if another has done so already."""
         load.leave_snapshot()
-        with self._lock:
-            load.dropped = True
-            if self._loads.get(load.life.table) is load:
-                del self._loads[load.life.table]
-        if load.life.state is TableState.SEEDING:
-            load.life.state = load.state_before
+        if not self._under_way.drop(load):
+            return False
         self._give_up(load.seed, load.life)
+        return True
 
     def _give_up(self, seed: Seed, life: TableLife) -> None:
-        life.loading = life.load = None
         with suppress(TailraceError):
             discard(life.path, seed.id)
         self._seeds.end(seed)
@@ -479,15 +467,12 @@ class Loading:
     def _tell(self) -> None:
         for load in list(self._loads.values()):
             held = load.life.table in self._under_way.held
-            load.life.load = load.status(held=held, backing_off=self._throttle.backing_off)
+            status = load.status(held=held, backing_off=self._throttle.backing_off)
+            self._under_way.tell(load, status)
             if load.life.cursor is None:
-                load.life.rows_loaded = load.life.load.rows
-        waiting = [life for life in self._lives.tables.values() if life.load and life.load.stage == "waiting"]
-        waited_for = self._waits.told(bool(waiting))
-        for life in waiting:
-            if life.load is not None:  # it may have begun meanwhile
-                life.load = replace(life.load, waiting_for=waited_for)
-
+                load.life.rows_loaded = status.rows
+        shown = [life.load for life in list(self._lives.tables.values())]
+        self._lives.waiting_for = self._waits.told(any(load and load.stage == "waiting" for load in shown))
 
 
 def _changed(table: TableId) -> SourceRewritten:

@@ -17,6 +17,9 @@ from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk
 
+LOOK_SECONDS = 0.3
+"""Between two looks at what there is to do."""
+
 
 @dataclass
 class Shared:
@@ -150,6 +153,25 @@ class UnderWay:
             chunk = load.todo.popleft()
             load.reading[chunk.number] = self._scratch / f"load-{load.seed.id}-{chunk.number}.json"
             return load, chunk
+
+    def drop(self, load: Load) -> bool:
+        """Take a load out for good, so that the table is as it was; False if that was done already."""
+        life = load.life
+        with self.lock:
+            if load.dropped:
+                return False
+            load.dropped = True
+            del self.loads[life.table]
+            life.loading = life.load = None
+            if life.state is TableState.SEEDING:
+                life.state = load.state_before
+            return True
+
+    def tell(self, load: Load, status: LoadStatus) -> None:
+        """Say how a load stands, unless it is over."""
+        with self.lock:
+            if self.loads.get(load.life.table) is load:
+                load.life.load = status
 
 
 def _noted_rows(note: Path) -> int:

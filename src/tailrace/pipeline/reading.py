@@ -15,13 +15,11 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.landing import Run, run_one
-from tailrace.pipeline.loads import Load, Shared, UnderWay
+from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.pipeline.throttle import Throttle
 from tailrace.spark.tasks import ChunkWork, load_chunk
 from tailrace.tables.staging import discard
-
-IDLE_SECONDS = 0.3
 
 Failed = Callable[[Load, Chunk, TailraceError, Shared | None], None]
 """Told of a chunk that is still to be read, why it was not, and the exported snapshot it was read in if it was."""
@@ -47,7 +45,7 @@ class Reading:
         """Read one chunk after the other, until told to stop. `number` counts the readers from 0."""
         while not self._stopping.is_set():
             if number >= self._throttle.allowed or (picked := self._under_way.next()) is None:
-                self._stopping.wait(IDLE_SECONDS)
+                self._stopping.wait(LOOK_SECONDS)
                 continue
             self._read(*picked)
             if self._throttle.rest_seconds:
@@ -91,18 +89,20 @@ class Reading:
         Before the first one, wait for every transaction that is open now: the exported snapshot, or one of an earlier
         process, may have seen a commit that waits for a synchronous standby, and no snapshot of now does.
         """
+        at_least: Lsn | None = None
         failure: TailraceError | None = None
         try:
             with load.barring:
                 if load.at_least is None:
                     noted = self._source.begin_chunks(lambda: self._stopping.is_set() or load.dropped)
                     load.at_least = None if noted is None else noted.upto
+                at_least = load.at_least
         except TailraceError as error:
             failure = error
-        if load.at_least is None:
+        if at_least is None:
             with self._under_way.lock:
                 load.reading.pop(chunk.number)
                 load.todo.appendleft(chunk)
         if failure is not None:
             self._failed(load, chunk, failure, None)
-        return load.at_least
+        return at_least

@@ -398,6 +398,15 @@ class LoadSettings(BaseModel):
     throttle: bool = True
     secret_standby: Url | None = Field(default=None, alias="standby")
 
+    @model_validator(mode="after")
+    def _standby_is_of_use(self) -> LoadSettings:
+        if self.standby and self.way == "exact":
+            raise _refusal(
+                "has `standby` beside `way: exact`, and a snapshot is exported by the source itself",
+                "Leave `way` out, or write `way: chunked`; or leave `standby` out.",
+            )
+        return self
+
     @property
     def standby(self) -> str | None:
         """The URL of the server to read from, with its password, if it is not the source itself."""

@@ -99,7 +99,10 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         state = TableState.REFRESHING
     load = life.load
     if load is None and life.replay is not None:
-        load = LoadStatus(stage="replaying", way="chunked", mode="replace", rows=life.rows_loaded)
+        mode = life.last_load.mode if life.last_load else "replace"
+        load = LoadStatus(stage="replaying", way="chunked", mode=mode, rows=life.rows_loaded)
+    elif load is not None and load.stage == "waiting":
+        load = replace(load, waiting_for=lives.waiting_for)
     return TableStatus(
         schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
         path=str(life.path),

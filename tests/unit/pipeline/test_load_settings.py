@@ -103,6 +103,7 @@ def test_a_setting_of_spark_s_may_be_written_as_text_number_or_truth(tmp_path: P
         ("load", ["standby: standby.example.com"], 8, "load.standby", "must be a URL", "postgresql://"),
         ("load", ["standby: mysql://h/d"], 8, "load.standby", "not available yet", "postgresql://"),
         ("load", ["standby: ${NOWHERE}"], 8, "load.standby", "NOWHERE, which is not set", "Set it"),
+        ("load", ["standby: postgresql://s/d", "way: exact"], 8, "load", "`standby` beside `way: exact`", "chunked"),
         ("load", ["connection: 2"], 8, "load.connection", "is not a key we know", "Did you mean `connections`?"),
         ("load", ["master: x"], 8, "load.master", "is not a key we know", "It belongs under `spark`."),
         ("load", ["zzz: 1"], 8, "load.zzz", "is not a key we know", "Known here: mode, modes, way, connections"),

@@ -27,6 +27,7 @@ from tailrace.capture.postgres.chunks import FILE, Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
 from tailrace.capture.postgres.copy import copy_rows
 from tailrace.capture.postgres.copy_binary import CTID
+from tailrace.capture.postgres.facts import AS_BYTES
 from tailrace.capture.postgres.preflight import horizon
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
@@ -117,13 +118,15 @@ class Noted:
         )  # fmt: skip
 
 
-_HOLDERS = """
-select l.transactionid::text::int8, l.pid, coalesce(p.gid, a.application_name), a.state,
+_WRITERS = "locktype = 'transactionid' and mode = 'ExclusiveLock' and granted"
+_OPEN = f"select transactionid::text::int8 from pg_locks where {_WRITERS}"
+# Only for people. A role that may not see others' sessions is told no name, no state and no age.
+_WHOSE = f"""
+select pid, {AS_BYTES.format(text="coalesce(p.gid, a.application_name)")}, a.state,
   extract(epoch from clock_timestamp() - coalesce(p.prepared, a.xact_start))::float8
-from pg_locks l left join pg_stat_activity a on a.pid = l.pid
+from (select transactionid, pid from pg_locks where {_WRITERS}) l left join pg_stat_activity a using (pid)
   left join pg_prepared_xacts p on p.transaction = l.transactionid
-where l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted
-order by 5 desc nulls last
+order by 4 desc nulls last
 """
 
 
@@ -131,18 +134,20 @@ def open_transactions(url: str) -> str | None:
     """How many transactions that write are open, and whose the oldest is, in words; None if there is none."""
     try:
         with connect(url) as connection:
-            found = connection.execute(_HOLDERS, prepare=False).fetchall()
+            found = connection.execute(_WHOSE, prepare=False).fetchall()
     except psycopg.Error as error:
         raise explain(error, url) from error
     if not found:
         return None
-    _, pid, name, state, seconds = found[0]
+    pid, name, state, seconds = found[0]
     which = f"pid {pid}" if pid else "prepared"
-    said = [which + (f' "{name}"' if name else ""), *([state] if state else [])]
+    said = [which + (f' "{name.decode(errors="replace")}"' if name else ""), *([state] if state else [])]
     if seconds is not None:
         said.append(f"for {round(seconds)} s")
-    count = "1 open transaction" if len(found) == 1 else f"{len(found)} open transactions, the oldest"
-    return f"{count}: {' '.join(said)}"
+    if len(found) == 1:
+        return f"1 open transaction: {' '.join(said)}"
+    one = "one of them" if seconds is None else "the oldest"
+    return f"{len(found)} open transactions, {one}: {' '.join(said)}"
 
 
 def begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool] = lambda: False) -> Noted | None:
@@ -159,8 +164,8 @@ def begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool] = l
 def _begin_chunks(url: str, standby: str | None, stopping: Callable[[], bool]) -> Noted | None:
     with connect(url) as primary:
         floor = _position(primary)
-        held = {row[0] for row in primary.execute(_HOLDERS, prepare=False)}
-        while held := held & {row[0] for row in primary.execute(_HOLDERS, prepare=False)}:
+        held = {row[0] for row in primary.execute(_OPEN, prepare=False)}
+        while held := held & {row[0] for row in primary.execute(_OPEN, prepare=False)}:
             if stopping():
                 return None
             time.sleep(_PAUSE_SECONDS)
