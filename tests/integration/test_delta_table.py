@@ -809,7 +809,7 @@ def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[An
 
 
 @given(STEPS, st.lists(st.integers(0, 40), min_size=5, max_size=5))
-@settings(max_examples=100 if os.environ.get("TAILRACE_THOROUGH") else 20, deadline=None)
+@settings(max_examples=100 if os.environ.get("TAILRACE_THOROUGH") else 40, deadline=None)
 def test_rows_read_at_any_time_and_the_changes_since_end_in_the_source_s_rows(
     steps: list[tuple[Any, ...]], read_at: list[int]
 ) -> None:
