@@ -301,8 +301,8 @@ def progress_line(status: PipelineStatus) -> str:
         f"captured {human_count(sum(table.rows_captured for table in status.tables), 'row')}",
         f"applied {human_count(sum(table.rows_applied for table in status.tables), 'row')}",
         *([f"loading {human_count(loaded, 'row')}"] if loaded else []),
-        f"behind {human_bytes(max(behind, default=None))}",
-        f"lag {human_seconds(max(late, default=None))}",
+        *([f"behind {human_bytes(max(behind))}"] if behind else []),
+        *([f"lag {human_seconds(max(late))}"] if late else []),
     ]
     return f"{status.name}: " + " · ".join(parts)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -205,6 +206,7 @@ def _arm_accident(folder: Path) -> None:
 def _run(
     settings: PipelineSettings, server: EmbeddedPostgres, workload: Workload, arguments: argparse.Namespace
 ) -> None:
+    console.print("on purpose, capture will be killed once while it writes")
     with observer_for(quiet=False) as shown:
         director = Director(shown, workload, arguments.seconds, keep=arguments.keep, server=server)
         try:
@@ -240,7 +242,7 @@ def _verdict(verdicts: list[TableVerdict], folder: Path) -> int:
         out.print("[red]the tables differ from the source[/red]")
         return ExitCode.DIFFERENT
     out.print("[green]every table equals its source[/green], compared by content")
-    out.print(f"\nThe tables lie in {folder / 'lake'}. Query one with DuckDB:\n", markup=False)
+    out.print(f"\nThe tables lie in {folder / 'lake'}. Query one with DuckDB, in {sys.executable}:\n", markup=False)
     out.print(
         "  import duckdb; from deltalake import DeltaTable\n"
         f'  orders = DeltaTable("{folder / "lake" / "public" / "orders"}").to_pyarrow_dataset()\n'

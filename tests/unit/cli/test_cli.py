@@ -307,7 +307,7 @@ def test_a_run_shows_progress_on_stderr_and_its_summary_on_stdout(
     assert lines(printed.err) == [
         "load begun table=public.a b",
         "public.customers: found → live",
-        "shop: 1 live · captured 0 rows · applied 0 rows · behind ? · lag ?",
+        "shop: 1 live · captured 0 rows · applied 0 rows",
     ]
 
 
