@@ -78,7 +78,10 @@ def _batch(schema: TableSchema, seqs: np.ndarray, end: Lsn, first_id: int) -> Ch
         pa.array(ids * 1.5),
     ]
     fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
-    return ChangeBatch(schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)))
+    return ChangeBatch(
+        schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)),
+        ends=(int(seqs[0]), int(seqs[-1])),
+    )  # fmt: skip
 
 
 ROWS_PER_TRANSACTION = 10

@@ -21,6 +21,7 @@ from tailrace.errors import LogFull, LogUnusable
 
 _PARTS_AT_ONCE = 1024
 """The kernel takes no more in one call."""
+_COPIED_BYTES_MAX = 1 << 20
 _TOKEN, _NUMBERS = uuid.uuid4().hex, itertools.count()
 
 _HINTS = {
@@ -158,8 +159,10 @@ def remove(path: Path) -> None:
 
 
 def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write every byte, many parts in one call: a commit of 200 tables has 400 of them."""
-    left = [memoryview(part) for part in parts if len(part)]
+    """Write every byte, many parts in one call: a commit of 200 tables has 400 of them. Where they are small, copying
+    them together is cheaper than telling the kernel of each."""
+    small = sum(map(len, parts)) <= _COPIED_BYTES_MAX
+    left = [memoryview(part) for part in ([b"".join(parts)] if small else parts) if len(part)]
     while left:
         written = os.writev(handle, left[:_PARTS_AT_ONCE])
         done = 0

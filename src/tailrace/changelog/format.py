@@ -125,12 +125,13 @@ def encode_header(header: Header) -> bytes:
     }
     head = json.dumps(stored, separators=(",", ":"))
     # Written out by hand: a commit may have hundreds of them, and nothing in them needs escaping.
-    bodies = ",".join(
-        f'{{"table":{b.table},"schema":{b.schema},"rows":{b.rows},"first_seq":{b.first_seq},"last_seq":{b.last_seq},'
-        f'"moves":{b.moves},"truncates":{b.truncates},"unfit":{b.unfit},"without":{_names(b.without)},'
-        f'"at":{b.at},"size":{b.size},"crc":{b.crc},"piece":{b.piece},"base":{b.base}}}'
-        for b in header.bodies
-    )
+    bodies = ",".join([
+        f'{{"table":{table},"schema":{schema},"rows":{rows},"first_seq":{first_seq},"last_seq":{last_seq},'
+        f'"moves":{moves},"truncates":{truncates},"unfit":{unfit},"without":{_names(without)},'
+        f'"at":{at},"size":{size},"crc":{crc},"piece":{piece},"base":{base}}}'
+        for (table, schema, rows, first_seq, last_seq, moves, truncates, unfit, without, at, size, crc, piece, base)
+        in header.bodies
+    ])  # fmt: skip
     text = f'{head[:-1]},"bodies":[{bodies}]}}'.encode()
     packed = _PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text
     return packed.ljust(align(len(packed)), b"\0")

@@ -8,6 +8,7 @@ which of them it has announced in its `schema` stream.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 from tailrace import failpoints
 from tailrace.changelog import files, records
 from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
+from tailrace.model import change
 from tailrace.model.evolution import evolve, same_version
 from tailrace.model.facts import Facts
 from tailrace.model.schema import TableId, TableSchema
@@ -41,6 +43,11 @@ class Version:
     definition: dict[str, Any] = field(compare=False, repr=False)
     """As it is stored: the shape, and what became of the table since the version before."""
     _stored: dict[tuple[str, ...], pa.Schema] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def columns_always(self) -> int:
+        """How many columns a stored change has at least."""
+        return len(self.arrow) - len(change.OPTIONAL)
 
     def stored(self, without: tuple[str, ...]) -> pa.Schema:
         """Of a body that leaves these columns out."""

@@ -31,12 +31,12 @@ from tailrace.changelog.schemas import Schemas, Version
 from tailrace.changelog.spill import Spill
 from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
 from tailrace.model import change, system
-from tailrace.model.batch import Window
+from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
 
 _FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
-Parts = list[bytes | memoryview]
+Parts = list[bytes | pa.Buffer]
 _SEQ_PLACE = [field.name for field in change.ALWAYS].index(change.SEQ)
 _ZEROS = bytes(format.ALIGNMENT)
 
@@ -220,28 +220,33 @@ class LogWriter:
         fresh: list[tuple[Version, pa.RecordBatch]] = []
         at = 0
 
-        def add(version: Version, data: pa.RecordBatch, counts: tuple[int, int, int], base: int) -> None:
+        def add(version: Version, batch: ChangeBatch) -> None:
             nonlocal at
-            view = memoryview(data.serialize())
-            seqs = data.column(_SEQ_PLACE).to_numpy()
-            size, padding = len(view), -len(view) % format.ALIGNMENT
+            data = batch.data
+            laid = data.serialize()
+            first, last = batch.ends or _ends(data)
+            size = laid.size
+            padding = -size % format.ALIGNMENT
             bodies.append(format.Body(
-                version.table, version.version, len(seqs), base + int(seqs[0]), base + int(seqs[-1]), *counts,
-                _left_out(data, version, window), at, size, zlib.crc32(view), 0, base,
+                version.table, version.version, data.num_rows, first_seq + first, first_seq + last,
+                batch.moves, batch.truncates, batch.unfit, _left_out(data, version, window), at, size,
+                zlib.crc32(laid), 0, first_seq,
             ))  # fmt: skip
-            parts.extend((view, _ZEROS[:padding]))
+            parts.append(laid)
+            if padding:
+                parts.append(_ZEROS[:padding])
             at += size + padding
 
         for batch in window.batches:
             version = self._record(batch.schema)
-            add(version, batch.data, (batch.moves, batch.truncates, batch.unfit), first_seq)
+            add(version, batch)
             if version.ordinal > announced:
                 fresh.append((version, batch.data))
         if not fresh:
             return tuple(bodies), parts, announced
         shapes = max(version.ordinal for version, _ in fresh)
         announced_rows = system.announce(_announcements(fresh, self._schemas, announced, shapes))
-        add(self._record(system.SCHEMA_STREAM), announced_rows, (0, 0, 0), first_seq)
+        add(self._record(system.SCHEMA_STREAM), ChangeBatch(schema=system.SCHEMA_STREAM, data=announced_rows))
         return tuple(bodies), parts, shapes
 
     def _record(self, schema: TableSchema) -> Version:
@@ -291,9 +296,14 @@ def _announcements(
     return sorted(found, key=lambda item: item.seq)
 
 
+def _ends(data: pa.RecordBatch) -> tuple[int, int]:
+    seqs = data.column(_SEQ_PLACE).to_numpy()
+    return int(seqs[0]), int(seqs[-1])
+
+
 def _left_out(data: pa.RecordBatch, version: Version, window: Window) -> tuple[str, ...]:
     # Nearly every batch leaves out every optional column; asking for names is what costs.
-    if not window.open and data.num_columns == len(version.arrow) - len(change.OPTIONAL):
+    if not window.open and data.num_columns == version.columns_always:
         return change.OPTIONAL
     names = set(data.schema.names)
     return tuple(name for name in (change.POSITION, *change.OPTIONAL) if name not in names)

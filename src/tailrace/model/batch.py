@@ -47,6 +47,8 @@ class ChangeBatch:
     moves: int = 0
     truncates: int = 0
     unfit: int = 0
+    ends: tuple[int, int] | None = None
+    """`_seq` of the first and the last row, where whoever made the batch knew."""
 
     def __len__(self) -> int:
         return int(self.data.num_rows)

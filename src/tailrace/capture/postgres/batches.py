@@ -181,7 +181,7 @@ def batches_of(
         fields = shape.fields_with(names, position=rows.tx_end is not None)
         found.append(ChangeBatch(
             schema=shape.schema, data=pa.RecordBatch.from_arrays(arrays, schema=fields), moves=moves,
-            truncates=int(truncates[k]), unfit=unfits,
+            truncates=int(truncates[k]), unfit=unfits, ends=(int(order[low]), int(order[low + n - 1])),
         ))  # fmt: skip
     return found
 
