@@ -140,6 +140,7 @@ def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str
         "INSERT INTO steady VALUES (1, 1)", "INSERT INTO altered VALUES (1, 1)", "INSERT INTO poisoned VALUES (1, 1)",
     )  # fmt: skip
     pipeline = Pipeline(tmp_path, database)
+    pipeline.stops_at("add")
     (pipeline.lake / "public" / "taken" / "_delta_log").mkdir(parents=True)
     (pipeline.lake / "public" / "taken" / "_delta_log" / f"{0:020d}.json").write_text("not a commit\n")
     first = pipeline.call("run", "--until-caught-up")

@@ -149,6 +149,7 @@ def test_a_broken_table_holds_its_rows_until_the_log_is_full_and_never_stops_cap
     )  # fmt: skip
     limited = ORDERLY + "  retention: {age: 0s}\n  max_bytes: 2MiB\n"
     pipeline = pipeline_with(tmp_path, database, limited)
+    pipeline.stops_at("add")
     pipeline.catch_up()
     assert {reader["name"] for reader in asked(pipeline, "consumers")["consumers"]} == {
         "public.steady", "public.stuck",

@@ -43,6 +43,11 @@ class Pipeline:
             f"log: ./changes\ntables:\n  format: delta\n  path: ./lake\n"
         )
 
+    def stops_at(self, *kinds: str) -> None:
+        """Have these kinds of schema changes stop their table."""
+        said = ", ".join(f"{kind}: stop" for kind in kinds)
+        self.file.write_text(f"{self.file.read_text()}  evolution: {{{said}}}\n")
+
     def start(self, command: str, *flags: str, environment: Mapping[str, str] | None = None) -> Running:
         """Start a command in a process group of its own."""
         return Running(["-m", "tailrace", command, str(self.file), *flags], self.folder, environment or {})

@@ -33,7 +33,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.spark.session import Jvm
-from tailrace.spark.tasks import ApplyWork, Outcome, apply_changes
+from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.spark.wake import FORMAT, WakeSource
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Applying:
         self._settings = settings
         self._log = change_log
         self._source = source
-        self.lives = Lives(change_log, settings.tables.path)
+        self.lives = Lives(change_log, settings.tables.path, settings.tables.evolution.policies, source.value_of)
         self.holding = Holding(self.lives)
         self._stopping = threading.Event()
         self._hurry = False
@@ -251,16 +251,21 @@ class Applying:
                 works = [work for life in mine if (work := self._work(life, end)) is not None]
                 if not works:
                     return
-                for outcome in self._run(apply_changes, works):
+                for outcome in self._run(advance_table, works):
                     self._settle(self.lives.tables[outcome.table], outcome)
         finally:
             for life in mine:
                 life.lock.release()
 
-    def _work(self, life: TableLife, end: int) -> ApplyWork | None:
+    def _work(self, life: TableLife, end: int) -> ApplyWork | EvolveWork | None:
         stretch = self.lives.stretch(life, end)
         if stretch is None or life.cursor is None or life.shape is None:
             return None
+        if stretch.recast is not None:
+            log.info("table evolves", extra={"table": str(life.table), "how": "; ".join(stretch.recast.said)})
+            return EvolveWork(
+                table=life.table, lake=life.path, log_id=self._log.log_id, recast=stretch.recast, expected=life.cursor
+            )
         return ApplyWork(
             table=life.table, log=self._log.path, lake=life.path, log_id=self._log.log_id,
             slices=stretch.slices,

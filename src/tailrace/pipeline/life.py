@@ -17,15 +17,18 @@ from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TailraceError
+from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
 from tailrace.tables.paths import table_path
-from tailrace.tables.shapes import RELOAD_HINT, unusable
+from tailrace.tables.shapes import RELOAD_HINT
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +65,10 @@ class TableLife:
     rereads: bool = False
     """Whether rows may be missing that changes build on, because none were ever loaded."""
     shape: TableSchema | None = None
+    announced: Announced | None = None
+    """What the catalogue showed last, until the table is that."""
+    refresh: str | None = None
+    """Why the table must be loaded anew although the log has all that it lacks."""
     error: TailraceError | None = None
     failures: int = 0
     failed_at: float = 0.0
@@ -92,26 +99,40 @@ class TableLife:
 
     def moved(self, cursor: Cursor, shape: TableSchema) -> None:
         """The table's own commit now says this."""
-        self.cursor, self.shape, self.error, self.failures = cursor, shape, None, 0
+        self.cursor, self.shape, self.error, self.failures, self.refresh = cursor, shape, None, 0, None
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Slices of the log that a table can take in one commit, and where that brings it."""
+    """Slices of the log that a table can take in one commit, and where that brings it; or a recast of the table, that
+    comes before them."""
 
     slices: tuple[Slice, ...]
     cursor: Cursor
+    recast: Recast | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced:
+    """A shape that the source's catalogue showed, and a position at or after whatever made it so."""
+
+    shape: TableSchema
+    horizon: Lsn
 
 
 class Lives:
     """The tables of a pipeline beside the log they are fed from."""
 
-    def __init__(self, log_reader: ChangeLog, lake: Path) -> None:
+    def __init__(
+        self, log_reader: ChangeLog, lake: Path, policies: Policies = POLICIES, value_of: ValueOf = no_value
+    ) -> None:
         self.log = log_reader
         self.index = LogIndex(log_reader)
         self.seeds = Seeds(log_reader.path)
         self._recorded: tuple[float, list[Seed]] | None = None
         self._lake = lake
+        self._policies = policies
+        self._value_of = value_of
         self._growing = threading.Lock()
         self.tables: dict[TableId, TableLife] = {}
         self.waiting_for: str | None = None
@@ -221,18 +242,18 @@ class Lives:
         for item in pending:
             if item.first > end or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
                 break
-            # Of a commit that a load's point lies inside of, the task sees which rows are left at all; rows of another
-            # shape it gets by themselves, so that those before them are not held back.
-            inside = not taken and self.index.start_of(item.first) < life.cursor.position
-            error = None if inside else self._unusable(life.shape, item)
-            if error is not None and not taken:
-                life.fail(error)
-                return None
-            if error is not None:
-                break
+            if (step := self._step(life, item)) is not None:
+                if taken:
+                    break
+                return self._stepped(life, step)
             taken.append(item)
             rows += item.rows
         if not taken:
+            told = life.announced
+            if told is not None and not pending and self.index.position >= told.horizon:
+                if (step := self._planned(life.shape, told.shape)) is not None:
+                    return self._stepped(life, step)
+                life.announced = None
             if life.state is not TableState.LOADED and self._replayed(life):
                 life.state, life.replay = TableState.LIVE, None
             return None
@@ -284,8 +305,36 @@ class Lives:
             for life in list(self.tables.values())
         )  # fmt: skip
 
-    def _unusable(self, shape: TableSchema, item: Slice) -> TailraceError | None:
-        return unusable(shape, self.log.schemas.get(item.table, item.schema).schema, item.first)
+    def _step(self, life: TableLife, item: Slice) -> Step | None:
+        """What the table must become before it can take the slice."""
+        assert life.cursor is not None, "a table that takes anything"
+        assert life.shape is not None, "a table that takes anything"
+        step = self._planned(life.shape, self.log.schemas.get(item.table, item.schema).schema)
+        if step is None or self.index.start_of(item.first) >= life.cursor.position:
+            return step
+        # The load's point lies inside: rows that it has seen may be of a shape of before.
+        rows = self.log.read(
+            item.first, item.last, tables=[item.table], after_seq=life.cursor.seq, to_seq=item.last_seq
+        )
+        return step if any(len(after_position(batch, life.cursor.position)) for batch in rows) else None
+
+    def _planned(self, old: TableSchema, new: TableSchema) -> Step | None:
+        return plan(old, new, self._policies, self._value_of)
+
+    def _stepped(self, life: TableLife, step: Step) -> Stretch | None:
+        """The stretch that is only a recast; or the table says why it goes no further."""
+        assert life.cursor is not None, "a table that takes anything"
+        if isinstance(step, Recast):
+            return Stretch((), life.cursor, step)
+        if isinstance(step, Refresh):
+            life.refresh, life.announced, life.state = step.why, None, TableState.NEEDS_SNAPSHOT
+            life.error = SchemaChanged(
+                "the table must be loaded anew", table=life.table, why=step.why, hint=RELOAD_HINT
+            )
+            log.warning("table must be loaded anew", extra={"table": str(life.table), "why": step.why})
+        else:
+            life.fail(step)
+        return None
 
 
 def _refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:

@@ -41,6 +41,7 @@ from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.reading import Reading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.shapewatch import ShapeWatch
 from tailrace.pipeline.throttle import PROBE_SECONDS, Throttle
 from tailrace.pipeline.waits import Waits
 from tailrace.spark.seeds import Hold, Seed
@@ -91,6 +92,7 @@ class Loading:
         self._again: dict[TableId, tuple[int, float]] = {}
         """Loads of tables that go on meanwhile and that failed: how often, and when the next is due."""
         self._waits = Waits(source)
+        self._shapes = ShapeWatch(source, lives)
         self._throttle = Throttle(
             settings.load.connections, source.lag if settings.load.throttle else None
         )
@@ -109,6 +111,7 @@ class Loading:
             now = time.monotonic()
             if now >= tables_at:
                 self._begins.find_tables()
+                self._shapes.look()
                 tables_at = time.monotonic() + TABLES_SECONDS
             if self._loads and now >= probe_at:
                 with suppress(TailraceError):  # a source that is gone is heard of by those who read
@@ -152,7 +155,7 @@ class Loading:
         """Whether the table's mode asks for a load of it, new or not."""
         mode = self._settings.load.mode_of(life.table)
         if life.state is TableState.NEEDS_SNAPSHOT:
-            return mode in ("when_needed", "always")
+            return mode in ("when_needed", "always") or (mode == "initial" and life.refresh is not None)
         unloaded = life.state in (TableState.NEW, TableState.PAUSED)
         return unloaded or (life.table in self._always and not life.state.broken)
 

@@ -34,6 +34,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tailrace.errors import ConfigError
+from tailrace.model.policies import Policies, Policy
 from tailrace.pipeline.quantities import DURATION_HINT, SIZE_HINT, Refused, parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -376,12 +377,32 @@ class LogSettings(BaseModel):
         )  # fmt: skip
 
 
+class EvolutionSettings(BaseModel):
+    """What to do about each kind of change to a table's shape; docs/guides/evolution.md says what each means."""
+
+    model_config = _FROZEN
+    add: Literal["apply", "stop", "refresh"] = "apply"
+    drop: Literal["keep-null", "apply", "stop", "refresh"] = "keep-null"
+    rename: Literal["apply", "stop", "refresh"] = "apply"
+    widen: Literal["apply", "stop", "refresh"] = "apply"
+    retype: Literal["refresh", "stop"] = "refresh"
+    rewrite: Literal["refresh", "stop"] = "refresh"
+    key: Literal["refresh", "stop"] = "refresh"
+    recreate: Literal["refresh", "stop"] = "refresh"
+    partition: Literal["refresh", "stop"] = "refresh"
+
+    @property
+    def policies(self) -> Policies:
+        return Policies(**{kind: Policy(said) for kind, said in self.model_dump().items()})
+
+
 class TablesSettings(BaseModel):
     """The lake tables: one at `<path>/<schema>/<table>`."""
 
     model_config = _FROZEN
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
     path: Folder
+    evolution: EvolutionSettings = EvolutionSettings()
 
 
 class LoadSettings(BaseModel):

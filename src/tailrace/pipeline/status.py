@@ -95,7 +95,8 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         else (cursor.position if pending else max(cursor.position, lives.index.position))
     )
     state = life.state
-    if life.load is not None and state in (TableState.CATCHING_UP, TableState.LIVE):
+    again = state is TableState.SEEDING and cursor is not None
+    if again or (life.load is not None and state in (TableState.CATCHING_UP, TableState.LIVE)):
         state = TableState.REFRESHING
     load = life.load
     if load is None and life.replay is not None:
@@ -140,7 +141,7 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     except LogUnusable:
         return _not_started(settings)
     source = open_source(settings, log.log_id)
-    lives = Lives(log, settings.tables.path)
+    lives = Lives(log, settings.tables.path, settings.tables.evolution.policies, source.value_of)
     lives.grow()
     lag = SourceWatch(source).lag()
     noted = read_note(log.path)

@@ -33,6 +33,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
 from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
@@ -88,6 +89,17 @@ class ApplyWork:
     """To read rows again whose large values did not come; None where all of them must be there."""
     seed: str | None = None
     """The load whose replay this belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvolveWork:
+    """Make one lake table one of a new shape, where it stands."""
+
+    table: TableId
+    lake: Path
+    log_id: str
+    recast: Recast
+    expected: Cursor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +179,11 @@ def _noted(batches: Iterator[pa.RecordBatch], note: Path) -> Iterator[pa.RecordB
         yield batch
 
 
+def advance_table(work: ApplyWork | EvolveWork) -> Outcome:
+    """The next step of one table, whatever it is."""
+    return evolve_table(work) if isinstance(work, EvolveWork) else apply_changes(work)
+
+
 def apply_changes(work: ApplyWork) -> Outcome:
     """Fold the slices to the last state of each key and merge that, with the new position, in one commit."""
     started = time.monotonic()
@@ -186,6 +203,18 @@ def apply_changes(work: ApplyWork) -> Outcome:
         seconds=time.monotonic() - started,
         cursor=work.cursor,
         schema=work.shape,
+    )
+
+
+def evolve_table(work: EvolveWork) -> Outcome:
+    """One commit that leaves every row as the new shape has it."""
+    started = time.monotonic()
+    try:
+        DeltaRsTable(work.lake, work.log_id).evolve(work.recast, work.expected)
+    except Exception as error:  # the task's boundary: the table fails, the others go on
+        return Outcome(table=work.table, error=_as_ours(error))
+    return Outcome(
+        table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema
     )
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
+from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import Folded
 
 if TYPE_CHECKING:
@@ -124,6 +125,14 @@ class LakeTable(Protocol):
         of the table: other rows stay as they are if their key is listed, and go if it is not. Starts from
         `expected` as `apply` does, and commits nothing if no row differs and the position stays. The staged files
         do not become part of the table; whoever staged them discards them.
+        """
+        ...
+
+    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+        """Make the table one of the recast's shape, at the position it has, in one commit; nothing if it is already.
+
+        Columns that the source no longer has and that are not dropped stay, beside those of the shape: rows that come
+        have null in them, and rows that are changed keep what they had.
         """
         ...
 

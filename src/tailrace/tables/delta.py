@@ -25,6 +25,7 @@ from deltalake.transaction import AddAction, RemoveAction, create_table_with_add
 
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, TailraceError, Unsupported
+from tailrace.model.evolution import same_version
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
@@ -37,11 +38,14 @@ from tailrace.tables.deltalog import (
     make_durable,
     position_of,
 )
-from tailrace.tables.fold import UPSERT, Folded, key_ordinals
+from tailrace.tables.evolving import Recast
+from tailrace.tables.fold import UPSERT, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.limits import refuse_far_dates, refuse_names
-from tailrace.tables.lookup import merge_source, with_bases, without
+from tailrace.tables.lookup import with_bases, without
+from tailrace.tables.merge import merge_of
 from tailrace.tables.pump import pump
+from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
 from tailrace.tables.refresh import Difference, compare
 from tailrace.tables.staging import StagedFile, discard, stage
 
@@ -107,22 +111,29 @@ class DeltaRsTable:
         if any(file.path in held for file in files):
             return rows  # a load's files are landed once, and all at once
         folder = make_folder(self._path)
-        adds = [self._add(folder, file) for file in files]
-        fields = DeltaSchema.from_arrow(pa.schema(schema.row_fields()))
         properties = self._properties(schema, cursor)
         if table is None:
+            adds, fields = [self._add(folder, file) for file in files], _delta_fields(schema)
             self._commit(lambda: _create(folder, fields, adds, properties))
             self._make_durable(folder, 0)
             return rows
-        self._add_features(folder, table, schema)
-        self._commit(
-            lambda: table.create_write_transaction(
-                [*adds], mode="overwrite", schema=fields, commit_properties=properties
-            )
-        )
+        self._swap(folder, table, schema, files, properties)
         # The object does not follow its own commit, but that one can only be the next.
         self._make_durable(folder, table.version() + 1)
         return rows
+
+    def _swap(
+        self, folder: Path, table: DeltaTable, schema: TableSchema, files: Sequence[StagedFile],
+        properties: CommitProperties,
+    ) -> None:  # fmt: skip
+        """Make the files all that the table holds, with these columns."""
+        adds = [self._add(folder, file) for file in files]
+        self._add_features(folder, table, schema)
+        self._commit(
+            lambda: table.create_write_transaction(
+                [*adds], mode="overwrite", schema=_delta_fields(schema), commit_properties=properties
+            )
+        )
 
     def _add(self, folder: Path, file: StagedFile) -> AddAction:
         try:
@@ -198,7 +209,7 @@ class DeltaRsTable:
         try:
             found = compare(
                 opened.folder, schema, table=file_names(opened.table), staged=[file.path for file in files],
-                keys=None if keys is None else [file.path for file in keys],
+                keys=None if keys is None else [file.path for file in keys], kept=kept_columns(opened.table, schema),
             )  # fmt: skip
             if not found.empty:
                 self._replace(opened, found, properties)
@@ -225,10 +236,10 @@ class DeltaRsTable:
         """Swap the files in which rows go for what stays of them and for what comes in."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
         name = f"refresh-{uuid.uuid4().hex}"
-        files = stage(self._path, name, found.schema, found.rows())
+        files = stage(self._path, name, found.stored, found.rows())
         actions: list[AddAction | RemoveAction] = [self._add(folder, file) for file in files]
         actions += [RemoveAction(gone, True, now, (folder / gone).stat().st_size, {}) for gone in found.kept]
-        fields = DeltaSchema.from_arrow(pa.schema(found.schema.row_fields()))
+        fields = _delta_fields(found.stored)
         try:
             self._commit(
                 lambda: opened.table.create_write_transaction(
@@ -244,6 +255,41 @@ class DeltaRsTable:
         with contextlib.suppress(TailraceError):
             discard(self._path, name)
 
+    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+        opened = self._loaded()
+        here, old = opened.position.cursor, opened.position.schema
+        if here == expected and same_version(old, recast.schema):
+            return Applied(committed=False, cursor=here)
+        if here != expected:
+            raise self._elsewhere(here, expected)
+        self._refuse_features(opened.table)
+        before = opened.table.version()
+        laid = lay_out(opened.table, recast)
+        shape = replace(recast.schema, columns=laid.columns, facts=None)
+        refuse_names(shape)
+        properties = self._properties(recast.schema, here)
+        if not only_adds(opened.table, laid):
+            self._recast(opened, shape, laid, properties)
+        elif laid.added:
+            self._add_features(opened.folder, opened.table, shape)
+            before = opened.table.version()
+            fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
+            self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=properties))
+        else:
+            self._append(opened.table, laid.fields.empty_table(), properties)
+        self._make_durable(opened.folder, before + 1)
+        return Applied(committed=True, cursor=here)
+
+    def _recast(self, opened: _Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
+        """Write every row anew, and swap the files."""
+        name = f"recast-{uuid.uuid4().hex}"
+        files = stage(self._path, name, shape, recast_rows(opened.table, laid))
+        try:
+            self._swap(opened.folder, opened.table, shape, files, properties)
+        except TailraceError:
+            self._discard(name)
+            raise
+
     def _loaded(self) -> _Opened:
         opened = self._open()
         if opened is None:
@@ -253,14 +299,17 @@ class DeltaRsTable:
     def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
         """Refuse to go on from another position, or with rows of another shape."""
         if position.cursor != expected:
-            raise ForeignWrite(
-                "the table is not where this apply starts from", path=self._path,
-                expected_seq=expected.seq, found_seq=position.cursor.seq, hint=_ONE_APPLIER,
-            )  # fmt: skip
+            raise self._elsewhere(position.cursor, expected)
         if not position.schema.same_rows(schema):
             raise SchemaChanged(
                 "the table was loaded with other columns", table=schema.table, path=self._path, hint=REPLACE_HINT
             )
+
+    def _elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
+        return ForeignWrite(
+            "the table is not where this apply starts from", path=self._path, expected_seq=expected.seq,
+            found_seq=here.seq, hint=_ONE_APPLIER,
+        )  # fmt: skip
 
     def _write(
         self, opened: _Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
@@ -271,11 +320,13 @@ class DeltaRsTable:
         refuse_far_dates(schema, upserts.columns)
         if folded.truncated:
             self._commit(
-                lambda: write_deltalake(table, upserts, mode="overwrite", commit_properties=properties)
+                # The columns that are kept stay, empty.
+                lambda: write_deltalake(
+                    table, upserts, mode="overwrite", schema_mode="merge", commit_properties=properties
+                )
             )
         elif schema.key and folded.rows.num_rows:
-            merge = _merge(schema, table, folded.rows, properties)
-            self._commit(merge)
+            self._commit(merge_of(schema, table, folded.rows, properties))
         elif (_operations(folded) == UPSERT).all():
             self._append(table, upserts, properties)
         else:
@@ -285,7 +336,11 @@ class DeltaRsTable:
             self._append(table, upserts.slice(0, 0), properties)
 
     def _append(self, table: DeltaTable, rows: pa.Table, properties: CommitProperties) -> None:
-        self._commit(lambda: write_deltalake(table, rows, mode="append", commit_properties=properties))
+        self._commit(
+            lambda: write_deltalake(
+                table, rows, mode="append", schema_mode="merge", commit_properties=properties
+            )
+        )
 
     def _rewrite(
         self, opened: _Opened, schema: TableSchema, folded: Folded, upserts: pa.Table, properties: CommitProperties
@@ -386,32 +441,6 @@ _LOAD_AGAIN = "Load the table again; nobody else may write or remove files in it
 _ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 
 
-def _merge(
-    schema: TableSchema, table: DeltaTable, rows: pa.Table, properties: CommitProperties
-) -> Callable[[], object]:
-    """The merge, ready to run."""
-    source, kept = merge_source(schema, table, rows)
-    names = [quoted(column.name) for column in schema.columns]
-    fresh = {name: f"s.c{i}" for i, name in enumerate(names)}
-    over = {
-        name: f"CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else fresh[name]
-        for i, name in enumerate(names)
-    }
-    keys = key_ordinals(schema)
-    # What is streamed is not looked at for file pruning, but pruning cannot print a list as SQL.
-    streamed = any(pa.types.is_nested(schema.columns[i].type) for i in keys)
-    merger = table.merge(
-        source,
-        predicate=" AND ".join(f"t.{names[i]} = s.c{i}" for i in keys),
-        source_alias="s",
-        target_alias="t",
-        streamed_exec=streamed,
-        commit_properties=properties,
-    )
-    merger = merger.when_matched_delete("s.op = 1").when_matched_update(over, "s.op = 0")
-    return merger.when_not_matched_insert(fresh, "s.op = 0").execute
-
-
 def _create(folder: Path, fields: DeltaSchema, adds: list[AddAction], properties: CommitProperties) -> None:
     """A new table; one that was made meanwhile is not overwritten."""
     try:
@@ -422,14 +451,13 @@ def _create(folder: Path, fields: DeltaSchema, adds: list[AddAction], properties
         raise
 
 
+def _delta_fields(schema: TableSchema) -> DeltaSchema:
+    return DeltaSchema.from_arrow(pa.schema(schema.row_fields()))
+
+
 def _is_naive(column: Column) -> bool:
     kind = column.type.value_type if pa.types.is_list(column.type) else column.type
     return pa.types.is_timestamp(kind) and kind.tz is None
-
-
-def quoted(name: str) -> str:
-    """A column's name as SQL, verbatim."""
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _operations(folded: Folded) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Difference:
 
     folder: Path
     schema: TableSchema
+    stored: TableSchema
+    """The same with the columns that only the table has: they stay with the rows that stay."""
     staged: Sequence[str]
     seed: int
     images: PrintSet
@@ -50,10 +52,11 @@ class Difference:
     def rows(self) -> Iterator[pa.RecordBatch]:
         """What to write: the rows that stay in files that go, then the staged rows the table does not hold."""
         for name, stays in self.kept.items():
-            for batch, flags in _beside(read_rows(self.folder / name, self.schema.columns), stays):
+            for batch, flags in _beside(read_rows(self.folder / name, self.stored.columns), stays):
                 yield batch.filter(pa.array(flags))
-        for batch in _all_rows(self.folder, self.staged, self.schema.columns):
-            found = self.images.find(image_prints(batch.columns, self.seed))
+        for batch in _all_rows(self.folder, self.staged, self.stored.columns):
+            own = batch.columns[: len(self.schema.columns)]
+            found = self.images.find(image_prints(own, self.seed))
             new = batch.filter(pa.array(~self.held[found]))
             self.fresh.append(_keys(self.schema, new, self.seed))
             yield new
@@ -65,9 +68,11 @@ class Difference:
 
 
 def compare(
-    folder: Path, schema: TableSchema, table: Iterable[str], staged: Sequence[str], keys: Sequence[str] | None
-) -> Difference:
-    """Compare the table's files with the staged ones; `keys` are files that hold the keys of all rows that may stay."""
+    folder: Path, schema: TableSchema, table: Iterable[str], staged: Sequence[str], keys: Sequence[str] | None,
+    kept: Sequence[Column] = (),
+) -> Difference:  # fmt: skip
+    """Compare the table's files with the staged ones; `keys` are files that hold the keys of all rows that may stay,
+    and `kept` are columns that only the table has."""
     seed = secrets.randbits(128)
     images, own = [], []
     for batch in _all_rows(folder, staged, schema.columns):
@@ -78,6 +83,7 @@ def compare(
     found = Difference(
         folder=folder,
         schema=schema,
+        stored=replace(schema, columns=(*schema.columns, *kept)),
         staged=staged,
         seed=seed,
         images=there,

@@ -142,6 +142,19 @@ class SourceTable:
     ancestors: tuple[int, ...]
 
 
+_STAMPS = f"""
+select asked.place, md5(string_agg(
+  concat_ws(':', l.oid, l.relfilenode, l.relreplident, a.attnum, a.xmin), ',' order by l.oid, a.attnum)
+  || coalesce((select string_agg(i.indexrelid || ':' || i.indisprimary || i.indisreplident, ',' order by i.indexrelid)
+    from pg_index i where i.indrelid = c.oid and (i.indisprimary or i.indisreplident)), ''))
+from unnest(%s::text[], %s::text[]) with ordinality asked(nspname, relname, place)
+  join pg_namespace n on n.nspname = asked.nspname
+  join pg_class c on c.relnamespace = n.oid and c.relname = asked.relname and c.relkind in ('r', 'p')
+  cross join lateral {TREE.format(table="c.oid")} t join pg_class l on l.oid = t.oid
+  left join pg_attribute a on a.attrelid = l.oid and a.attnum > 0
+group by asked.place, c.oid
+"""
+
 class Catalogue:
     """Answers from one ordinary connection."""
 
@@ -194,6 +207,11 @@ class Catalogue:
             columns = [column for column in columns if column[0] in published]
         told = Told(table=table, oid=oid, replica=replica, columns=columns)
         return self._shapes([told], publications or (), {})[0]
+
+    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+        """For each table that is there a text that is another one whenever its definition, or its storage, is."""
+        names = [[table.schema for table in tables], [table.name for table in tables]]
+        return {tables[place - 1]: stamp for place, stamp in self._rows(_STAMPS, tuple(names))}
 
     def row_filter(self, table: TableId, publications: Sequence[str]) -> str | None:
         """The SQL condition of the rows that these publications speak of; None if they speak of all.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import psycopg
+import pyarrow as pa
 
 from tailrace.capture.base import Capabilities, Lag, SourceId
-from tailrace.capture.postgres import history, preflight
+from tailrace.capture.postgres import history, preflight, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan, find_leaves, plan_table
 from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
@@ -22,7 +24,7 @@ from tailrace.capture.postgres.snapshot import (
 from tailrace.capture.postgres.stream import PostgresStream
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
-from tailrace.model.schema import Identity, TableId, TableSchema
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
 PUBLISH_LOCK_SECONDS_MAX = 5
 """To wait for a table that somebody alters, before others wait behind us."""
@@ -98,6 +100,23 @@ class PostgresCapture:
         """The publications of ours that hold each table now."""
         with connect(self.settings.url) as connection:
             return preflight.published(connection, self.settings)
+
+    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+        """For each table that is there a text that is another one whenever its definition, or its storage, is."""
+        with connect(self.settings.url) as connection:
+            return Catalogue(connection).stamps(tables)
+
+    def describe(self, table: TableId) -> tuple[TableSchema, Lsn]:
+        """The table's shape as the catalogue has it now, and a position at or after whatever made it so."""
+        with connect(self.settings.url) as connection:
+            return Catalogue(connection).describe(table, self.settings.publications), preflight.horizon(connection)
+
+    def value_of(self, column: Column, text: str) -> pa.Scalar | None:
+        """A value from the text that the server prints of it; None if the column's type cannot hold it."""
+        content = np.frombuffer(text.encode() + bytes(16), np.uint8)
+        cells = values.Cells(content, np.zeros(1, np.int64), np.array([len(text.encode())], np.int64))
+        found = values.typed(cells, column.type)
+        return None if found.unfit.size else found.column[0]
 
     def horizon(self) -> Lsn:
         """Everything committed until now ends at or before this position."""

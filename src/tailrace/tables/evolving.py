@@ -1,0 +1,176 @@
+"""What a new version of a source table's shape means for its lake table: a recast of the rows it has, a load anew,
+or a stop.
+
+Nothing is lost in silence: what cannot be proven to leave rows at rest as they were, or to change them in a way that
+is known, is read again from the source. Pure: no Spark, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from tailrace.errors import SchemaChanged
+from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve, same_version
+from tailrace.model.policies import Policies, Policy
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.shapes import RELOAD_HINT, difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recast:
+    """How the lake table's rows become rows of the new shape, in one commit. Columns not named stay as they are."""
+
+    schema: TableSchema
+    added: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Old name, new name."""
+    filled: tuple[tuple[str, pa.Scalar], ...] = ()
+    """Of those that are added, the ones that rows at rest have a value in."""
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """In a few words each, for people."""
+        return (
+            *(f"rename {old} to {new}" for old, new in self.renamed),
+            *(f"add {name}" for name in self.added),
+            *(f"fill {name} with its default in every row" for name, _ in self.filled),
+            *(f"drop {name}" for name in self.dropped),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refresh:
+    """The table must be loaded anew, and why."""
+
+    schema: TableSchema
+    why: str
+
+
+Step = Recast | Refresh | SchemaChanged
+"""What comes next for a table: the last is the error that it stops with."""
+ValueOf = Callable[[Column, str], pa.Scalar | None]
+"""A constant's text as a value of the column; None if the type cannot hold it."""
+
+
+def no_value(_: Column, __: str) -> pa.Scalar | None:
+    """Where nobody knows how the source writes values."""
+    return None
+
+
+def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf) -> Step | None:
+    """What to do with a table of the shape `old`, now that rows of the shape `new` come; None: nothing."""
+    if old.table == new.table and same_version(old, new):
+        return None
+    answers = list(_answers(old, new, policies))
+    for kind, policy, why in answers:
+        if policy is Policy.STOP:
+            return SchemaChanged(
+                "the source table changed its shape", table=old.table, change=why or difference(old, new),
+                hint=f"`tables.evolution.{kind}` is `stop`. {RELOAD_HINT}",
+            )  # fmt: skip
+    if again := [why for _, policy, why in answers if policy is Policy.REFRESH]:
+        return Refresh(schema=new, why="; ".join(dict.fromkeys(again)))
+    return _recast(old, new, policies, value_of)
+
+
+def _answers(old: TableSchema, new: TableSchema, policies: Policies) -> Iterator[tuple[str, Policy, str]]:
+    """For each thing that changed: its kind, what the policy says, and what it was, in words."""
+    if old.table != new.table:
+        # The lake table of the new name is another one, and it is loaded by itself.
+        yield "rename_table", Policy.STOP, f"renamed to {new.table}"
+        return
+    if old.relation != new.relation:
+        yield "recreate", policies.recreate, "dropped and created again"
+        return
+    found = evolve(old, new)
+    names = {str(item.was): str(item.now) for item in found.changes if item.kind is Kind.RENAME}
+    if tuple(names.get(name, name) for name in old.key) != new.key:
+        yield "key", policies.key, "another key"
+    if found.rewritten or _unknown(found):
+        why = "its rows were written anew" if found.rewritten else "it is not known what became of its rows"
+        yield "rewrite", policies.rewrite, why
+        return
+    for item in found.changes:
+        if answer := _answer(old, new, item, policies):
+            yield answer
+
+
+def _unknown(found: Evolution) -> bool:
+    """Whether it is not known what rows at rest have now, of something that may have touched them."""
+    return found.rewritten is None or any(item.at_rest is AtRest.UNKNOWN for item in found.changes)
+
+
+def _answer(
+    old: TableSchema, new: TableSchema, item: Change, policies: Policies
+) -> tuple[str, Policy, str] | None:
+    match item.kind:
+        case Kind.ADD:
+            return "add", policies.add, f"added {item.column}"
+        case Kind.DROP:
+            # A row of a table without a key is known by all that it has, so a column of the past would hide it.
+            policy = policies.drop
+            if policy is Policy.KEEP_NULL and not new.key:
+                policy = Policy.REFRESH
+            return "drop", policy, f"dropped {item.column}"
+        case Kind.RENAME:
+            return "rename", policies.rename, f"renamed {item.was} to {item.now}"
+        case Kind.RETYPE:
+            was, now = _column(old, new, str(item.column))
+            kind = "widen" if is_wider(was.type, now.type) else "retype"
+            return kind, getattr(policies, kind), f"retyped {item.column}"
+        case Kind.ATTACH | Kind.DETACH | Kind.REPLACE:
+            return "partition", policies.partition, f"partition {item.was or item.now} came or went"
+    return None
+
+
+def _column(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Column]:
+    """A column of the new shape, and what it was: found by its number where that is known."""
+    place = new.names.index(name)
+    if old.facts and new.facts:
+        return old.columns[old.facts.numbers.index(new.facts.numbers[place])], new.columns[place]
+    return old.columns[old.names.index(name)], new.columns[place]
+
+
+_INTEGERS = (pa.int16(), pa.int32(), pa.int64())
+
+
+def is_wider(was: pa.DataType, now: pa.DataType) -> bool:
+    """Whether every value of one type is the same value of the other."""
+    if was == now:
+        return True
+    if was in _INTEGERS and now in _INTEGERS:
+        return _INTEGERS.index(was) < _INTEGERS.index(now)
+    if pa.types.is_float32(was) and pa.types.is_float64(now):
+        return True
+    if pa.types.is_decimal(was) and pa.types.is_decimal(now):
+        return bool(now.scale >= was.scale and now.precision - now.scale >= was.precision - was.scale)
+    if pa.types.is_list(was) and pa.types.is_list(now):
+        return is_wider(was.value_type, now.value_type)
+    return False
+
+
+def _recast(
+    old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf
+) -> Recast | Refresh:
+    added, renamed, filled, dropped = [], [], [], []
+    for item in evolve(old, new).changes:
+        if item.kind is Kind.RENAME:
+            renamed.append((str(item.was), str(item.now)))
+        elif item.kind is Kind.DROP and policies.drop is Policy.APPLY:
+            dropped.append(str(item.column))
+        elif item.kind is Kind.ADD:
+            added.append(str(item.column))
+            if item.at_rest is not AtRest.CONSTANT:
+                continue
+            column = next(column for column in new.columns if column.name == item.column)
+            value = value_of(column, item.value or "")
+            if value is None:
+                return Refresh(schema=new, why=f"added {item.column} with a default that is not understood")
+            filled.append((column.name, value))
+    return Recast(
+        schema=new, added=tuple(added), renamed=tuple(renamed), filled=tuple(filled), dropped=tuple(dropped)
+    )

@@ -1,0 +1,165 @@
+"""Every ALTER that matters, with and without rows after it: the lake table equals the source by content."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tailrace.model.evolution import same_version
+from tailrace.pipeline import shapewatch
+from tailrace.pipeline.report import TableState
+from tests.support.loads import Local, Scene, life
+from tests.support.pipelines import eventually, execute
+
+MADE = (
+    "CREATE TABLE {t} (id int PRIMARY KEY, a int NOT NULL, b text, n numeric(10,2), v varchar(5), e int)",
+    "INSERT INTO {t} SELECT g, g * 10, 'b' || g, g + 0.5, 'v' || g, NULL FROM generate_series(1, 50) g",
+)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 0.2)
+
+
+ALTERS = {
+    "add": "ALTER TABLE {t} ADD c int",
+    "add-two": "ALTER TABLE {t} ADD c int, ADD d timestamp",
+    "add-constant": "ALTER TABLE {t} ADD c int DEFAULT 7",
+    "add-constant-text": "ALTER TABLE {t} ADD c text NOT NULL DEFAULT 'it''s, \"x\" {{y}}'",
+    "add-constant-array": "ALTER TABLE {t} ADD c int[] DEFAULT '{{1,2,NULL}}'",
+    "add-constant-time": "ALTER TABLE {t} ADD c timestamptz DEFAULT '2020-01-02 03:04:05.678+02'",
+    "add-constant-json": "ALTER TABLE {t} ADD c jsonb DEFAULT '{{\"k\": [1, 2]}}'",
+    "add-constant-bytes": "ALTER TABLE {t} ADD c bytea DEFAULT '\\x00ff'",
+    "add-constant-numeric": "ALTER TABLE {t} ADD c numeric(8,3) DEFAULT 1.5",
+    "add-volatile": "ALTER TABLE {t} ADD c double precision DEFAULT random()",
+    "add-serial": "ALTER TABLE {t} ADD c serial",
+    "add-generated": "ALTER TABLE {t} ADD c int GENERATED ALWAYS AS (a + 1) STORED",
+    "add-key-later": "ALTER TABLE {t} ADD c int DEFAULT 3, DROP CONSTRAINT {t}_pkey, ADD PRIMARY KEY (id, c)",
+    "drop": "ALTER TABLE {t} DROP b",
+    "drop-and-add": "ALTER TABLE {t} DROP b, ADD b int DEFAULT 5",
+    "rename": "ALTER TABLE {t} RENAME a TO z",
+    "rename-key": "ALTER TABLE {t} RENAME id TO ident",
+    "swap-names": "ALTER TABLE {t} RENAME a TO x; ALTER TABLE {t} RENAME e TO a; ALTER TABLE {t} RENAME x TO e",
+    "widen": "ALTER TABLE {t} ALTER a TYPE bigint",
+    "widen-numeric": "ALTER TABLE {t} ALTER n TYPE numeric(14,2)",
+    "widen-text": "ALTER TABLE {t} ALTER v TYPE text",
+    "longer-varchar": "ALTER TABLE {t} ALTER v TYPE varchar(500)",
+    "narrow": "ALTER TABLE {t} ALTER a TYPE smallint",
+    "narrow-numeric": "ALTER TABLE {t} ALTER n TYPE numeric(5,1)",
+    "retype": "ALTER TABLE {t} ALTER a TYPE text",
+    "retype-using": "ALTER TABLE {t} ALTER a TYPE int USING a * 2",
+    "retype-date": "ALTER TABLE {t} ALTER e TYPE date USING NULL",
+    "key": "ALTER TABLE {t} DROP CONSTRAINT {t}_pkey, ADD PRIMARY KEY (a)",
+    "key-gone": "ALTER TABLE {t} DROP CONSTRAINT {t}_pkey, REPLICA IDENTITY FULL",
+    "not-null": "ALTER TABLE {t} ALTER v SET NOT NULL",
+    "default": "ALTER TABLE {t} ALTER v SET DEFAULT 'x'",
+    "recreate": "DROP TABLE {t}; CREATE TABLE {t} (id int PRIMARY KEY, a text); INSERT INTO {t} VALUES (1, 'new')",
+    "vacuum-full": "VACUUM FULL {t}",
+    "truncate": "TRUNCATE {t}",
+    "several": "ALTER TABLE {t} ADD c int DEFAULT 1, DROP b, ALTER v TYPE text; ALTER TABLE {t} RENAME a TO z",
+}
+KEPT = {"drop": ("b",), "drop-and-add": ("b__dropped",), "several": ("b",)}
+"""What stays of what was dropped."""
+
+
+READ_AGAIN = {
+    "add-volatile", "add-serial", "add-key-later", "widen", "narrow", "narrow-numeric", "retype",
+    "retype-using", "retype-date", "key", "key-gone", "recreate",
+}  # fmt: skip
+"""What cannot be known without that: its rows were written anew, or it has another key."""
+
+
+def run(url: str, table: str, statements: str) -> None:
+    execute(url, *(part.format(t=table) for part in statements.split("; ")))
+
+
+def table_of(name: str) -> str:
+    return f"t_{name.replace('-', '_')}"
+
+
+def settled(scene: Scene, applying: Local, *tables: str) -> bool:
+    """Whether the tables are what the catalogue shows, and all that was committed is in them."""
+
+    def is_so(table: str) -> bool:
+        now = life(applying, table)
+        shape, _ = applying._source.describe(now.table)
+        there = now.shape is not None and same_version(now.shape, shape)
+        return there and now.state is TableState.LIVE and now.announced is None and now.refresh is None
+
+    waiting = list(tables)
+    deadline = time.monotonic() + 120
+    while waiting and time.monotonic() < deadline:
+        waiting = [table for table in waiting if not is_so(table)]
+        time.sleep(0.2)
+    assert not waiting, [life(applying, table) for table in waiting]
+    return scene.settled(applying)
+
+
+def assert_equal(scene: Scene, table: str, *kept: str) -> None:
+    """By content; the lake table may have columns that the source had."""
+    (verdict,) = scene.pipeline.compare(table)
+    assert (verdict.missing, verdict.extra, verdict.differing) == (0, 0, 0), verdict
+    assert verdict.source_rows == verdict.lake_rows
+    assert verdict.columns == tuple(f"{name}: not in the source" for name in kept), verdict
+
+
+def make(url: str, *tables: str) -> None:
+    for table in tables:
+        run(url, table, "; ".join(MADE))
+
+
+@pytest.mark.timeout(600)
+def test_after_an_alter_and_no_row_more(database: str, tmp_path: Path) -> None:
+    tables = {name: table_of(name) for name in ALTERS}
+    make(database, *tables.values())
+    with Scene(tmp_path, database, connections=2) as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        loads = {table: life(applying, table).last_load for table in tables.values()}
+        for name, table in tables.items():
+            run(database, table, ALTERS[name])
+        assert settled(scene, applying, *tables.values())
+        for name, table in tables.items():
+            assert_equal(scene, table, *KEPT.get(name, ()))
+        assert {name for name, table in tables.items() if loads[table] != life(applying, table).last_load} == READ_AGAIN
+
+
+def test_versions_that_nobody_applied_meanwhile_are_gone_through(database: str, tmp_path: Path) -> None:
+    make(database, "t")
+    with Scene(tmp_path, database) as scene:
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "t")
+        for number, alter in enumerate((
+            "ALTER TABLE t ADD c int", "ALTER TABLE t ADD d text NOT NULL DEFAULT 'it''s'", "ALTER TABLE t DROP b",
+            "ALTER TABLE t RENAME e TO z", "ALTER TABLE t ALTER n TYPE numeric(14,2)",
+            "ALTER TABLE t ALTER v TYPE varchar(500)", "ALTER TABLE t ALTER v TYPE text",
+        ), 100):  # fmt: skip
+            execute(
+                database, alter, f"INSERT INTO t (id, a) VALUES ({number}, 1)",
+                f"UPDATE t SET n = n + 1 WHERE id = {number - 60}",
+                f"UPDATE t SET id = {-number} WHERE id = {number - 80}", f"DELETE FROM t WHERE id = {number - 70}",
+            )  # fmt: skip
+            horizon, lives = applying._source.horizon(), applying.lives
+            assert eventually(lambda: lives.grow() and lives.index.position >= horizon), "captured"  # noqa: B023
+        with scene.loader() as applying:
+            assert settled(scene, applying, "t")
+            assert_equal(scene, "t", "b")
+        assert life(applying, "t").last_load is None, "nothing was read again"
+
+
+@pytest.mark.timeout(600)
+def test_rows_before_and_after_an_alter(database: str, tmp_path: Path) -> None:
+    names = ["add", "add-constant", "drop", "rename", "widen", "retype-using", "key", "narrow", "recreate"]
+    tables = {name: table_of(name) for name in names}
+    make(database, *tables.values())
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        for name, table in tables.items():
+            run(database, table, "UPDATE {t} SET e = 1 WHERE id < 20; DELETE FROM {t} WHERE id = 7")
+            run(database, table, ALTERS[name])
+            run(database, table, "INSERT INTO {t} VALUES (100, 1000); DELETE FROM {t} WHERE id = 9")
+        assert settled(scene, applying, *tables.values())
+        for name, table in tables.items():
+            assert_equal(scene, table, *KEPT.get(name, ()))

@@ -1,0 +1,287 @@
+"""What a new shape means for a lake table, and that its rows come out as they must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from tailrace.errors import ForeignWrite, SchemaChanged
+from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.policies import POLICIES, Policies, Policy
+from tailrace.model.position import Lsn
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.evolving import Recast, Refresh, is_wider, plan
+from tailrace.tables.fold import fold
+from tailrace.tables.staging import stage
+from tests.support.changes import changes, delete, insert, record_batches, truncate, update
+
+KEEP, APPLY, STOP, REFRESH = Policy.KEEP_NULL, Policy.APPLY, Policy.STOP, Policy.REFRESH
+START = Cursor(seq=7, commit=1, position=Lsn(160))
+NEXT = Cursor(seq=9, commit=2, position=Lsn(200))
+
+
+def shape(
+    *columns: tuple[int, str, pa.DataType], fills: dict[str, str] | None = None, key: tuple[str, ...] = ("id",),
+    file: int = 5, stamp: int = 1, relation: int = 9, made: int = 0, name: str = "t",
+) -> TableSchema:  # fmt: skip
+    """A shape with its facts: each column's number, name and type."""
+    return TableSchema(
+        table=TableId("public", name), relation=relation, key=key, identity=Identity.KEY,
+        columns=tuple(Column(name=name, source_type=str(kind), type=kind) for _, name, kind in columns),
+        facts=Facts(
+            columns=tuple(
+                ColumnFacts(number=number, nullable=True, default=None, fill=(fills or {}).get(name), stamp=stamp)
+                for number, name, _ in columns
+            ),
+            storage=(Storage(relation=relation, name="public.t", file=file, attached=False),),
+            made=made or max(number for number, _, _ in columns),
+        ),
+    )  # fmt: skip
+
+
+ID, A, B = (1, "id", pa.int64()), (2, "a", pa.int32()), (3, "b", pa.string())
+OLD = shape(ID, A, B)
+ROWS = [{"id": i, "a": i * 10, "b": f"b{i}"} for i in (1, 2, 3)]
+
+
+def value_of(column: Column, text: str) -> pa.Scalar | None:
+    return None if text == "odd" else pa.scalar(text).cast(column.type)
+
+
+def planned(new: TableSchema, policies: Policies = POLICIES, *, old: TableSchema = OLD) -> Any:
+    return plan(old, new, policies, value_of)
+
+
+def recast(new: TableSchema, policies: Policies = POLICIES, *, old: TableSchema = OLD) -> Recast:
+    found = planned(new, policies, old=old)
+    assert isinstance(found, Recast), found
+    return found
+
+
+# --- the plan ----------------------------------------------------------------------------------------------
+
+
+def test_the_same_version_asks_for_nothing() -> None:
+    assert planned(shape(ID, A, B)) is None
+    assert planned(shape(ID, A, B, file=6)) is None, "VACUUM FULL"
+
+
+@pytest.mark.parametrize(
+    ("new", "policies", "why"),
+    [
+        (shape(ID, A, B, relation=10), {}, "created again"),
+        (shape(ID, A, B, key=("id", "a")), {}, "another key"),
+        (shape(ID, A, B, file=6, stamp=2), {}, "written anew"),
+        (shape(ID, (2, "a", pa.int64()), B, file=6, stamp=2), {}, "written anew"),
+        (shape(ID, (2, "a", pa.string()), B), {}, "retyped a"),
+        (replace(shape(ID, A, B, (4, "c", pa.int32())), facts=None), {}, "not known"),
+        (shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "odd"}), {}, "not understood"),
+        (shape(ID, A), {"drop": REFRESH}, "dropped b"),
+        (shape(ID, (2, "x", pa.int32()), B), {"rename": REFRESH}, "renamed a to x"),
+        (shape(ID, A, B, (4, "c", pa.int32())), {"add": REFRESH}, "added c"),
+    ],
+)
+def test_what_cannot_be_known_or_is_not_wanted_is_loaded_anew(
+    new: TableSchema, policies: dict[str, Policy], why: str
+) -> None:
+    found = planned(new, Policies(**policies))
+    assert isinstance(found, Refresh)
+    assert why in found.why
+
+
+@pytest.mark.parametrize(
+    ("new", "kind", "said"),
+    [
+        (shape(ID, A, B, (4, "c", pa.int32())), "add", "added c"),
+        (shape(ID, A), "drop", "dropped b"),
+        (shape(ID, (2, "x", pa.int32()), B), "rename", "renamed a to x"),
+        (shape(ID, (2, "a", pa.int64()), B), "widen", "retyped a"),
+        (shape(ID, (2, "a", pa.string()), B), "retype", "retyped a"),
+        (shape(ID, A, B, file=6, stamp=2), "rewrite", "written anew"),
+        (shape(ID, A, B, key=("a",)), "key", "another key"),
+        (shape(ID, A, B, relation=10), "recreate", "created again"),
+    ],
+)
+def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, said: str) -> None:
+    found = planned(new, Policies(**{kind: STOP}))
+    assert isinstance(found, SchemaChanged)
+    assert said in found.headline
+    assert f"`tables.evolution.{kind}`" in found.hint
+
+
+def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
+    found = planned(shape(ID, A, B, name="other"))
+    assert isinstance(found, SchemaChanged)
+    assert "renamed to public.other" in found.headline
+
+
+def test_a_column_of_a_table_without_a_key_is_not_kept() -> None:
+    old, new = replace(OLD, key=()), replace(shape(ID, A), key=())
+    assert isinstance(planned(new, old=old), Refresh)
+    assert recast(new, Policies(drop=APPLY), old=old).dropped == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "wider"),
+    [
+        (pa.int16(), pa.int32(), True),
+        (pa.int32(), pa.int64(), True),
+        (pa.int64(), pa.int32(), False),
+        (pa.int32(), pa.float64(), False),
+        (pa.float32(), pa.float64(), True),
+        (pa.decimal128(10, 2), pa.decimal128(12, 2), True),
+        (pa.decimal128(10, 2), pa.decimal128(12, 4), True),
+        (pa.decimal128(10, 2), pa.decimal128(11, 4), False),
+        (pa.decimal128(12, 2), pa.decimal128(10, 2), False),
+        (pa.list_(pa.int32()), pa.list_(pa.int64()), True),
+        (pa.string(), pa.binary(), False),
+        (pa.date32(), pa.timestamp("us"), False),
+    ],
+)
+def test_which_types_hold_all_that_another_does(was: pa.DataType, now: pa.DataType, wider: bool) -> None:
+    assert is_wider(was, now) is wider
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> DeltaRsTable:
+    return filled(tmp_path / "t", OLD, ROWS)
+
+
+def filled(path: Path, schema: TableSchema, rows: list[dict[str, Any]]) -> DeltaRsTable:
+    made = DeltaRsTable(path, "a-log")
+    made.load(schema, record_batches(schema, rows), START)
+    return made
+
+
+def content(table: DeltaRsTable) -> list[dict[str, Any]]:
+    rows = pa.table(DeltaTable(str(table._path)).scan()).to_pylist()
+    return sorted(rows, key=lambda row: str(row["id"]))
+
+
+def applied(table: DeltaRsTable, schema: TableSchema, *given: Any) -> None:
+    start = table.cursor()
+    assert start is not None
+    table.apply(schema, fold(schema, changes(schema, *given)), start, replace(start, seq=start.seq + 1))
+
+
+@pytest.mark.parametrize(
+    ("new", "policies", "rows"),
+    [
+        (shape(ID, A, B, (4, "c", pa.int32())), {}, [row | {"c": None} for row in ROWS]),
+        (shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}), {}, [row | {"c": 5} for row in ROWS]),
+        (shape(ID, A), {}, ROWS),
+        (shape(ID, A), {"drop": APPLY}, [{"id": row["id"], "a": row["a"]} for row in ROWS]),
+        (shape(ID, (2, "x", pa.int32()), B), {}, [{"id": r["id"], "x": r["a"], "b": r["b"]} for r in ROWS]),
+        (shape(ID, (2, "a", pa.int64()), B), {}, ROWS),
+        (shape(ID, A, (4, "b", pa.int32())), {}, [
+            {"id": r["id"], "a": r["a"], "b": None, "b__dropped": r["b"]} for r in ROWS
+        ]),
+        (shape(ID, (3, "a", pa.string()), (2, "b", pa.int32())), {}, [
+            {"id": r["id"], "a": r["b"], "b": r["a"]} for r in ROWS
+        ]),
+        (shape(ID, B, A), {}, ROWS),
+    ],
+    ids=["add", "add-filled", "drop-kept", "drop", "rename", "widen", "drop-and-add", "swap", "order"],
+)  # fmt: skip
+def test_rows_at_rest_become_rows_of_the_new_shape(
+    table: DeltaRsTable, new: TableSchema, policies: dict[str, Policy], rows: list[dict[str, Any]]
+) -> None:
+    done = table.evolve(recast(new, Policies(**policies)), START)
+    assert (done.committed, done.cursor) == (True, START)
+    assert content(table) == rows
+    assert (table.cursor(), table.shape()) == (START, new)
+    assert table.shape().facts == new.facts  # type: ignore[union-attr]
+    kinds = {field.name: field.type for field in pa.schema(DeltaTable(str(table._path)).schema().to_arrow())}
+    assert all(kinds[column.name] == column.type or pa.types.is_string_view(kinds[column.name]) or
+               pa.types.is_string(column.type) for column in new.columns)  # fmt: skip
+
+
+def test_a_key_may_be_renamed(table: DeltaRsTable) -> None:
+    new = shape((1, "ident", pa.int64()), A, B, key=("ident",))
+    table.evolve(recast(new), START)
+    applied(table, new, update({"ident": 1}, a=5, b="x"), delete({"ident": 2}))
+    rows = sorted(pa.table(DeltaTable(str(table._path)).scan()).to_pylist(), key=lambda row: row["ident"])
+    assert rows == [{"ident": 1, "a": 5, "b": "x"}, {"ident": 3, "a": 30, "b": "b3"}]
+
+
+def test_what_was_done_is_not_done_again(table: DeltaRsTable) -> None:
+    step = recast(shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}))
+    table.evolve(step, START)
+    version = DeltaTable(str(table._path)).version()
+    assert table.evolve(step, START).committed is False
+    assert DeltaTable(str(table._path)).version() == version
+
+
+def test_a_null_column_costs_no_rewrite(table: DeltaRsTable) -> None:
+    before = table.files()
+    table.evolve(recast(shape(ID, A, B, (4, "c", pa.timestamp("us")))), START)
+    assert table.files() == before
+    applied(table, shape(ID, A, B, (4, "c", pa.timestamp("us"))), insert(4, a=1))
+    assert [row["c"] for row in content(table)] == [None] * 4
+
+
+def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table: DeltaRsTable) -> None:
+    new = shape(ID, A)
+    table.evolve(recast(new), START)
+    applied(table, new, insert(4, a=40), update(1, a=11), delete(2))
+    assert content(table) == [
+        {"id": 1, "a": 11, "b": "b1"}, {"id": 3, "a": 30, "b": "b3"}, {"id": 4, "a": 40, "b": None},
+    ]  # fmt: skip
+    applied(table, new, truncate(), insert(5, a=50))
+    assert content(table) == [{"id": 5, "a": 50, "b": None}]
+
+
+def test_a_kept_column_survives_a_refresh(table: DeltaRsTable, tmp_path: Path) -> None:
+    new = shape(ID, A)
+    table.evolve(recast(new), START)
+    rows = [{"id": 1, "a": 10}, {"id": 2, "a": 21}, {"id": 4, "a": 40}]
+    files = stage(tmp_path / "t", "again", new, record_batches(new, rows))
+    table.refresh(new, files, START, NEXT)
+    assert content(table) == [
+        {"id": 1, "a": 10, "b": "b1"}, {"id": 2, "a": 21, "b": None}, {"id": 4, "a": 40, "b": None},
+    ]  # fmt: skip
+
+
+def test_a_load_anew_has_the_source_s_columns_only(table: DeltaRsTable) -> None:
+    new = shape(ID, A)
+    table.evolve(recast(new), START)
+    table.load(new, record_batches(new, [{"id": 1, "a": 1}]), NEXT)
+    assert content(table) == [{"id": 1, "a": 1}]
+
+
+def test_many_changes_at_once(table: DeltaRsTable) -> None:
+    new = shape(
+        ID, (3, "note", pa.string()), (4, "price", pa.decimal128(10, 2)), (5, "a", pa.string()),
+        fills={"price": "1.50"},
+    )  # fmt: skip
+    table.evolve(recast(new), START)
+    assert content(table)[0] == {
+        "id": 1, "note": "b1", "price": Decimal("1.50"), "a": None, "a__dropped": 10,
+    }  # fmt: skip
+
+
+def test_an_empty_table_evolves_too(tmp_path: Path) -> None:
+    table = filled(tmp_path / "e", OLD, [])
+    new = shape(ID, (2, "x", pa.int64()), (4, "c", pa.int32()), fills={"c": "5"})
+    table.evolve(recast(new), START)
+    applied(table, new, insert(1, x=2, c=3))
+    assert content(table) == [{"id": 1, "x": 2, "c": 3, "b": None}]
+
+
+def test_from_elsewhere_nothing_is_recast(table: DeltaRsTable) -> None:
+    with pytest.raises(ForeignWrite, match="not where"):
+        table.evolve(recast(shape(ID, A)), NEXT)
+    write_deltalake(str(table._path), pa.table(DeltaTable(str(table._path)).scan()), mode="append")
+    with pytest.raises(ForeignWrite):
+        table.evolve(recast(shape(ID, A)), START)
