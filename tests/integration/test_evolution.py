@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
 
 from tailrace.model.evolution import same_version
 from tailrace.pipeline import shapewatch
@@ -163,3 +165,37 @@ def test_rows_before_and_after_an_alter(database: str, tmp_path: Path) -> None:
         assert settled(scene, applying, *tables.values())
         for name, table in tables.items():
             assert_equal(scene, table, *KEPT.get(name, ()))
+
+
+def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_path: Path) -> None:
+    names = ["add-constant", "drop-and-add", "rename", "retype-using", "default", "widen-text"]
+    tables = {name: table_of(name) for name in names}
+    make(database, *tables.values())
+    with Scene(tmp_path, database) as scene:
+        with scene.loader() as applying:
+            assert scene.settled(applying)
+        for name, table in tables.items():
+            run(database, table, ALTERS[name])
+        scene.pipeline.stops_at("rename")
+        versions = {table: lake_version(tmp_path, table) for table in tables.values()}
+        told = scene.pipeline.ask("evolve", "--dry-run", "--json")
+        assert told.returncode == 0, told.stderr
+        found = {table["table"]: table for table in json.loads(told.stdout)["tables"]}
+        assert {table["action"] for name, table in found.items() if "default" in name} == {"none"}
+        added = found["t_add_constant"]
+        assert (added["action"], added["steps"]) == ("apply", ["add c", "fill c with its default in every row"])
+        assert found["t_retype_using"]["why"] == "its rows were written anew"
+        assert (found["t_rename"]["action"], found["t_rename"]["why"]) == ("stop", "renamed a to z")
+        assert found["t_drop_and_add"]["steps"] == ["add b", "fill b with its default in every row"]
+        assert found["t_widen_text"]["action"] == "apply"
+        said = scene.pipeline.ask("evolve", "--dry-run").stdout
+        assert "public.t_retype_using: loaded anew: its rows were written anew\n" in said
+        assert "public.t_rename: stops: renamed a to z. `tables.evolution.rename` is `stop`." in said
+        assert "public.t_default: nothing to do\n" in said
+        assert {table: lake_version(tmp_path, table) for table in tables.values()} == versions
+        refused = scene.pipeline.ask("evolve")
+        assert (refused.returncode, "--dry-run" in refused.stderr) == (2, True)
+
+
+def lake_version(folder: Path, table: str) -> int:
+    return DeltaTable(str(folder / "lake" / "public" / table)).version()

@@ -127,6 +127,7 @@ COMMANDS = {
     "apply": "load tables and apply the log to them with Spark",
     "status": "show tables, positions, rows and lag",
     "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
+    "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
     "consumers": "show whom the log is kept for, or forget one of them",
     "check": "check the settings file, offline",
@@ -169,6 +170,8 @@ def build_parser() -> Parser:
             command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
         if name == "snapshot":
             _add_snapshot(command)
+        if name == "evolve":
+            command.add_argument("--dry-run", action="store_true", help="only show; the only way there is")
         if name == "log":
             actions = "; ".join(f"{action}: {what}" for action, what in _LOG_ACTIONS.items())
             command.add_argument("action", metavar="ACTION", choices=_LOG_ACTIONS, help=actions)
@@ -370,6 +373,10 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
 
         handle = logbook.log if arguments.command == "log" else logbook.consumers
         return handle(load(arguments.file), arguments)
+    if arguments.command == "evolve":
+        from tailrace.cli import evolve
+
+        return evolve.evolve(load(arguments.file), arguments)
     if arguments.command == "snapshot":
         from tailrace.cli import snapshot
 

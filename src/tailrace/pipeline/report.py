@@ -236,6 +236,24 @@ class LoggedTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TableEvolution:
+    """What would be done to a lake table for what became of its source."""
+
+    schema: str
+    table: str
+    action: str
+    """`none`, `apply`, `refresh` or `stop`."""
+    steps: tuple[str, ...] = ()
+    """What is done to the lake table first, in order."""
+    why: str | None = None
+    """Why it is loaded anew, or stops."""
+    hint: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogVersion:
     """One version of a table's shape, and what became of the table with it."""
 

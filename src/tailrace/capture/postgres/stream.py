@@ -52,7 +52,7 @@ BUSY_BYTES_PER_SECOND = 2 << 20
 that is no backlog,"""
 BUSY_SECONDS = 0.03
 """and still are so long after: the server pauses between two large transactions."""
-NAP_SECONDS = 0.010
+NAP_SECONDS = 0.025
 """While behind. The longer the nap, the more the server sends at once, and the less both sides pay."""
 IDLE_SECONDS = 0.05
 STATUS_SECONDS = 0.1
