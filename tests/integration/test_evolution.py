@@ -13,7 +13,7 @@ from tailrace.model.evolution import same_version
 from tailrace.pipeline import shapewatch
 from tailrace.pipeline.report import TableState
 from tests.support.loads import Local, Scene, life
-from tests.support.pipelines import eventually, execute
+from tests.support.pipelines import Pipeline, eventually, execute
 
 MADE = (
     "CREATE TABLE {t} (id int PRIMARY KEY, a int NOT NULL, b text, n numeric(10,2), v varchar(5), e int)",
@@ -88,6 +88,7 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
     def is_so(table: str) -> bool:
         now = life(applying, table)
         shape, _ = applying._source.describe(now.table)
+        assert now.state is not TableState.NEEDS_SNAPSHOT, "it is loaded by itself"
         there = now.shape is not None and same_version(now.shape, shape)
         return there and now.state is TableState.LIVE and now.announced is None and now.refresh is None
 
@@ -199,3 +200,17 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
 
 def lake_version(folder: Path, table: str) -> int:
     return DeltaTable(str(folder / "lake" / "public" / table)).version()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_until_caught_up_evolves_what_nobody_wrote_to(database: str, tmp_path: Path) -> None:
+    names = ["add-constant", "rename", "retype-using"]
+    tables = {name: table_of(name) for name in names}
+    make(database, *tables.values())
+    pipeline = Pipeline(tmp_path, database)
+    pipeline.catch_up()
+    for name, table in tables.items():
+        run(database, table, ALTERS[name])
+    pipeline.catch_up()
+    pipeline.assert_equal(*tables.values())
+    assert {table["state"] for table in pipeline.status()["tables"]} == {"live"}

@@ -24,6 +24,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
@@ -205,8 +206,15 @@ class Applying:
     # Applying.
 
     def covered(self, commit: int) -> bool:
-        """Whether every table that can go on holds the log up to the commit, and nothing is left to load."""
-        return self.loading.idle and self.lives.covered(commit)
+        """Whether every table that can go on holds the log up to the commit, and nothing is left to load.
+
+        While someone captures, the log will also pass what the catalogue showed of tables that changed their shape.
+        """
+        if not self.loading.idle or not self.lives.covered(commit):
+            return False
+        told = [life.announced for life in self._loaded() if life.announced is not None]
+        captured = bool(told) and lease.held(self._log.path) is not None
+        return not any(captured or self.lives.index.position >= item.horizon for item in told)
 
     def waits_for_log(self, commit: int) -> bool:
         """Whether all that is left to do up to the commit is to wait for the log to grow past what was loaded."""
@@ -238,7 +246,7 @@ class Applying:
 
     def _loaded(self) -> list[TableLife]:
         loaded = (TableState.CATCHING_UP, TableState.LIVE)
-        return [life for life in self.lives.tables.values() if life.state in loaded]
+        return [life for life in list(self.lives.tables.values()) if life.state in loaded]
 
     def _advance_one(self, life: TableLife) -> None:
         self._advance([life], self.lives.grow())

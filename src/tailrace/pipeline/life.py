@@ -232,20 +232,23 @@ class Lives:
 
     def stretch(self, life: TableLife, end: int) -> Stretch | None:
         """The next stretch the table can take; None when there is none, and then its state says why."""
-        if life.state.broken or life.cursor is None or life.shape is None:
+        if life.state.broken or life.refresh is not None or life.cursor is None or life.shape is None:
             return None
         if self._refuse_trimmed(life):
             return None
         pending = self.pending(life, self.index.commit)
         taken: list[Slice] = []
+        fitting: set[tuple[int, int]] = set()
         rows = 0
         for item in pending:
             if item.first > end or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
                 break
-            if (step := self._step(life, item)) is not None:
+            if (item.table, item.schema) not in fitting and (step := self._step(life, item)) is not None:
                 if taken:
                     break
                 return self._stepped(life, step)
+            if self.index.start_of(item.first) >= life.cursor.position:
+                fitting.add((item.table, item.schema))
             taken.append(item)
             rows += item.rows
         if not taken:
@@ -327,11 +330,13 @@ class Lives:
         if isinstance(step, Recast):
             return Stretch((), life.cursor, step)
         if isinstance(step, Refresh):
-            life.refresh, life.announced, life.state = step.why, None, TableState.NEEDS_SNAPSHOT
-            life.error = SchemaChanged(
-                "the table must be loaded anew", table=life.table, why=step.why, hint=RELOAD_HINT
-            )
-            log.warning("table must be loaded anew", extra={"table": str(life.table), "why": step.why})
+            life.refresh, life.announced, life.state = step.why, None, TableState.REFRESHING
+            if life.once or life.rereads:  # its mode says that it is not loaded by itself
+                life.state = TableState.NEEDS_SNAPSHOT
+                life.error = SchemaChanged(
+                    "the table must be loaded anew", table=life.table, why=step.why, hint=RELOAD_HINT
+                )
+            log.info("table must be loaded anew", extra={"table": str(life.table), "why": step.why})
         else:
             life.fail(step)
         return None

@@ -140,7 +140,8 @@ class Loading:
         wished = {wish.table for wish in self._seeds.wishes()} & tables.keys()
         needed = {table for table, life in tables.items() if self._is_needed(life)}
         with self._lock:
-            return not self._beginning and not (wished | needed | self._loads.keys()) - held.keys() - set(some)
+            busy = self._beginning or not self._shapes.tried
+            return not busy and not (wished | needed | self._loads.keys()) - held.keys() - set(some)
 
     def waiting_for_log(self) -> set[TableId]:
         """The tables whose rows are all read, and land once the log has what was committed before."""
@@ -155,8 +156,8 @@ class Loading:
         """Whether the table's mode asks for a load of it, new or not."""
         mode = self._settings.load.mode_of(life.table)
         if life.state is TableState.NEEDS_SNAPSHOT:
-            return mode in ("when_needed", "always") or (mode == "initial" and life.refresh is not None)
-        unloaded = life.state in (TableState.NEW, TableState.PAUSED)
+            return mode in ("when_needed", "always")
+        unloaded = life.state in (TableState.NEW, TableState.PAUSED, TableState.REFRESHING)
         return unloaded or (life.table in self._always and not life.state.broken)
 
     def _take_up(self) -> None:

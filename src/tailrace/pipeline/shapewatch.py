@@ -29,6 +29,8 @@ class ShapeWatch:
         self._seen: dict[TableId, tuple[str, TableSchema | None]] = {}
         """What each table's definition, and the lake table's shape, were when they were last compared."""
         self._due = 0.0
+        self.tried = False
+        """Whether the tables that are there at a start have been looked at, or the source does not answer."""
 
     def look(self) -> None:
         """Ask, if that was not done just now; a source that does not answer is asked again."""
@@ -41,7 +43,7 @@ class ShapeWatch:
                 life = self._lives.tables[table]
                 if self._seen.get(table) != (seen := (stamp, life.shape)) and self._compare(life):
                     self._seen[table] = seen
-        self._due = time.monotonic() + LOOK_SECONDS
+        self._due, self.tried = time.monotonic() + LOOK_SECONDS, True
 
     def _compare(self, life: TableLife) -> bool:
         """Announce what the catalogue shows, if it is not what the table is; False if that is too early to say."""
