@@ -17,7 +17,7 @@ import pytest
 from tailrace.demo.server import EmbeddedPostgres
 from tests.support.pipelines import Pipeline, eventually, execute
 
-KILLS = int(os.environ.get("TAILRACE_LOAD_KILLS", "3"))
+KILLS = int(os.environ.get("TAILRACE_LOAD_KILLS", "2"))
 MASTERS = {"local": "local[2]", "cluster": "local-cluster[2,1,1024]"}
 TABLES = ("ints", "pairs", "uuids", "keyless")
 ROWS = 40_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,10 @@ from tests.support.failover import Copy, copy_of, wait_for_replay
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 
-WAYS = ("auto", "exact", "chunked")
+THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
+"""Set by `make matrix` and `make soak`: every way of loading in every test. Else most go the hardest way."""
+WAYS = ("auto", "exact", "chunked") if THOROUGH else ("chunked",)
+BOTH = ("exact", "chunked") if THOROUGH else ("chunked",)
 TABLE = (
     "CREATE TABLE things (id int PRIMARY KEY, x int, pad text, large text); "
     "ALTER TABLE things ALTER large SET STORAGE EXTERNAL"
@@ -61,7 +65,7 @@ def hammering(url: str) -> Iterator[None]:
         writer.join()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if THOROUGH else ["exact", "chunked"])
 def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: str) -> None:
     with Scene(tmp_path, filled, way=way, connections=2) as scene, scene.loader() as applying:
         with hammering(filled):
@@ -105,7 +109,7 @@ def test_a_writer_that_was_open_when_the_table_was_published(
         scene.assert_equal(applying, "things", "later")
 
 
-@pytest.mark.parametrize("way", ["exact", "chunked"])
+@pytest.mark.parametrize("way", BOTH)
 def test_a_commit_that_waits_for_a_synchronous_standby(tmp_path: Path, way: str) -> None:
     with EmbeddedPostgres(version=server_version()) as server:
         url = server.url()
@@ -159,7 +163,7 @@ def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_pa
             scene.assert_equal(applying, "things")
 
 
-@pytest.mark.parametrize("way", ["exact", "chunked"])
+@pytest.mark.parametrize("way", BOTH)
 def test_commits_that_nobody_waits_for(filled: str, tmp_path: Path, way: str) -> None:
     name = psycopg.conninfo.conninfo_to_dict(filled)["dbname"]
     execute(filled, f"ALTER DATABASE {name} SET synchronous_commit = off")
@@ -196,14 +200,14 @@ def test_a_key_moves_into_a_range_already_read_with_a_large_value(filled: str, t
         scene.assert_equal(applying, "things")
 
 
-@pytest.mark.parametrize("way", ["exact", "chunked"])
+@pytest.mark.parametrize("way", BOTH)
 def test_the_table_is_rewritten_between_chunks(filled: str, tmp_path: Path, way: str) -> None:
     act = once(lambda: execute(filled, "DELETE FROM things WHERE id % 3 = 0", "VACUUM FULL things"), at=5)
     with Scene(tmp_path, filled, way=way) as scene, scene.loader(before=act) as applying:
         scene.assert_equal(applying, "things")
 
 
-@pytest.mark.parametrize("way", ["exact", "chunked"])
+@pytest.mark.parametrize("way", BOTH)
 def test_the_table_is_truncated_between_chunks(filled: str, tmp_path: Path, way: str) -> None:
     act = once(lambda: execute(filled, "TRUNCATE things", "INSERT INTO things VALUES (1, 1, 'after', NULL)"), at=5)
     with Scene(tmp_path, filled, way=way) as scene, scene.loader(before=act) as applying:
@@ -250,7 +254,7 @@ def test_a_column_is_added_during_the_load(filled: str, tmp_path: Path) -> None:
         scene.assert_equal(applying, "things")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if THOROUGH else ["auto"])
 def test_the_server_restarts_during_the_load(tmp_path: Path, way: str) -> None:
     with EmbeddedPostgres(version=server_version()) as server:
         url = server.url()
@@ -364,7 +368,7 @@ def test_reading_from_a_standby_with_a_running_transaction(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("mode", list(LoadMode))
-@pytest.mark.parametrize("way", ["exact", "chunked"])
+@pytest.mark.parametrize("way", BOTH)
 def test_a_live_table_is_loaded_again(filled: str, tmp_path: Path, way: str, mode: LoadMode) -> None:
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
@@ -444,7 +448,7 @@ INSERT INTO parted SELECT g, CASE WHEN g % 2 = 0 THEN 'eu' ELSE 'us' END, repeat
 NAMES = ("composite", "uuids", "texts", "keyless", "skewed", "bloated", "nothing", "parted")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if THOROUGH else ["auto", "chunked"])
 def test_every_kind_of_table_and_key(database: str, tmp_path: Path, way: str) -> None:
     execute(database, KINDS)
     with Scene(tmp_path, database, way=way, connections=2) as scene, scene.loader() as applying:
