@@ -260,7 +260,7 @@ class TableError(TailraceError):
 
 
 class SchemaChanged(TableError):
-    """The source table changed its shape in a way that cannot be applied yet."""
+    """The source table changed its shape, and the settings say to stop, or only a load brings what it has now."""
 
     code = "schema-changed"
 

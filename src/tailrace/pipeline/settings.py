@@ -610,6 +610,7 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("log", "retention"): RetentionSettings,
     ("log", "seal"): SealSettings,
     ("tables",): TablesSettings,
+    ("tables", "evolution"): EvolutionSettings,
     ("load",): LoadSettings,
     ("spark",): SparkSettings,
 }
@@ -633,6 +634,7 @@ _EXAMPLES = {
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
     "tables.path": "`path: ./shop/lake`",
+    "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
     "load.mode": f"`mode: initial`; there are {_MODES}",
     "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',
@@ -894,6 +896,8 @@ class _Document:
             return  # Pydantic counts only the globs that are well; the file does hold some.
         context = detail.get("ctx", {})
         message = context.get("message") or _WANTED.get(detail["type"], detail["msg"])
+        if detail["type"] == "literal_error":
+            message += f": there are {context['expected'].replace(' or ', ' and ')}"
         if detail["type"] in _WANTED and self.value(loc) is None:
             message = "has no value"
         self.add(loc, self.values[loc], message, context.get("hint") or _example(loc))

@@ -16,7 +16,7 @@ from tailrace.errors import SchemaChanged
 from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve, same_version
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.shapes import RELOAD_HINT, difference
+from tailrace.tables.shapes import RELOAD_HINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +50,10 @@ class Refresh:
     why: str
 
 
+_RENAMED_HINT = (
+    "Under its new name it is a table of its own, loaded by itself if the settings match it. This lake table stays as "
+    "it is: exclude the old name in `source.exclude`, or rename the table back and start again."
+)
 Step = Recast | Refresh | SchemaChanged
 """What comes next for a table: the last is the error that it stops with."""
 ValueOf = Callable[[Column, str], pa.Scalar | None]
@@ -65,35 +69,35 @@ def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: Value
     """What to do with a table of the shape `old`, now that rows of the shape `new` come; None: nothing."""
     if old.table == new.table and same_version(old, new):
         return None
-    answers = list(_answers(old, new, policies))
+    if old.table != new.table:
+        return _stop(old, f"renamed to {new.table}", _RENAMED_HINT)
+    found = evolve(old, new)
+    answers = list(_answers(old, new, found, policies))
     for kind, policy, why in answers:
         if policy is Policy.STOP:
-            return SchemaChanged(
-                "the source table changed its shape", table=old.table, change=why or difference(old, new),
-                hint=f"`tables.evolution.{kind}` is `stop`. {RELOAD_HINT}",
-            )  # fmt: skip
+            return _stop(old, why, f"`tables.evolution.{kind}` is `stop`. {RELOAD_HINT}")
     if again := [why for _, policy, why in answers if policy is Policy.REFRESH]:
         return Refresh(schema=new, why="; ".join(dict.fromkeys(again)))
-    return _recast(old, new, policies, value_of)
+    return _recast(new, found, policies, value_of)
 
 
-def _answers(old: TableSchema, new: TableSchema, policies: Policies) -> Iterator[tuple[str, Policy, str]]:
+def _stop(old: TableSchema, change: str, hint: str) -> SchemaChanged:
+    return SchemaChanged("the source table changed its shape", table=old.table, change=change, hint=hint)
+
+
+def _answers(
+    old: TableSchema, new: TableSchema, found: Evolution, policies: Policies
+) -> Iterator[tuple[str, Policy, str]]:
     """For each thing that changed: its kind, what the policy says, and what it was, in words."""
-    if old.table != new.table:
-        # The lake table of the new name is another one, and it is loaded by itself.
-        yield "rename_table", Policy.STOP, f"renamed to {new.table}"
-        return
     if old.relation != new.relation:
         yield "recreate", policies.recreate, "dropped and created again"
         return
-    found = evolve(old, new)
     names = {str(item.was): str(item.now) for item in found.changes if item.kind is Kind.RENAME}
     if tuple(names.get(name, name) for name in old.key) != new.key:
         yield "key", policies.key, "another key"
     if found.rewritten or _unknown(found):
         why = "its rows were written anew" if found.rewritten else "it is not known what became of its rows"
         yield "rewrite", policies.rewrite, why
-        return
     for item in found.changes:
         if answer := _answer(old, new, item, policies):
             yield answer
@@ -153,11 +157,9 @@ def is_wider(was: pa.DataType, now: pa.DataType) -> bool:
     return False
 
 
-def _recast(
-    old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf
-) -> Recast | Refresh:
+def _recast(new: TableSchema, found: Evolution, policies: Policies, value_of: ValueOf) -> Recast | Refresh:
     added, renamed, filled, dropped = [], [], [], []
-    for item in evolve(old, new).changes:
+    for item in found.changes:
         if item.kind is Kind.RENAME:
             renamed.append((str(item.was), str(item.now)))
         elif item.kind is Kind.DROP and policies.drop is Policy.APPLY:

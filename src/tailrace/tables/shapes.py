@@ -1,6 +1,6 @@
 """Whether rows of one shape can go into a table of another, and what to say if they cannot.
 
-Until shapes can evolve there is one rule: same table, same columns and types in order, same key.
+One rule: same table, same columns and types in order, same key. A table that has another shape evolves first.
 """
 
 from __future__ import annotations

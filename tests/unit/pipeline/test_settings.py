@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from tailrace.errors import ConfigError, ExitCode
+from tailrace.model.policies import POLICIES, Policy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import (
     PipelineSettings,
@@ -576,3 +578,26 @@ def test_the_password_shows_in_no_error_and_in_no_traceback(tmp_path: Path) -> N
     with pytest.raises(ValidationError) as refused:
         SourceSettings.model_validate({"url": "mysql://u:s3cret-word@h/db", "tables": ["a.b"]})
     assert "s3cret-word" not in str(refused.value)
+
+
+def test_what_to_do_about_changes_of_shape_is_said_by_kind(tmp_path: Path) -> None:
+    assert settings_of(tmp_path).tables.evolution.policies == POLICIES
+    given = settings_of(tmp_path, CONTRACT + "  evolution: {drop: apply, retype: stop}\n").tables.evolution
+    assert given.policies == replace(POLICIES, drop=Policy.APPLY, retype=Policy.STOP)
+
+
+@pytest.mark.parametrize(
+    ("said", "where", "message"),
+    [
+        ("{drop: maybe}", "tables.evolution.drop", "keep-null"),
+        ("{retype: apply}", "tables.evolution.retype", "refresh"),
+        ("{dropp: apply}", "tables.evolution.dropp", "drop"),
+        ("stop", "tables.evolution", ""),
+    ],
+)
+def test_a_mistake_about_changes_of_shape_is_told_with_what_may_stand_there(
+    tmp_path: Path, said: str, where: str, message: str
+) -> None:
+    problem = problem_of(tmp_path, f"{CONTRACT}  evolution: {said}\n")
+    assert (problem.line, problem.where) == (10, where)
+    assert message in problem.message + problem.hint

@@ -105,6 +105,8 @@ def test_what_cannot_be_known_or_is_not_wanted_is_loaded_anew(
         (shape(ID, (2, "x", pa.int32()), B), "rename", "renamed a to x"),
         (shape(ID, (2, "a", pa.int64()), B), "widen", "retyped a"),
         (shape(ID, (2, "a", pa.string()), B), "retype", "retyped a"),
+        (shape(ID, (2, "a", pa.string()), B, file=6, stamp=2), "retype", "retyped a"),
+        (shape(ID, (2, "a", pa.int64()), B, file=6, stamp=2), "widen", "retyped a"),
         (shape(ID, A, B, file=6, stamp=2), "rewrite", "written anew"),
         (shape(ID, A, B, key=("a",)), "key", "another key"),
         (shape(ID, A, B, relation=10), "recreate", "created again"),
@@ -121,6 +123,7 @@ def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
     found = planned(shape(ID, A, B, name="other"))
     assert isinstance(found, SchemaChanged)
     assert "renamed to public.other" in found.headline
+    assert "tables.evolution" not in found.hint
 
 
 def test_a_column_of_a_table_without_a_key_is_not_kept() -> None:
