@@ -7,7 +7,7 @@
 PY := .venv/bin/python
 ARGS ?=
 ROUNDS ?= 10
-JOBS ?= 2
+JOBS ?= 3
 SECONDS ?= 600
 VERSIONS ?= 15 16 18
 
@@ -27,7 +27,7 @@ check: setup ## Lint, types and the arrows between packages (ruff, mypy, import-
 	if [ -n "$$failed" ]; then echo "check: failed:$$failed" >&2; exit 1; fi; \
 	echo "check: all good"
 
-test: setup ## Run every test, in random order, two at once (JOBS=2 ARGS="tests/unit -k fold")
+test: setup ## Run every test, in random order, three at once (JOBS=3 ARGS="tests/unit -k fold")
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 demo: setup ## A shop in a PostgreSQL of its own, mirrored live (ARGS="--seconds 120 --keep")

@@ -45,6 +45,7 @@ def folder() -> Path:
     return made
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_the_demo_survives_a_killed_capture_and_ends_green(folder: Path) -> None:
     running = start_demo(folder, "--seconds", "15")

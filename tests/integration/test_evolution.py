@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.model.evolution import same_version
-from tailrace.pipeline import shapewatch
 from tailrace.pipeline.report import TableState
 from tests.support.loads import Local, Scene, life
 from tests.support.pipelines import Pipeline, eventually, execute
@@ -19,11 +17,6 @@ MADE = (
     "CREATE TABLE {t} (id int PRIMARY KEY, a int NOT NULL, b text, n numeric(10,2), v varchar(5), e int)",
     "INSERT INTO {t} SELECT g, g * 10, 'b' || g, g + 0.5, 'v' || g, NULL FROM generate_series(1, 50) g",
 )
-
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 0.2)
 
 
 ALTERS = {
@@ -87,9 +80,9 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
 
     def is_so(table: str) -> bool:
         now = life(applying, table)
-        shape, _ = applying._source.describe(now.table)
+        shape = applying._source.describe([now.table])[now.table]
         assert now.state is not TableState.NEEDS_SNAPSHOT, "it is loaded by itself"
-        there = now.shape is not None and same_version(now.shape, shape)
+        there = now.shape == shape and now.shape is not None and now.shape.facts == shape.facts
         return there and now.state is TableState.LIVE and now.announced is None and now.refresh is None
 
     waiting = list(tables)

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TailraceError
+from tailrace.pipeline import capturing, loading, shapewatch
 from tailrace.pipeline.applying import Applying
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.life import TableLife
@@ -26,12 +27,18 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
 from tailrace.pipeline.wiring import open_source
+from tailrace.runtime import loop
 from tailrace.spark.tasks import ChunkWork, Outcome
 from tests.support.pipelines import Pipeline, eventually
 
 CHUNK_BYTES = 64 << 10
 """Far below what settings allow, so that small tables have many."""
 LOADED_SECONDS_MAX = 90.0
+_WAITS = {
+    (loading, "TABLES_SECONDS"): 0.3, (shapewatch, "LOOK_SECONDS"): 0.3, (capturing, "PUBLISH_SECONDS"): 0.2,
+    (loop, "IDLE_SECONDS_MAX"): 0.5,
+}  # fmt: skip
+"""How often somebody looks while a scene is on: seconds that tests would only wait for."""
 
 Hook = Callable[[ChunkWork], None]
 
@@ -85,12 +92,15 @@ class Scene:
         self._failed: list[TailraceError] = []
 
     def __enter__(self) -> Scene:
+        self._waits = [(module, name, getattr(module, name)) for module, name in _WAITS]
+        for (module, name), seconds in _WAITS.items():
+            setattr(module, name, seconds)
         self._stop.clear()
-        capturing = Capturing(self.settings, until_caught_up=False)
+        capture_side = Capturing(self.settings, until_caught_up=False)
 
         def capture() -> None:
             try:
-                capturing.run(self._stop.is_set)
+                capture_side.run(self._stop.is_set)
             except TailraceError as error:
                 self._failed.append(error)
 
@@ -102,6 +112,8 @@ class Scene:
         self._stop.set()
         assert self._capture is not None
         self._capture.join(30)
+        for module, name, seconds in self._waits:
+            setattr(module, name, seconds)
         assert not self._failed, self._failed
 
     @contextmanager

@@ -34,4 +34,6 @@ def _line(table: TableEvolution) -> str:
         said.append(f"loaded anew: {table.why}")
     elif table.action == "stop":
         said.append(f"stops: {table.why}. {table.hint}")
+    elif table.why is not None:
+        said.append(f"nothing to do: {table.why}")
     return f"{table.schema}.{table.table}: {'; '.join(said) or 'nothing to do'}"

@@ -91,8 +91,7 @@ class Evolution:
 def evolve(old: TableSchema, new: TableSchema) -> Evolution:
     """What became of the table from one version to the next."""
     rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
-    if old.columns == new.columns and old.facts and new.facts and old.facts.numbers != new.facts.numbers:
-        # A column gave way to another of its name and type. Rows that come now may still be of the one before.
+    if old.facts and new.facts and (_hides_columns(old.facts, new.facts) or _gave_way(_types(old), _types(new))):
         rewritten = None
     changes = [*_of_table(old, new), *_of_columns(old, new, rewritten)]
     if old.facts and new.facts:
@@ -101,15 +100,22 @@ def evolve(old: TableSchema, new: TableSchema) -> Evolution:
 
 
 def same_version(old: TableSchema, new: TableSchema) -> bool:
-    """Whether `new` is the version `old` still: rows of one are rows of the other, and none at rest has changed, as
-    far as anyone can know."""
-    if old != new:
+    """Whether `new` is the version `old` still: rows of one are rows of the other, and nothing else is known of it that
+    could matter when the next one comes."""
+    return old == new and (new.facts is None or (old.facts is not None and old.facts.alike(new.facts)))
+
+
+def is_news(old: TableSchema, new: TableSchema) -> bool:
+    """Whether a version that rows have is another one than what a table knows, and newer.
+
+    The catalogue is asked when rows come, and when a table is loaded or looked at. So what stands with rows can be
+    older than what the table knows; only not in the columns, for no row comes from before a load.
+    """
+    if same_version(old, new):
         return False
-    if new.facts is None:
+    if old != new or old.facts is None or new.facts is None:
         return True
-    if old.facts is None or old.facts.numbers != new.facts.numbers:
-        return False
-    return not _rewritten(old.facts, new.facts) and not list(_of_partitions(old.facts, new.facts, rewritten=False))
+    return old.facts.numbers != new.facts.numbers or new.facts.at > old.facts.at
 
 
 def _rewritten(old: Facts, new: Facts) -> bool:
@@ -117,6 +123,23 @@ def _rewritten(old: Facts, new: Facts) -> bool:
     moved = any(files.get(item.relation, item.file) != item.file for item in new.storage)
     stamps = {(column.number, column.stamp) for column in old.columns}
     return moved and stamps != {(column.number, column.stamp) for column in new.columns}
+
+
+def _hides_columns(old: Facts, new: Facts) -> bool:
+    """Whether columns were made and dropped again in between: rows that come now may still have such a one."""
+    return new.made - old.made > sum(number > old.made for number in (*new.numbers, *new.others))
+
+
+def _gave_way(old: dict[int, str], new: dict[int, str]) -> bool:
+    """Whether a column gave way to another of its type: rows that come now may still have the one before, renamed."""
+    gone, came = ({mine[number] for number in mine.keys() - theirs} for mine, theirs in ((old, new), (new, old)))
+    return bool(gone & came)
+
+
+def _types(schema: TableSchema) -> dict[int, str]:
+    """By the number of the column; of a shape that has facts."""
+    numbers = schema.facts.numbers if schema.facts else ()
+    return dict(zip(numbers, (column.source_type for column in schema.columns), strict=True))
 
 
 def _of_table(old: TableSchema, new: TableSchema) -> Iterator[Change]:

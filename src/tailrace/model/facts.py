@@ -6,8 +6,10 @@ very columns and types when it was asked; otherwise they are unknown, and nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from tailrace.model.position import ZERO, Lsn
 
 UNKNOWN = "unknown"
 """What stands in a record in place of a fact."""
@@ -49,10 +51,24 @@ class Facts:
     storage: tuple[Storage, ...]
     made: int
     """How many columns the table has ever had, published or not: the next one gets a greater number."""
+    others: tuple[int, ...] = ()
+    """The numbers of the columns that it has now and that are not published."""
+    at: Lsn = field(default=ZERO, compare=False)
+    """Where the source was when it was asked: of two answers, the one from further on is the newer."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return tuple(column.number for column in self.columns)
+
+    def alike(self, other: Facts) -> bool:
+        """Whether nothing differs but the file of a table without partitions: that alone proves nothing."""
+        files = len(self.storage) > 1 or len(other.storage) > 1
+        mine, theirs = (
+            (facts.columns, facts.made, facts.others,
+             [(item.relation, item.name, item.attached, item.file if files else None) for item in facts.storage])
+            for facts in (self, other)
+        )  # fmt: skip
+        return mine == theirs
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,6 +77,8 @@ class Facts:
             ],
             "storage": [[item.relation, item.name, item.file, item.attached] for item in self.storage],
             "made": self.made,
+            "others": list(self.others),
+            "at": str(self.at),
         }
 
     @classmethod
@@ -75,4 +93,6 @@ class Facts:
                 for relation, name, file, attached in stored["storage"]
             ),
             made=stored["made"],
+            others=tuple(stored.get("others", ())),
+            at=Lsn.parse(stored["at"]) if "at" in stored else ZERO,
         )

@@ -232,7 +232,8 @@ class _Desk:
         self._seeds.hold(table, Hold.STOPPED)
         if loaded:
             what = "the load is given up" if load is not None else "the load that was asked for does not begin"
-            return _answer(table, "stopped", what, "the table goes on as it was")
+            rest = "the table goes on as it was, unless it had to be loaded anew: then it needs a snapshot"
+            return _answer(table, "stopped", what, rest)
         rest = "it is not loaded until it is asked for, or resumed"
         return _answer(table, "stopped", *(["the load is given up"] if load is not None else []), rest)
 

@@ -16,6 +16,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import SourceError, TableUnpublished, TailraceError, Unsupported
+from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
 from tailrace.pipeline.holding import Holding
@@ -70,7 +71,9 @@ class Beginning:
             elif life.gone and life.table in there and life.state is TableState.FAILED:
                 life.gone, life.error, life.state, life.failures = False, None, TableState.NEW, 0
         for table in found:
-            if table.table not in self._lives.tables:
+            if (known := self._lives.tables.get(table.table)) is not None:
+                known.see(table)
+            else:
                 log.info("table found", extra={"table": str(table.table)})
                 self._lives.add(table.table, table, self._settings.mode_of(table.table))
 
@@ -122,7 +125,7 @@ class Beginning:
         shared = Shared(snapshot, users=1)  # ourselves, until all have begun
         try:
             self._lives.grow()
-            for life, plan, wish in planned:
+            for life, plan, wish in self._as_planned(planned):
                 seed = Seed(plan=plan, point=snapshot.point, wish=wish)
                 self._record(life, seed)
                 shared.join()
@@ -141,12 +144,25 @@ class Beginning:
         noted = self._source.begin_chunks(self._stopping.is_set)
         if noted is None:  # told to stop
             return
-        for life, plan, wish in planned:
+        for life, plan, wish in self._as_planned(planned):
             seed = Seed(plan=plan, point=None, noted=noted, wish=wish)
             self._record(life, seed)
             self._begun(Load(
                 life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None, at_least=noted.upto
             ))  # fmt: skip
+
+    def _as_planned(self, planned: Planned) -> Planned:
+        """Those that were not altered until the point the replay starts at; what was written to the others since is not
+        replayed, so they begin again."""
+        now = self._source.describe(life.table for life, _, _ in planned)
+        found: Planned = []
+        for life, plan, wish in planned:
+            if life.table in now and same_version(plan.schema, now[life.table]):
+                found.append((life, plan, wish))
+            else:
+                life.loading = life.load = None
+                log.info("load begins again: the table was altered", extra={"table": str(life.table)})
+        return found
 
     def _record(self, life: TableLife, seed: Seed) -> None:
         life.loading = self._lives.cursor_at(seed.floor)

@@ -19,6 +19,7 @@ from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TailraceError
+from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
@@ -83,6 +84,10 @@ class TableLife:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever is applying to the table."""
 
+    def see(self, source: SourceTable) -> None:
+        """What the source says of it now."""
+        self.note, self.insert_only = _identity_note(source), source.identity is Identity.NONE
+
     def fail(self, error: TailraceError) -> None:
         """Stop the table, unless the failure may pass by itself and has not come too often."""
         self.error = error
@@ -97,9 +102,18 @@ class TableLife:
         else:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
+    def needs_snapshot(self) -> None:
+        """What it must be loaded anew for stands; a person decides when."""
+        self.state = TableState.NEEDS_SNAPSHOT
+        self.error = SchemaChanged(
+            "the table must be loaded anew", table=self.table, why=self.refresh, hint=RELOAD_HINT
+        )
+
     def moved(self, cursor: Cursor, shape: TableSchema) -> None:
         """The table's own commit now says this."""
-        self.cursor, self.shape, self.error, self.failures, self.refresh = cursor, shape, None, 0, None
+        self.cursor, self.error, self.failures, self.refresh = cursor, None, 0, None
+        if self.shape is None or self.shape != shape or self.shape.facts != shape.facts:
+            self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,8 @@ class Announced:
 
     shape: TableSchema
     horizon: Lsn
+    instead_of: TableSchema
+    """What the table was when the catalogue was asked; if that very one is no longer so, it must be asked again."""
 
 
 class Lives:
@@ -152,8 +168,7 @@ class Lives:
         life.once, life.rereads = mode == "initial_only", mode in ("schema_only", "never")
         if source is not None:
             life.rows_estimated = source.rows_estimated
-            life.note = _identity_note(source)
-            life.insert_only = source.identity is Identity.NONE
+            life.see(source)
         try:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
@@ -236,6 +251,7 @@ class Lives:
             return None
         if self._refuse_trimmed(life):
             return None
+        reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
         taken: list[Slice] = []
         fitting: set[tuple[int, int]] = set()
@@ -253,7 +269,9 @@ class Lives:
             rows += item.rows
         if not taken:
             told = life.announced
-            if told is not None and not pending and self.index.position >= told.horizon:
+            if told is not None and told.instead_of is not life.shape:
+                life.announced = None
+            elif told is not None and not pending and reached >= told.horizon:
                 if (step := self._planned(life.shape, told.shape)) is not None:
                     return self._stepped(life, step)
                 life.announced = None
@@ -312,7 +330,8 @@ class Lives:
         """What the table must become before it can take the slice."""
         assert life.cursor is not None, "a table that takes anything"
         assert life.shape is not None, "a table that takes anything"
-        step = self._planned(life.shape, self.log.schemas.get(item.table, item.schema).schema)
+        shape = self.shape_of(life.shape, item)
+        step = self._planned(life.shape, shape) if is_news(life.shape, shape) else None
         if step is None or self.index.start_of(item.first) >= life.cursor.position:
             return step
         # The load's point lies inside: rows that it has seen may be of a shape of before.
@@ -320,6 +339,14 @@ class Lives:
             item.first, item.last, tables=[item.table], after_seq=life.cursor.seq, to_seq=item.last_seq
         )
         return step if any(len(after_position(batch, life.cursor.position)) for batch in rows) else None
+
+    def shape_of(self, mine: TableSchema, item: Slice) -> TableSchema:
+        """The shape of a slice's rows; where another table has taken the name over since, that one's."""
+        shape = self.log.schemas.get(item.table, item.schema).schema
+        if (shape.table, shape.relation) == (mine.table, mine.relation):
+            return shape
+        named = [version.schema for version in self.log.schemas.after(0) if version.schema.table == mine.table]
+        return named[-1] if named and named[-1].relation != mine.relation else shape
 
     def _planned(self, old: TableSchema, new: TableSchema) -> Step | None:
         return plan(old, new, self._policies, self._value_of)
@@ -331,11 +358,8 @@ class Lives:
             return Stretch((), life.cursor, step)
         if isinstance(step, Refresh):
             life.refresh, life.announced, life.state = step.why, None, TableState.REFRESHING
-            if life.once or life.rereads:  # its mode says that it is not loaded by itself
-                life.state = TableState.NEEDS_SNAPSHOT
-                life.error = SchemaChanged(
-                    "the table must be loaded anew", table=life.table, why=step.why, hint=RELOAD_HINT
-                )
+            if life.rereads:  # its mode says that it is not loaded by itself
+                life.needs_snapshot()
             log.info("table must be loaded anew", extra={"table": str(life.table), "why": step.why})
         else:
             life.fail(step)

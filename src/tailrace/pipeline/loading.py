@@ -112,6 +112,8 @@ class Loading:
             if now >= tables_at:
                 self._begins.find_tables()
                 self._shapes.look()
+                for life in self._shapes.ready():
+                    self._spawn(partial(self._advance, life))
                 tables_at = time.monotonic() + TABLES_SECONDS
             if self._loads and now >= probe_at:
                 with suppress(TailraceError):  # a source that is gone is heard of by those who read
@@ -206,7 +208,7 @@ class Loading:
             load, life = self._loads.get(table), self._lives.tables.get(table)
             if load is not None and not load.reading and not load.landing:
                 self._hold_back(load, hold)
-            if life is not None and life.state in (TableState.NEW, TableState.SEEDING):
+            if life is not None and life.state in (TableState.NEW, TableState.SEEDING, TableState.REFRESHING):
                 self._was[table] = load.state_before if load is not None else life.state
                 life.state = TableState.PAUSED
         for wish in wishes:
@@ -236,6 +238,9 @@ class Loading:
         life = self._lives.tables.get(table)
         if life is not None and life.cursor is not None:
             self._seeds.hold(table, None)
+            if life.refresh is not None:
+                self._was.pop(table, None)
+                life.needs_snapshot()
 
     # Beginning.
 
@@ -455,6 +460,9 @@ class Loading:
             if wish.table == life.table and error.remedy is not Remedy.RETRY:
                 self._seeds.fulfil(wish)
         if life.cursor is None or life.state in (TableState.NEW, TableState.SEEDING) or life.state.broken:
+            life.fail(error)
+            return
+        if life.refresh is not None:  # it goes no further without the load
             life.fail(error)
             return
         failures = self._again.get(life.table, (0, 0.0))[0] + 1

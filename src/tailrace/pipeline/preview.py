@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import TailraceError
+from tailrace.model.evolution import is_news
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableEvolution
-from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.wiring import open_source
 from tailrace.tables.evolving import Recast, Refresh, ValueOf, plan
+from tailrace.tables.shapes import RELOAD_HINT
 
 
 def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
@@ -21,38 +21,53 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     source = open_source(settings, log.log_id)
     lives = Lives(log, settings.tables.path)
     lives.grow()
+    there = {table.table: table for table in source.tables()}
+    gone = {shape.table for shape in _known(log) if matches(settings.source, shape.table)} - there.keys()
+    now = source.describe(there)
     found = []
-    for table in sorted(source.tables(), key=lambda table: table.table):
-        life = lives.add(table.table, table, settings.load.mode_of(table.table))
-        if life.cursor is None or life.shape is None:
-            continue
-        shapes = [*_told(lives, life)]
-        with suppress(TailraceError):  # dropped since
-            shapes.append(source.describe(life.table)[0])
-        found.append(_evolution(settings, life, shapes, source.value_of))
+    for table in sorted({*there, *gone}):
+        life = lives.add(table, there.get(table), settings.load.mode_of(table))
+        if life.cursor is not None and life.shape is not None:
+            shapes = [*_told(lives, life), *([now[table]] if table in now else [])]
+            found.append(_evolution(settings, life, shapes, source.value_of, gone=table in gone))
     return tuple(found)
+
+
+def _known(log: ChangeLog) -> Iterator[TableSchema]:
+    """Every shape that the log has seen."""
+    return (version.schema for version in log.schemas.after(0))
 
 
 def _told(lives: Lives, life: TableLife) -> Iterator[TableSchema]:
     """The shapes of changes that are not applied yet, in order."""
+    assert life.shape is not None, "a loaded table"
     for item in lives.pending(life, lives.index.commit):
-        yield lives.log.schemas.get(item.table, item.schema).schema
+        yield lives.shape_of(life.shape, item)
 
 
 def _evolution(
-    settings: PipelineSettings, life: TableLife, shapes: list[TableSchema], value_of: ValueOf
+    settings: PipelineSettings, life: TableLife, shapes: list[TableSchema], value_of: ValueOf, *, gone: bool
 ) -> TableEvolution:
     assert life.shape is not None, "a loaded table"
-    here, steps, action, why, hint = life.shape, list[str](), "none", None, None
+    here, steps, action, hint = life.shape, list[str](), "none", None
+    why = "the source does not have it any more" if gone else None
+    if life.once:
+        shapes, why = [], "it is loaded once, and changes are not applied"
     for shape in shapes:
-        step = plan(here, shape, settings.tables.evolution.policies, value_of) if shape.columns else None
+        known = not shape.columns or not is_news(here, shape)
+        step = None if known else plan(here, shape, settings.tables.evolution.policies, value_of)
         if step is None:
             continue
         if isinstance(step, Recast):
-            action, here = "apply", step.schema
+            before, here = here, step.schema
+            if before == here:
+                continue  # more is known of it, and that is all
+            action = "apply"
             steps += step.said or ("note the new shape; no row changes",)
         elif isinstance(step, Refresh):
             action, why = "refresh", step.why
+            if life.rereads:
+                action, why, hint = "stop", f"it must be loaded anew: {step.why}", RELOAD_HINT
             break
         else:
             action, why, hint = "stop", str(step.fields["change"]), step.hint

@@ -246,7 +246,7 @@ class TableEvolution:
     steps: tuple[str, ...] = ()
     """What is done to the lake table first, in order."""
     why: str | None = None
-    """Why it is loaded anew, or stops."""
+    """Why it is loaded anew, or stops, or nothing is done."""
     hint: str | None = None
 
     def to_json(self) -> dict[str, Any]:

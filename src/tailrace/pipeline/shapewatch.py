@@ -1,7 +1,7 @@
 """Notices what was done to tables at the source and no row tells of: DDL on a table that nobody writes.
 
 The rows of before are all in the server's log before the position that is noted with the new shape. So a table that
-has applied everything up to there, and was told of nothing else, can become that.
+has applied everything up to there, and is still what it was when the catalogue was asked, can become that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import TailraceError
-from tailrace.model.evolution import same_version
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Announced, Lives, TableLife
 from tailrace.pipeline.report import TableState
@@ -26,7 +25,7 @@ class ShapeWatch:
     def __init__(self, source: PostgresCapture, lives: Lives) -> None:
         self._source = source
         self._lives = lives
-        self._seen: dict[TableId, tuple[str, TableSchema | None]] = {}
+        self._seen: dict[TableId, tuple[str, TableSchema]] = {}
         """What each table's definition, and the lake table's shape, were when they were last compared."""
         self._due = 0.0
         self.tried = False
@@ -36,20 +35,36 @@ class ShapeWatch:
         """Ask, if that was not done just now; a source that does not answer is asked again."""
         if time.monotonic() < self._due:
             return
-        tables = [life.table for life in list(self._lives.tables.values()) if life.state in _GOING_ON]
+        shapes = {
+            life.table: life.shape
+            for life in list(self._lives.tables.values())
+            if life.state in _GOING_ON and life.shape is not None
+        }
         with suppress(TailraceError):
-            stamps = self._source.stamps(tables) if tables else {}
-            for table, stamp in stamps.items():
-                life = self._lives.tables[table]
-                if self._seen.get(table) != (seen := (stamp, life.shape)) and self._compare(life):
-                    self._seen[table] = seen
+            stamps = self._source.stamps(list(shapes)) if shapes else {}
+            changed = [table for table, stamp in stamps.items() if not self._is_seen(table, stamp, shapes[table])]
+            if changed:
+                self._compare({table: (stamps[table], shapes[table]) for table in changed})
         self._due, self.tried = time.monotonic() + LOOK_SECONDS, True
 
-    def _compare(self, life: TableLife) -> bool:
-        """Announce what the catalogue shows, if it is not what the table is; False if that is too early to say."""
-        shape, horizon = self._source.describe(life.table)
-        if not shape.columns:
-            return False  # made anew, and not published yet
-        if life.shape is not None and not same_version(life.shape, shape):
-            life.announced = Announced(shape=shape, horizon=horizon)
-        return True
+    def ready(self) -> list[TableLife]:
+        """The tables that can become what was seen: nothing else may come to wake them."""
+        position, lives = self._lives.index.position, list(self._lives.tables.values())
+        told = [(life, life.announced) for life in lives if life.state in _GOING_ON]
+        return [life for life, seen in told if seen is not None and seen.horizon <= position]
+
+    def _is_seen(self, table: TableId, stamp: str, shape: TableSchema) -> bool:
+        seen, beside = self._seen.get(table, ("", None))
+        return seen == stamp and beside is shape
+
+    def _compare(self, changed: dict[TableId, tuple[str, TableSchema]]) -> None:
+        """Announce what the catalogue shows, where that is not what the table is."""
+        found = self._source.describe(changed)
+        horizon = self._source.horizon()
+        for table, shape in found.items():
+            if not shape.columns:
+                continue  # made anew, and not published yet
+            self._seen[table] = changed[table]
+            _, before = changed[table]
+            if (before, before.facts) != (shape, shape.facts):
+                self._lives.tables[table].announced = Announced(shape=shape, horizon=horizon, instead_of=before)

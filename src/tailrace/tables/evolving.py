@@ -7,21 +7,23 @@ is known, is read again from the source. Pure: no Spark, no I/O.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from tailrace.errors import SchemaChanged
-from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve, same_version
+from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve
 from tailrace.model.policies import Policies, Policy
-from tailrace.model.schema import Column, TableSchema
+from tailrace.model.schema import Column, Identity, TableSchema
 from tailrace.tables.shapes import RELOAD_HINT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recast:
-    """How the lake table's rows become rows of the new shape, in one commit. Columns not named stay as they are."""
+    """How the lake table's rows become rows of the new shape, in one commit. Columns not named stay as they are; if
+    none is named, the table only takes note of what is known of the source now."""
 
     schema: TableSchema
     added: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class Refresh:
 
 _RENAMED_HINT = (
     "Under its new name it is a table of its own, loaded by itself if the settings match it. This lake table stays as "
-    "it is: exclude the old name in `source.exclude`, or rename the table back and start again."
+    "it is: exclude the old name in `source.exclude`, or rename the table back and run `tailrace snapshot FILE TABLE`."
 )
 Step = Recast | Refresh | SchemaChanged
 """What comes next for a table: the last is the error that it stops with."""
@@ -67,10 +69,12 @@ def no_value(_: Column, __: str) -> pa.Scalar | None:
 
 def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf) -> Step | None:
     """What to do with a table of the shape `old`, now that rows of the shape `new` come; None: nothing."""
-    if old.table == new.table and same_version(old, new):
+    if old.table == new.table and old == new and (new.facts is None or old.facts == new.facts):
         return None
     if old.table != new.table:
         return _stop(old, f"renamed to {new.table}", _RENAMED_HINT)
+    if new.identity is Identity.NONE and old.identity is not Identity.NONE and new.relation == old.relation:
+        return _stop(old, "updates and deletes are no longer told, for want of a replica identity", RELOAD_HINT)
     found = evolve(old, new)
     answers = list(_answers(old, new, found, policies))
     for kind, policy, why in answers:
@@ -95,6 +99,8 @@ def _answers(
     names = {str(item.was): str(item.now) for item in found.changes if item.kind is Kind.RENAME}
     if tuple(names.get(name, name) for name in old.key) != new.key:
         yield "key", policies.key, "another key"
+    elif old.identity is Identity.NONE and new.identity is not Identity.NONE:
+        yield "key", policies.key, "updates and deletes were not told until now"
     if found.rewritten or _unknown(found):
         why = "its rows were written anew" if found.rewritten else "it is not known what became of its rows"
         yield "rewrite", policies.rewrite, why
@@ -124,7 +130,7 @@ def _answer(
             return "rename", policies.rename, f"renamed {item.was} to {item.now}"
         case Kind.RETYPE:
             was, now = _column(old, new, str(item.column))
-            kind = "widen" if is_wider(was.type, now.type) else "retype"
+            kind = "widen" if is_wider(was, now) else "retype"
             return kind, getattr(policies, kind), f"retyped {item.column}"
         case Kind.ATTACH | Kind.DETACH | Kind.REPLACE:
             return "partition", policies.partition, f"partition {item.was or item.now} came or went"
@@ -140,10 +146,19 @@ def _column(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Colu
 
 
 _INTEGERS = (pa.int16(), pa.int32(), pa.int64())
+_TEXTS = ("text", "character varying")
 
 
-def is_wider(was: pa.DataType, now: pa.DataType) -> bool:
-    """Whether every value of one type is the same value of the other."""
+def is_wider(was: Column, now: Column) -> bool:
+    """Whether every value of one column is the same value in the other."""
+    if was.type != now.type:
+        return _holds(was.type, now.type)
+    # Many types arrive as text, and what one prints another may print otherwise.
+    kinds = [re.sub(r"\([^)]*\)", "", column.source_type).removesuffix("[]") for column in (was, now)]
+    return kinds[0] == kinds[1] or set(kinds) <= set(_TEXTS)
+
+
+def _holds(was: pa.DataType, now: pa.DataType) -> bool:
     if was == now:
         return True
     if was in _INTEGERS and now in _INTEGERS:
@@ -153,7 +168,7 @@ def is_wider(was: pa.DataType, now: pa.DataType) -> bool:
     if pa.types.is_decimal(was) and pa.types.is_decimal(now):
         return bool(now.scale >= was.scale and now.precision - now.scale >= was.precision - was.scale)
     if pa.types.is_list(was) and pa.types.is_list(now):
-        return is_wider(was.value_type, now.value_type)
+        return _holds(was.value_type, now.value_type)
     return False
 
 

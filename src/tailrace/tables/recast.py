@@ -57,11 +57,13 @@ def lay_out(table: DeltaTable, recast: Recast) -> Laid:
     taken: list[str | None] = [
         None if name in recast.added else comes_from.get(name, name) for name in new.names
     ]
-    columns, names = list(new.columns), {name.lower() for name in new.names}
-    for name, kind in stored_fields(table).items():
-        if name in taken or name in recast.dropped:
-            continue
+    columns, own = list(new.columns), {name.lower() for name in new.names}
+    kept = {name: kind for name, kind in stored_fields(table).items() if name not in (*taken, *recast.dropped)}
+    names = own | {name.lower() for name in kept}
+    for name, kind in kept.items():
         aside, number = name, 0
+        if name.lower() not in own:
+            names.discard(name.lower())
         while aside.lower() in names:
             number += 1
             aside = f"{name}__dropped{number if number > 1 else ''}"

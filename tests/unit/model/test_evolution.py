@@ -131,7 +131,8 @@ def test_the_same_version_is_one_that_nothing_contradicts() -> None:
     assert not same_version(ONE, TWO)
     assert not same_version(ONE, table(ID, facts=(fact(2),)))
     assert not same_version(ONE, table(ID, facts=(fact(1, stamp=2),), storage=(own(8),)))
-    assert same_version(ONE, table(ID, facts=(fact(1, stamp=2, nullable=False),)))
+    assert not same_version(ONE, table(ID, facts=(fact(1, stamp=2, nullable=False),))), "it matters to the next one"
+    assert same_version(ONE, table(ID, facts=(fact(1),), storage=(own(8),))), "a file alone proves nothing"
 
 
 def test_partitions_count_when_they_may_have_rows() -> None:
@@ -139,7 +140,8 @@ def test_partitions_count_when_they_may_have_rows() -> None:
         storage = [Storage(relation=oid, name=f"p{oid}", file=file, attached=attached) for oid, attached in parts]
         return table(ID, facts=(fact(1),), storage=(own(None), *storage))
 
-    assert same_version(split((1, False)), split((1, False), (2, False)))
+    assert not same_version(split((1, False)), split((1, False), (2, False))), "it may go again"
+    assert kinds(split((1, False)), split((1, False), (2, False))) == []
     assert kinds(split((1, False)), split((1, False), (2, True))) == [(Kind.ATTACH, None)]
     assert kinds(split((1, False), (2, True)), split((2, True))) == [(Kind.DETACH, None)]
     assert kinds(split((1, False)), split((1, False), file=2)) == [(Kind.REPLACE, None)]

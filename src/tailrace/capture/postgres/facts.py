@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.position import ZERO, Lsn
 
 Ask = Callable[[str, tuple[object, ...]], list[tuple[Any, ...]]]
 Announced = Sequence[tuple[str, int, int]]
@@ -53,6 +54,11 @@ where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped and {S
 order by 1, a.attnum
 """
 
+_UNSENT = f"""
+select a.attrelid::int8, array_agg(a.attnum) from pg_attribute a
+where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped and not {SENT} group by 1
+"""
+
 _LISTED = """
 select r.prrelid::int8, r.prattrs::int2[] from pg_publication_rel r join pg_publication p on p.oid = r.prpubid
 where p.pubname = any(%s) and r.prrelid = any(%s::oid[]) and r.prattrs is not null
@@ -65,7 +71,8 @@ select t.oid::int8, r.relnatts, c.oid::int8, n.nspname || '.' || c.relname, pg_r
        c.oid <> t.oid and coalesce(
          (select bool_or(a.cmin::text::int8 >= i.cmin::text::int8) from pg_attribute a
           where a.attrelid = c.oid and a.attnum > 0 and a.xmin = i.xmin),
-         i.xmin <> y.xmin, false)
+         i.xmin <> y.xmin, false),
+       case when pg_is_in_recovery() then pg_last_wal_replay_lsn() else pg_current_wal_insert_lsn() end::text
 from unnest(%s::oid[]) t(oid)
 join pg_class r on r.oid = t.oid
 cross join lateral {TREE.format(table="t.oid")} m
@@ -84,19 +91,25 @@ def read_facts(
     oids = list({oid for oid, _ in announced})
     lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))
     shown: dict[int, list[_Shown]] = {}
+    others: dict[int, list[int]] = {oid: list(numbers) for oid, numbers in ask(_UNSENT, (oids,))}
     for oid, name, kind, modifier, generated, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
         if oid not in lists or number in lists[oid]:
             fact = ColumnFacts(
                 number=number, nullable=nullable, default=_text(default), fill=_text(fill), stamp=stamp
             )
             shown.setdefault(oid, []).append(_Shown((name, kind, modifier), generated, fact))
+        else:
+            others.setdefault(oid, []).append(number)
     storage: dict[int, list[Storage]] = {}
     made: dict[int, int] = {}
-    for oid, columns_made, relation, name, file, attached in ask(_STORAGE, (oids,)):
-        made[oid] = columns_made
+    at = ZERO
+    for oid, columns_made, relation, name, file, attached, position in ask(_STORAGE, (oids,)):
+        made[oid], at = columns_made, Lsn.parse(position)
         storage.setdefault(oid, []).append(Storage(relation=relation, name=name, file=file, attached=attached))
     return [
-        _matched(told, shown.get(oid, []), storage[oid], made[oid]) if oid in storage else None
+        _matched(told, shown.get(oid, []), others.get(oid, []), storage[oid], made[oid], at)
+        if oid in storage
+        else None
         for oid, told in announced
     ]
 
@@ -113,9 +126,15 @@ def _text(sent: bytes | None) -> str | None:
     return None if sent is None else sent.decode(errors="backslashreplace")
 
 
-def _matched(told: Announced, shown: list[_Shown], storage: list[Storage], made: int) -> Facts | None:
+def _matched(
+    told: Announced, shown: list[_Shown], others: list[int], storage: list[Storage], made: int, at: Lsn
+) -> Facts | None:
     # Whether a generated column is published is for the message to say.
     same = [column for column in shown if not column.generated or column.told in told]
     if [column.told for column in same] != list(told):
         return None
-    return Facts(columns=tuple(column.fact for column in same), storage=tuple(storage), made=made)
+    unsent = [*others, *(column.fact.number for column in shown if column not in same)]
+    return Facts(
+        columns=tuple(column.fact for column in same), storage=tuple(storage), made=made, others=tuple(sorted(unsent)),
+        at=at,
+    )  # fmt: skip

@@ -47,6 +47,12 @@ _POLITE = (
     f"set local lock_timeout = '{LOCK_SECONDS_MAX}s'; set local statement_timeout = '{{seconds}}s'"
 )
 
+# Names are looked up as they are now, whatever the snapshot sees; and so are they here.
+_SAME_COLUMNS = """
+select count(*) from unnest(%s::text[], %s::int[]) wanted(name, number)
+where (pg_identify_object_as_address('pg_class'::regclass, %s::oid, number)).object_names[3] = name
+"""
+
 
 class ExactSnapshot:
     """One exported snapshot and the position it stands for. Use it in a `with` block."""
@@ -262,12 +268,14 @@ class SnapshotReader:
             run(_POLITE.format(seqscan=seqscan, seconds=int(self._seconds_max)))
             run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
             row = run(f"select {FILE} from pg_class c where c.oid = %s", (chunk.leaf.oid,)).fetchone()
+            numbers = schema.facts.numbers if schema.facts else ()
+            same = run(_SAME_COLUMNS, (schema.names[: len(numbers)], list(numbers), schema.relation)).fetchone()
             seen = self._point or _position(self._connection)
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:
                 raise _rewritten(schema) from error
             raise explain(error, self._url) from error
-        if row is None or row[0] != chunk.leaf.file:
+        if row is None or row[0] != chunk.leaf.file or same != (len(numbers),):
             raise _rewritten(schema)
         if seen < self._at_least:
             raise SourceSlow(

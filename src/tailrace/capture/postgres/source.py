@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import psycopg
@@ -22,7 +23,7 @@ from tailrace.capture.postgres.snapshot import (
     open_transactions,
 )
 from tailrace.capture.postgres.stream import PostgresStream
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, SourceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
@@ -106,10 +107,15 @@ class PostgresCapture:
         with connect(self.settings.url) as connection:
             return Catalogue(connection).stamps(tables)
 
-    def describe(self, table: TableId) -> tuple[TableSchema, Lsn]:
-        """The table's shape as the catalogue has it now, and a position at or after whatever made it so."""
+    def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
+        """The shapes of those that are there, as the catalogue has them now."""
+        found: dict[TableId, TableSchema] = {}
         with connect(self.settings.url) as connection:
-            return Catalogue(connection).describe(table, self.settings.publications), preflight.horizon(connection)
+            catalogue = Catalogue(connection)
+            for table in tables:
+                with suppress(SourceError):  # dropped just now
+                    found[table] = catalogue.describe(table, self.settings.publications)
+        return found
 
     def value_of(self, column: Column, text: str) -> pa.Scalar | None:
         """A value from the text that the server prints of it; None if the column's type cannot hold it."""

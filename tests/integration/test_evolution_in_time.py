@@ -1,0 +1,262 @@
+"""What was done to a source table, told early, late, twice or not at all: the lake table equals the source, or says why
+it does not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tailrace.pipeline import shapewatch
+from tailrace.pipeline.life import Announced
+from tailrace.pipeline.report import TableState
+from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.pipelines import eventually, execute
+
+PLAIN = ("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (0, 1)")
+SPLIT = (
+    "CREATE TABLE t (id int, d int, PRIMARY KEY (id, d)) PARTITION BY LIST (d)",
+    "CREATE TABLE p1 PARTITION OF t FOR VALUES IN (1)", "INSERT INTO t VALUES (0, 1)",
+)  # fmt: skip
+
+
+def looked(applying: Local) -> None:
+    """Wait until the catalogue has been compared, and what came of it is done."""
+    shapes = applying.loading._shapes
+    for _ in range(2):  # one look may be under way
+        before = shapes._due
+        assert eventually(lambda: shapes._due > before, seconds=30), "it looks"  # noqa: B023
+    assert eventually(lambda: life(applying, "t").announced is None, seconds=30)
+
+
+def all_equal(scene: Scene, applying: Local) -> None:
+    looked(applying)
+    scene.assert_equal(applying, "t")
+    assert life(applying, "t").state is TableState.LIVE
+
+
+def test_what_was_seen_is_forgotten_once_rows_have_brought_more(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 3600)
+        looked_last = applying.loading._shapes._due
+        assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000), "from here on it is we who look"
+        table = life(applying, "t")
+        assert table.shape is not None
+        execute(database, "ALTER TABLE t ADD c int")
+        seen = applying._source.describe([table.table])[table.table]
+        told = Announced(shape=seen, horizon=applying._source.horizon(), instead_of=table.shape)
+        execute(database, "ALTER TABLE t ADD d int", "INSERT INTO t VALUES (2, 2, 2, 5)")
+        assert eventually(lambda: table.shape is not None and table.shape.names == ["id", "a", "c", "d"])
+        table.announced = told
+        scene.assert_equal(applying, "t")
+
+
+def test_partitions_that_come_and_go_again(database: str, tmp_path: Path) -> None:
+    execute(database, *SPLIT)
+    with Scene(tmp_path, database, tables='["public.t"]') as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "CREATE TABLE p2 PARTITION OF t FOR VALUES IN (2)", "INSERT INTO t VALUES (2, 2), (3, 2)")
+        all_equal(scene, applying)
+        execute(database, "ALTER TABLE t DETACH PARTITION p2", "DROP TABLE p2", "INSERT INTO t VALUES (9, 1)")
+        all_equal(scene, applying)
+        execute(database, "CREATE TABLE p3 PARTITION OF t FOR VALUES IN (3)", "INSERT INTO t VALUES (3, 3)")
+        all_equal(scene, applying)
+        execute(database, "TRUNCATE p3")
+        all_equal(scene, applying)
+
+
+def test_a_table_is_loaded_anew_once_and_not_with_every_row(database: str, tmp_path: Path) -> None:
+    execute(database, *SPLIT)
+    with Scene(tmp_path, database, tables='["public.t"]') as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "INSERT INTO t VALUES (1, 1)", "CREATE TABLE p2 PARTITION OF t FOR VALUES IN (2)")
+        assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+        assert eventually(lambda: len(applying.chunks) > 1)
+        all_equal(scene, applying)
+        read = len(applying.chunks)
+        for number in range(3):
+            execute(database, f"INSERT INTO t VALUES ({number}, 2), ({number + 10}, 1)")
+            all_equal(scene, applying)
+        assert len(applying.chunks) == read
+
+
+def test_what_writes_rows_anew_without_changing_them_is_not_blamed_on_the_next_alter(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        for number, statement in enumerate(("VACUUM FULL t", "CLUSTER t USING t_pkey", "TRUNCATE t")):
+            execute(database, statement)
+            looked(applying)
+            execute(database, f"INSERT INTO t VALUES ({number + 10}, 2)")
+            all_equal(scene, applying)
+        execute(database, "ALTER TABLE t ALTER a SET NOT NULL", "ALTER TABLE t ADD c int")
+        for number in range(3):
+            execute(database, f"INSERT INTO t VALUES ({number + 20}, 2)")
+            all_equal(scene, applying)
+        assert len(applying.chunks) == 1, "read once, at the beginning"
+
+
+def test_a_table_that_gets_an_identity_is_read_again_for_what_was_not_told(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (a int, b text)", "INSERT INTO t VALUES (1, 'x'), (2, 'y')")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "UPDATE t SET b = 'unseen' WHERE a = 1", "DELETE FROM t WHERE a = 2")
+        execute(database, "ALTER TABLE t REPLICA IDENTITY FULL")
+        all_equal(scene, applying)
+        execute(database, "UPDATE t SET b = 'seen' WHERE a = 1")
+        all_equal(scene, applying)
+
+
+def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, "CREATE TABLE t (id int, b text)", "INSERT INTO t VALUES (1, 'x'), (2, 'y')")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "UPDATE t SET b = 'unseen' WHERE id = 1", "ALTER TABLE t ADD PRIMARY KEY (id)")
+        all_equal(scene, applying)
+        execute(database, "UPDATE t SET b = 'seen' WHERE id = 1")
+        all_equal(scene, applying)
+        execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
+        wait_for_state(applying, "t", TableState.FAILED)
+        error = life(applying, "t").error
+        assert error is not None
+        assert "replica identity" in error.headline
+        assert "tailrace snapshot" in error.hint
+        assert scene.settled(applying), "a table that stops holds nobody back"
+        execute(database, "UPDATE t SET b = 'not told' WHERE id = 1")
+        assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+        wait_for_state(applying, "t", TableState.LIVE)
+        all_equal(scene, applying)
+
+
+@pytest.mark.parametrize("way", ["auto", "chunked"])
+def test_an_alter_while_a_load_waits_to_begin(database: str, tmp_path: Path, way: str) -> None:
+    execute(database, *PLAIN, "CREATE TABLE other (x int PRIMARY KEY)")
+    with Scene(tmp_path, database, way=way) as scene, psycopg.connect(database) as writer:
+        writer.execute("INSERT INTO other VALUES (1)")
+        with scene.loader() as applying:
+            assert eventually(lambda: life(applying, "t").load is not None, seconds=30)
+            time.sleep(0.5)
+            execute(
+                database, "ALTER TABLE t ADD c int DEFAULT 7", "INSERT INTO t VALUES (2, 2, 3)",
+                "UPDATE t SET c = 4 WHERE id = 0",
+            )  # fmt: skip
+            writer.commit()
+            all_equal(scene, applying)
+
+
+@pytest.mark.parametrize("way", ["auto", "chunked"])
+def test_names_that_are_swapped_while_a_table_is_read(database: str, tmp_path: Path, way: str) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, a text, b text)")
+    execute(database, "INSERT INTO t SELECT g, repeat('a', 200), 'b' FROM generate_series(1, 2000) g")
+    swap = "ALTER TABLE t RENAME a TO x; ALTER TABLE t RENAME b TO a; ALTER TABLE t RENAME x TO b"
+    between = once(lambda: execute(database, swap), at=1)
+    with Scene(tmp_path, database, way=way) as scene, scene.loader(before=between) as applying:
+        all_equal(scene, applying)
+        assert len(applying.chunks) > 3, "it was read in several chunks"
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("ALTER TABLE t ADD c int DEFAULT 1", "INSERT INTO t VALUES (2, 2)", "ALTER TABLE t DROP c",
+         "ALTER TABLE t ADD c int DEFAULT 2"),
+        ("ALTER TABLE t RENAME a TO x", "INSERT INTO t VALUES (2, 2)", "ALTER TABLE t DROP x",
+         "ALTER TABLE t ADD x int"),
+    ],
+    ids=["made-twice", "renamed-and-made"],
+)  # fmt: skip
+def test_columns_that_came_and_went_while_nobody_captured(
+    database: str, tmp_path: Path, statements: tuple[str, ...]
+) -> None:
+    execute(database, *PLAIN)
+    scene = Scene(tmp_path, database)
+    with scene, scene.loader() as applying:
+        all_equal(scene, applying)
+    execute(database, *statements)
+    with scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "INSERT INTO t VALUES (3, 3)")
+        all_equal(scene, applying)
+
+
+def test_a_load_anew_that_cannot_succeed_stops_the_table_and_holds_nobody_back(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, n numeric)", "INSERT INTO t VALUES (1, 1.5), (2, 'NaN')")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "ALTER TABLE t ALTER n TYPE numeric(12, 2)")
+        wait_for_state(applying, "t", TableState.FAILED)
+        assert scene.settled(applying)
+        read = len(applying.chunks)
+        execute(database, "UPDATE t SET n = 2 WHERE id = 2")
+        assert len(applying.chunks) == read, "it is not read again and again"
+        assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+        wait_for_state(applying, "t", TableState.LIVE)
+        all_equal(scene, applying)
+
+
+def test_a_load_anew_waits_for_a_person_who_said_so(database: str, tmp_path: Path) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        assert scene.pipeline.ask("snapshot", "public.t", "--pause").returncode == 0
+        execute(database, "ALTER TABLE t ALTER a TYPE text USING 'x'")
+        wait_for_state(applying, "t", TableState.PAUSED)
+        assert scene.settled(applying), "a table that is paused holds nobody back"
+        assert len(applying.chunks) == 1
+        assert scene.pipeline.ask("snapshot", "public.t", "--resume").returncode == 0
+        wait_for_state(applying, "t", TableState.LIVE)
+        all_equal(scene, applying)
+
+
+def test_a_load_anew_that_a_person_gives_up_stands_still_until_it_is_asked_for(database: str, tmp_path: Path) -> None:
+    execute(database, *PLAIN)
+    scene = Scene(tmp_path, database)
+    give_up = once(lambda: scene.pipeline.ask("snapshot", "public.t", "--stop").check_returncode(), at=1)
+    with scene, scene.loader(before=give_up) as applying:
+        all_equal(scene, applying)
+        execute(database, "ALTER TABLE t ALTER a TYPE text USING 'x'")
+        wait_for_state(applying, "t", TableState.NEEDS_SNAPSHOT)
+        assert scene.settled(applying)
+        assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+        wait_for_state(applying, "t", TableState.LIVE)
+        all_equal(scene, applying)
+
+
+def test_a_name_that_another_table_takes_over_is_a_table_made_anew(database: str, tmp_path: Path) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "CREATE TABLE t_new (id int PRIMARY KEY, a int)")
+        assert eventually(lambda: any(item.name == "t_new" for item in applying.lives.tables), seconds=30)
+        execute(database, "INSERT INTO t_new VALUES (1, 10), (2, 20)")
+        assert scene.settled(applying)
+        with psycopg.connect(database) as both:
+            both.execute("ALTER TABLE t RENAME TO t_old")
+            both.execute("ALTER TABLE t_new RENAME TO t")
+        execute(database, "INSERT INTO t VALUES (3, 30)", "INSERT INTO t_old VALUES (7, 7)")
+        all_equal(scene, applying)
+
+
+def test_a_table_that_is_renamed_and_back_goes_on_after_a_snapshot(database: str, tmp_path: Path) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "ALTER TABLE t RENAME TO u", "INSERT INTO u VALUES (2, 2)")
+        wait_for_state(applying, "t", TableState.FAILED)
+        error = life(applying, "t").error
+        assert error is not None
+        assert "renamed to public.u" in error.headline
+        execute(database, "ALTER TABLE u RENAME TO t")
+        assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+        wait_for_state(applying, "t", TableState.LIVE)
+        all_equal(scene, applying)
