@@ -501,3 +501,20 @@ def test_a_table_that_was_left_out_for_a_while_is_loaded_anew(filled: str, tmp_p
     with Scene(tmp_path, filled) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things", "other")
         assert applying.chunks, "what it lacks is not in the log"
+
+
+def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t")
+        lake = tmp_path / "lake" / "public" / "t"
+        lake.rename(tmp_path / "away")
+        execute(database, "INSERT INTO t VALUES (2)")
+        wait_for_state(applying, "t", TableState.FAILED)
+        (tmp_path / "away").rename(lake)
+        assert life(applying, "t").state is TableState.FAILED, "nothing but a person's word"
+        applying.lives.seeds.retry(life(applying, "t").table)
+        wait_for_state(applying, "t", TableState.LIVE)
+        scene.assert_equal(applying, "t")
+        assert applying.lives.seeds.retries() == []
+        assert len(applying.chunks) == 1, "it goes on from where it stood"

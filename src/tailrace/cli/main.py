@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Take tables that stand behind a flag too: argparse looks for them at one place only."""
         found, rest = super().parse_known_args(args, namespace)
-        if self.prog.endswith(" snapshot"):
+        if self.prog.endswith((" snapshot", " retry")):
             found.tables = [*found.tables, *(word for word in rest if not word.startswith("-"))]
             rest = [word for word in rest if word.startswith("-")]
         return found, rest
@@ -127,6 +127,7 @@ COMMANDS = {
     "apply": "load tables and apply the log to them with Spark",
     "status": "show tables, positions, rows and lag",
     "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
+    "retry": "try tables again that have failed, without a restart",
     "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
     "consumers": "show whom the log is kept for, or forget one of them",
@@ -168,6 +169,10 @@ def build_parser() -> Parser:
             command.add_argument("--quiet", action="store_true", help="show no progress and no summary")
         if name == "capture":
             command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+        if name in ("snapshot", "retry"):
+            command.add_argument(
+                "tables", metavar="TABLE", nargs="*", help='schema.table or a pattern, e.g. "public.order_*"'
+            )
         if name == "snapshot":
             _add_snapshot(command)
         if name == "evolve":
@@ -186,9 +191,6 @@ def build_parser() -> Parser:
 
 
 def _add_snapshot(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "tables", metavar="TABLE", nargs="*", help='schema.table or a pattern, e.g. "public.order_*"'
-    )
     command.add_argument("--where", metavar="SQL", help="read only rows that fulfil this; the others stay")
     command.add_argument(
         "--mode", choices=("replace", "refresh"), help="replace all files (default), or write only what differs"
@@ -377,10 +379,11 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         from tailrace.cli import evolve
 
         return evolve.evolve(load(arguments.file), arguments)
-    if arguments.command == "snapshot":
+    if arguments.command in ("snapshot", "retry"):
         from tailrace.cli import snapshot
 
-        return snapshot.snapshot(load(arguments.file), arguments)
+        ask = snapshot.snapshot if arguments.command == "snapshot" else snapshot.retry
+        return ask(load(arguments.file), arguments)
     return work(arguments, engine)
 
 

@@ -173,6 +173,9 @@ def summary_text(summary: Summary) -> str:
         f"{human_count(summary.rows_captured, 'row')} captured",
         *(f"{human_count(count, 'table')} {state.value}" for state, count in states.items()),
     ]
+    if changed := sum(table.bytes_changed for table in summary.tables):
+        written = sum(table.bytes_written for table in summary.tables)
+        parts.append(f"{human_bytes(written)} written for {human_bytes(changed)} of changes")
     return redact(one_line(" · ".join(parts)))
 
 

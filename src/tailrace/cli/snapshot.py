@@ -1,4 +1,5 @@
-"""`tailrace snapshot`: ask for loads, or hold them back; then say what was asked and who does it."""
+"""`tailrace snapshot` and `tailrace retry`: ask for loads, hold them back, have what has failed tried again; then say
+what was asked and who does it."""
 
 from __future__ import annotations
 
@@ -27,6 +28,15 @@ def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitC
     else:
         mode = LoadMode(arguments.mode or LoadMode.REPLACE.value)
         asked = asking.ask(settings, arguments.tables, mode=mode, where=arguments.where)
+    return _tell(asked, arguments)
+
+
+def retry(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Write down which tables are to be tried again; whoever applies does it."""
+    return _tell(asking.retry(settings, arguments.tables), arguments)
+
+
+def _tell(asked: Asked, arguments: argparse.Namespace) -> ExitCode:
     if arguments.json:
         print_json(asked.to_json())
     else:
@@ -36,7 +46,8 @@ def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitC
 
 def asked_text(asked: Asked, file: str) -> str:
     """A line per table, then who does it."""
-    lines = [f"{table.name}: {table.said}" for table in asked.tables] or ["no tables yet"]
+    none = "no table has failed" if asked.action == "retry" else "no tables yet"
+    lines = [f"{table.name}: {table.said}" for table in asked.tables] or [none]
     if asked.note:
         lines.append(f"note: {asked.note}")
     if any(table.done != "nothing" for table in asked.tables):

@@ -33,6 +33,7 @@ from tailrace.pipeline.loading import Loading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
+from tailrace.pipeline.tending import Tending
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.spark.wake import FORMAT, WakeSource
@@ -108,7 +109,17 @@ class Applying:
         for number in range(self._settings.load.connections):
             self._in_background(partial(self.loading.reading.read, number))
         self._in_background(self._apply_until_woken)
+        self.tend()
         self._query = self._start_query()
+
+    def tend(self) -> None:
+        """Begin to look after the tables' files, if that is wished."""
+        upkeep = self._settings.tables.upkeep
+        if upkeep.join or upkeep.remove_after is not None:
+            tending = Tending(
+                upkeep, self.lives, run=self._run, advance=self._advance_one, stopping=self._stopping
+            )
+            self._in_background(tending.work)
 
     def _start_query(self) -> StreamingQuery:
         """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
@@ -288,6 +299,9 @@ class Applying:
             assert outcome.cursor is not None, "an apply that did not fail"
             assert outcome.schema is not None, "an apply that did not fail"
             life.moved(outcome.cursor, outcome.schema)
+            life.untended += 1
+            life.bytes_changed += outcome.bytes_changed
+            life.bytes_written += outcome.bytes_written
             said = {"table": str(life.table), "rows": outcome.rows, "seconds": round(outcome.seconds, 3)}
             log.info("table applied", extra=said)
             return

@@ -1,4 +1,4 @@
-"""What a person asks of loads: read tables again, hold loads back, let them go on, give them up.
+"""What a person asks of tables: load them again, hold loads back, let them go on, give them up, try what has failed.
 
 Only records below `<log>/seed/` are written, so it works whether anything runs or not and outlives both; whoever
 applies looks at them several times a second. Everything is checked before the first record is written.
@@ -19,6 +19,7 @@ from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.status import APPLIER, read_note
 from tailrace.pipeline.wiring import open_source
@@ -39,7 +40,7 @@ class AskedTable:
     schema: str
     table: str
     done: str
-    """`asked`, `replaced` (one that was waiting), `paused`, `resumed`, `stopped`, or `nothing`."""
+    """`asked`, `replaced` (one that was waiting), `paused`, `resumed`, `stopped`, `retried`, or `nothing`."""
     said: str
     """The same for people."""
 
@@ -54,7 +55,7 @@ class Asked:
 
     name: str
     action: str
-    """`load`, `pause`, `resume` or `stop`."""
+    """`load`, `pause`, `resume`, `stop` or `retry`."""
     tables: tuple[AskedTable, ...]
     apply_pid: int | None
     """The process that applies now; None: the next one that is started does it."""
@@ -95,6 +96,13 @@ def hold(settings: PipelineSettings, patterns: Sequence[str], what: Hold | None)
     return desk.answer(action, [act(table) for table in tables])
 
 
+def retry(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
+    """Have tables that have failed tried again; without a pattern all that have."""
+    desk = _Desk(settings)
+    tables = desk.matching(patterns, desk.known) if patterns else desk.failed()
+    return desk.answer("retry", [desk.retry(table) for table in tables])
+
+
 class _Desk:
     """The log's records as they are now, and what may be written beside them."""
 
@@ -115,7 +123,8 @@ class _Desk:
             self.at_source = {table.table for table in self._source.tables()}
         except TailraceError as error:
             self.silence = error
-        told = {version.schema.table for version in self._log.schemas.latest()} | set(read_note(self._log.path))
+        self._noted = read_note(self._log.path)
+        told = {version.schema.table for version in self._log.schemas.latest()} | set(self._noted)
         told |= set(self._loads) | set(self._held) | {wish.table for wish in self._seeds.wishes()}
         self.known = {table for table in told if matches(settings.source, table)} | (self.at_source or set())
 
@@ -236,6 +245,23 @@ class _Desk:
             return _answer(table, "stopped", what, rest)
         rest = "it is not loaded until it is asked for, or resumed"
         return _answer(table, "stopped", *(["the load is given up"] if load is not None else []), rest)
+
+    def failed(self) -> list[TableId]:
+        """The tables that have, as the process that applies said last."""
+        return sorted(table for table in self.known if self._state(table) is TableState.FAILED)
+
+    def retry(self, table: TableId) -> AskedTable:
+        state = self._state(table)
+        if state is TableState.NEEDS_SNAPSHOT:
+            return _answer(table, "nothing", "trying again cannot help: it needs `tailrace snapshot`")
+        if state is not TableState.FAILED:
+            return _answer(table, "nothing", f"it has not failed: it is {state.value if state else 'unknown yet'}")
+        self._seeds.retry(table)
+        return _answer(table, "retried", f"it is tried again ({self._noted[table].get('reason')})")
+
+    def _state(self, table: TableId) -> TableState | None:
+        said = self._noted.get(table, {}).get("state")
+        return TableState(said) if said else None
 
     def _progress(self, load: Seed) -> str:
         return f"{len(self._seeds.staged(load.id)):,} of {len(load.plan.chunks):,} chunks are in"

@@ -77,6 +77,23 @@ class Beginning:
                 log.info("table found", extra={"table": str(table.table)})
                 self._lives.add(table.table, table, self._settings.mode_of(table.table))
 
+    def retry(self) -> None:
+        """Tables that have failed, and that a person wants to be tried again."""
+        seeds = self._lives.seeds
+        wanted = seeds.retries()
+        if not wanted:
+            return
+        try:
+            there = {table.table: table for table in self._source.tables()}
+        except TailraceError:
+            return  # when it answers
+        for table in wanted:
+            life = self._lives.tables.get(table)
+            if life is not None and life.state is TableState.FAILED and table in there:
+                log.info("table tried again", extra={"table": str(table)})
+                self._lives.again(life, there[table])
+            seeds.retried(table)
+
     def begin(self, waiting: Waiting) -> None:
         """Begin a load of each; what cannot be begun has failed."""
         planned: Planned = []

@@ -79,6 +79,11 @@ class TableLife:
     note: str | None = None
     trouble: str | None = None
     """Why a load of a table that goes on came to nothing, until one lands."""
+    untended: int = 0
+    """Commits since its files were last looked after."""
+    bytes_changed: int = 0
+    bytes_written: int = 0
+    """Since this process began: of changes applied, and of the files that this and joining files took."""
     insert_only: bool = False
     """Whether only inserts and truncates of it are published, for want of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -169,6 +174,21 @@ class Lives:
         if source is not None:
             life.rows_estimated = source.rows_estimated
             life.see(source)
+        self._stand(life, source)
+        self.tables[table] = life  # only now: others look at it as soon as it is here
+        return life
+
+    def again(self, life: TableLife, source: SourceTable) -> None:
+        """Look anew where a table stands that has failed, as at a start."""
+        with life.lock:
+            life.see(source)
+            life.error, life.failures, life.refresh, life.announced, life.gone = None, 0, None, None, False
+            life.state = TableState.NEW
+            self._stand(life, source)
+
+    def _stand(self, life: TableLife, source: SourceTable | None) -> None:
+        """What the table's own commit says, and whether it can go on from there."""
+        table = life.table
         try:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
@@ -182,8 +202,6 @@ class Lives:
             self._recall(life)
         except TailraceError as error:
             life.fail(error)
-        self.tables[table] = life  # only now: others look at it as soon as it is here
-        return life
 
     def _recall(self, life: TableLife) -> None:
         """What an earlier process left of a load."""

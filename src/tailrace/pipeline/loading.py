@@ -111,6 +111,7 @@ class Loading:
             now = time.monotonic()
             if now >= tables_at:
                 self._begins.find_tables()
+                self._begins.retry()
                 self._shapes.look()
                 for life in self._shapes.ready():
                     self._spawn(partial(self._advance, life))

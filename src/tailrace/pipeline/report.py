@@ -119,6 +119,10 @@ class TableStatus:
     applied_position: str | None = None
     lag_bytes: int | None = None
     lag_seconds: float | None = None
+    bytes_changed: int = 0
+    """Of the changes that were applied since the process began that does this,"""
+    bytes_written: int = 0
+    """and of all files that were written for them: the second over the first is the write amplification."""
     note: str | None = None
     """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
     load: LoadStatus | None = None

@@ -246,6 +246,24 @@ def _check_connections(given: object) -> int:
     return int(text)
 
 
+def _check_share(given: object) -> float:
+    example = "For example: `budget: 10%`."
+    text = _written(given, example)
+    if not re.fullmatch(r"[1-9][0-9]?%", text):
+        raise _refusal("must be a share of the time, from 1% to 99%", example)
+    return int(text[:-1]) / 100
+
+
+def _check_long_ago(given: object) -> float | None:
+    """A duration of at least an hour, or none."""
+    if _is_none(given):
+        return None
+    found = _check_duration(given)
+    if found < 3600:
+        raise _refusal("must be an hour or longer", "For example: `remove_after: 7d`.")
+    return found
+
+
 def _check_spark_setting(given: object) -> object:
     """A setting of Spark's as Spark takes it: as text."""
     if isinstance(given, Number):
@@ -260,6 +278,8 @@ def _is_none(given: object) -> bool:
 Size = Annotated[int, BeforeValidator(_check_size)]
 Limit = Annotated[int | None, BeforeValidator(lambda given: None if _is_none(given) else _check_size(given))]
 Duration = Annotated[float, BeforeValidator(_check_duration)]
+LongAgo = Annotated[float | None, BeforeValidator(_check_long_ago)]
+Share = Annotated[float, BeforeValidator(_check_share)]
 Age = Annotated[
     float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))
 ]
@@ -396,6 +416,16 @@ class EvolutionSettings(BaseModel):
         return Policies(**{kind: Policy(said) for kind, said in self.model_dump().items()})
 
 
+class UpkeepSettings(BaseModel):
+    """What is done for lake tables besides changing their rows; docs/guides/upkeep.md."""
+
+    model_config = _FROZEN
+    join: bool = True
+    file: Size = 128 << 20
+    budget: Share = 0.1
+    remove_after: LongAgo = None
+
+
 class TablesSettings(BaseModel):
     """The lake tables: one at `<path>/<schema>/<table>`."""
 
@@ -403,6 +433,7 @@ class TablesSettings(BaseModel):
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
     path: Folder
     evolution: EvolutionSettings = EvolutionSettings()
+    upkeep: UpkeepSettings = UpkeepSettings()
 
 
 class LoadSettings(BaseModel):
@@ -611,6 +642,7 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("log", "seal"): SealSettings,
     ("tables",): TablesSettings,
     ("tables", "evolution"): EvolutionSettings,
+    ("tables", "upkeep"): UpkeepSettings,
     ("load",): LoadSettings,
     ("spark",): SparkSettings,
 }
@@ -635,6 +667,7 @@ _EXAMPLES = {
     "tables.format": "`format: delta`",
     "tables.path": "`path: ./shop/lake`",
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
+    "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
     "load.mode": f"`mode: initial`; there are {_MODES}",
     "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',

@@ -111,6 +111,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         hint=life.error.hint if life.error else None, note=life.trouble or life.note,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
         rows_loaded=life.rows_loaded, load_rows_estimated=life.rows_estimated,
+        bytes_changed=life.bytes_changed, bytes_written=life.bytes_written,
         applied_commit=cursor.commit if cursor else None, applied_position=str(cursor.position) if cursor else None,
         lag_bytes=max(0, end - reached) if reached is not None else None,
         lag_seconds=max(0.0, time.time() - pending[0].committed_at / 1e6) if pending else (0.0 if cursor else None),
@@ -175,6 +176,8 @@ def _with_note(
         load=LoadStatus(**note["load"]) if status.apply_pid is not None and note.get("load") else table.load,
         last_load=LoadDone(**note["last_load"]) if note.get("last_load") else None,
         load_rows_estimated=table.load_rows_estimated or note["load_rows_estimated"],
+        bytes_changed=note.get("bytes_changed", 0),
+        bytes_written=note.get("bytes_written", 0),
     )
     state = TableState(note["state"])
     if table.state is TableState.NEEDS_SNAPSHOT:

@@ -2,6 +2,7 @@
 
     wishes/<id>.json      asked for by a person, until a load of it has landed
     held/<id>.json        tables whose loads a person has paused or stopped
+    retries/<id>.json     tables that have failed and are to be tried again
     <id>/plan.json        a load, written before its first chunk
     <id>/chunk-<n>.json   a chunk whose rows lie, uncommitted, in the table's folder
     <id>/landing.json     what the replay must pass, written before their one commit
@@ -199,7 +200,7 @@ class Seeds:
     def sweep(self) -> None:
         """Remove what is left of loads that are over. Only for the one who begins loads."""
         for folder in self._path.glob("*/"):
-            if folder.name not in ("wishes", "held") and not (folder / "plan.json").exists():
+            if folder.name not in ("wishes", "held", "retries") and not (folder / "plan.json").exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
     # Wishes and holds.
@@ -229,6 +230,19 @@ class Seeds:
     def held(self) -> dict[TableId, Hold]:
         return dict(_read_all(self._path, "held/*.json", _held))
 
+    def retry(self, table: TableId) -> None:
+        """Ask for a table that has failed to be tried again."""
+        path = self._path / "retries" / f"{token(table)}.json"
+        files.make_folder(path.parent)
+        _write(path, {"schema": table.schema, "table": table.name})
+
+    def retries(self) -> list[TableId]:
+        return list(_read_all(self._path, "retries/*.json", _table))
+
+    def retried(self, table: TableId) -> None:
+        with suppress(FileNotFoundError):
+            (self._path / "retries" / f"{token(table)}.json").unlink()
+
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     with files.explained(path):
@@ -240,7 +254,11 @@ def _passed(stored: dict[str, Any]) -> Lsn:
 
 
 def _held(stored: dict[str, Any]) -> tuple[TableId, Hold]:
-    return TableId(stored["schema"], stored["table"]), Hold(stored["what"])
+    return _table(stored), Hold(stored["what"])
+
+
+def _table(stored: dict[str, Any]) -> TableId:
+    return TableId(stored["schema"], stored["table"])
 
 
 def _read_all(folder: Path, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:

@@ -37,6 +37,7 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
 from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
+from tailrace.tables.upkeep import Tended, Upkeep
 
 PROGRESS_SECONDS = 0.5
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2
@@ -103,6 +104,17 @@ class EvolveWork:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TendWork:
+    """Join a lake table's small files, where it stands."""
+
+    table: TableId
+    lake: Path
+    log_id: str
+    expected: Cursor
+    upkeep: Upkeep
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What became of a piece of work."""
 
@@ -112,6 +124,11 @@ class Outcome:
     cursor: Cursor | None = None
     schema: TableSchema | None = None
     staged: StagedChunk | None = None
+    bytes_changed: int = 0
+    """Of the changes, as they lie in memory,"""
+    bytes_written: int = 0
+    """and of the files that it took to write them."""
+    tended: Tended | None = None
     error: TailraceError | None = None
 
 
@@ -194,7 +211,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
         # Where nothing is left to write the position is still committed: the driver goes on from it.
         folded = fold(work.shape, changes)
         again = partial(_read_again, work, changes) if work.reader is not None else None
-        table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
+        applied = table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=_as_ours(error))
     return Outcome(
@@ -203,7 +220,19 @@ def apply_changes(work: ApplyWork) -> Outcome:
         seconds=time.monotonic() - started,
         cursor=work.cursor,
         schema=work.shape,
+        bytes_changed=changes.nbytes,
+        bytes_written=applied.bytes,
     )
+
+
+def tend_table(work: TendWork) -> Outcome:
+    """What a table needs besides its changes."""
+    started = time.monotonic()
+    try:
+        tended = DeltaRsTable(work.lake, work.log_id).tend(work.upkeep, work.expected)
+    except Exception as error:  # the task's boundary
+        return Outcome(table=work.table, error=_as_ours(error), seconds=time.monotonic() - started)
+    return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
 
 
 def evolve_table(work: EvolveWork) -> Outcome:

@@ -16,6 +16,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import Folded
+from tailrace.tables.upkeep import Tended, Upkeep
 
 if TYPE_CHECKING:
     from tailrace.tables.staging import StagedFile
@@ -44,6 +45,8 @@ class Applied:
     cursor: Cursor
     upserted: int = 0
     deleted: int = 0
+    bytes: int = 0
+    """Of the files that were written."""
 
 
 Reread = Callable[[pa.Table], pa.Table]
@@ -134,6 +137,10 @@ class LakeTable(Protocol):
         Columns that the source no longer has and that are not dropped stay, beside those of the shape: rows that come
         have null in them, and rows that are changed keep what they had.
         """
+        ...
+
+    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+        """Join small files and remove those that nobody needs, in commits that change no row and state the position."""
         ...
 
     def rows(self) -> int:

@@ -13,7 +13,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +31,7 @@ from tailrace.tables.deltalog import (
     Position,
     app_id,
     file_names,
+    files_of,
     has_commits,
     last_position,
     make_durable,
@@ -42,11 +42,12 @@ from tailrace.tables.fold import UPSERT, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import with_bases, without
-from tailrace.tables.merge import merge_of
+from tailrace.tables.merge import merge_of, operations, upserts_of
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
-from tailrace.tables.refresh import Difference, compare
+from tailrace.tables.refresh import Difference, all_rows, compare
 from tailrace.tables.staging import StagedFile, discard, stage
+from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +189,10 @@ class DeltaRsTable:
             folded = replace(folded, rows=with_bases(schema, opened.table, folded.rows, reread))
         self._write(opened, schema, folded, self._properties(schema, cursor))
         self._make_durable(opened.folder, opened.table.version())
-        upserted = int(np.count_nonzero(_operations(folded) == UPSERT))
+        upserted = int(np.count_nonzero(operations(folded) == UPSERT))
+        written = files_of(opened.folder, opened.table.version()).get("bytes", 0)
         deleted = folded.rows.num_rows - upserted
-        return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
+        return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted, bytes=written)
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
@@ -233,12 +235,18 @@ class DeltaRsTable:
 
     def _replace(self, opened: _Opened, found: Difference, properties: CommitProperties) -> None:
         """Swap the files in which rows go for what stays of them and for what comes in."""
+        self._exchange(opened, found.stored, found.rows(), found.kept, properties, changes_rows=True)
+
+    def _exchange(
+        self, opened: _Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
+        properties: CommitProperties, *, changes_rows: bool,
+    ) -> None:  # fmt: skip
         folder, now = opened.folder, time.time_ns() // 1_000_000
-        name = f"refresh-{uuid.uuid4().hex}"
-        files = stage(self._path, name, found.stored, found.rows())
-        actions: list[AddAction | RemoveAction] = [self._add(folder, file) for file in files]
-        actions += [RemoveAction(gone, True, now, (folder / gone).stat().st_size, {}) for gone in found.kept]
-        fields = _delta_fields(found.stored)
+        name = f"exchange-{uuid.uuid4().hex}"
+        adds = [self._add(folder, file) for file in stage(self._path, name, stored, rows)]
+        actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
+        actions += [RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, {}) for old in gone]
+        fields = _delta_fields(stored)
         try:
             self._commit(
                 lambda: opened.table.create_write_transaction(
@@ -289,6 +297,28 @@ class DeltaRsTable:
             self._discard(name)
             raise
 
+    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+        opened = self._loaded()
+        if opened.position.cursor != expected:
+            raise self._elsewhere(opened.position.cursor, expected)
+        table, properties = opened.table, opened.position.properties()
+        done = Tended()
+        adds = pa.table(table.get_add_actions(flatten=True))
+        sizes = dict(zip(adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist(), strict=True))
+        if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes)):
+            self._refuse_features(table)
+            shape, before = opened.position.schema, table.version()
+            stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
+            rows = all_rows(opened.folder, some, stored.columns)
+            self._exchange(opened, stored, rows, some, properties, changes_rows=False)
+            self._make_durable(opened.folder, before + 1)
+            done = Tended(**files_of(opened.folder, before + 1))
+        if (age := upkeep.remove_after_seconds) is not None:
+            removed: list[int] = []
+            self._commit(lambda: removed.append(remove_files(table, age, properties)))
+            done = replace(done, removed=removed[0])
+        return done
+
     def _loaded(self) -> _Opened:
         opened = self._open()
         if opened is None:
@@ -315,7 +345,7 @@ class DeltaRsTable:
     ) -> None:
         """One commit, in the cheapest way that is exact."""
         table, before = opened.table, opened.table.version()
-        upserts = _upserts(schema, folded)
+        upserts = upserts_of(schema, folded)
         refuse_far_dates(schema, upserts.columns)
         if folded.truncated:
             self._commit(
@@ -326,7 +356,7 @@ class DeltaRsTable:
             )
         elif schema.key and folded.rows.num_rows:
             self._commit(merge_of(schema, table, folded.rows, properties))
-        elif (_operations(folded) == UPSERT).all():
+        elif (operations(folded) == UPSERT).all():
             self._append(table, upserts, properties)
         else:
             self._rewrite(opened, schema, folded, upserts, properties)
@@ -457,16 +487,3 @@ def _delta_fields(schema: TableSchema) -> DeltaSchema:
 def _is_naive(column: Column) -> bool:
     kind = column.type.value_type if pa.types.is_list(column.type) else column.type
     return pa.types.is_timestamp(kind) and kind.tz is None
-
-
-def _operations(folded: Folded) -> Any:
-    return folded.rows.column("op").to_numpy()
-
-
-def _upserts(schema: TableSchema, folded: Folded) -> pa.Table:
-    """The rows that come in, as the table's own columns; a keyless row as often as it came."""
-    operations = _operations(folded)
-    copies = np.where(operations == UPSERT, folded.rows.column("copies").to_numpy(), 0)
-    places = pa.array(np.repeat(np.arange(copies.size), copies))
-    rows = folded.rows.select(range(len(schema.columns))).take(places)
-    return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))

@@ -128,6 +128,14 @@ def make_durable(folder: Path, version: int) -> None:
     fsync(folder / "_delta_log")
 
 
+def files_of(folder: Path, version: int) -> dict[str, int]:
+    """How many files a commit `made`, of how many `bytes`, and how many it took out (`joined`)."""
+    commit = _Commit.read(folder, version)
+    if commit is None:
+        return {}
+    return {"made": len(commit.adds), "bytes": commit.bytes, "joined": commit.removes}
+
+
 def added_since(folder: Path, mtime_ns: int) -> set[str]:
     """The names of the files that commits made at this time or later have added, as far as the log holds them."""
     log, added = folder / "_delta_log", set[str]()
@@ -149,6 +157,9 @@ class _Commit:
     maintenance: bool
     position: Position | None
     adds: tuple[str, ...]
+    removes: int
+    bytes: int
+    """Of the files that it adds."""
 
     @classmethod
     def read(cls, folder: Path, version: int) -> _Commit | None:
@@ -171,6 +182,8 @@ class _Commit:
             maintenance=operation in MAINTENANCE and not any(file.get("dataChange", True) for file in files),
             position=position,
             adds=tuple(unquote(action["add"]["path"]) for action in actions if "add" in action),
+            removes=sum("remove" in action for action in actions),
+            bytes=sum(action["add"].get("size", 0) for action in actions if "add" in action),
         )
 
 

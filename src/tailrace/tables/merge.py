@@ -1,14 +1,16 @@
-"""The merge of folded rows into a Delta table, as delta-rs takes it."""
+"""Folded rows as a Delta table takes them: those that come in, and the merge as delta-rs wants it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable
 
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold import key_ordinals
+from tailrace.tables.fold import UPSERT, Folded, key_ordinals
 from tailrace.tables.lookup import merge_source
 
 
@@ -41,3 +43,16 @@ def merge_of(
 def quoted(name: str) -> str:
     """A column's name as SQL, verbatim."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def operations(folded: Folded) -> Any:
+    """What is done with each row."""
+    return folded.rows.column("op").to_numpy()
+
+
+def upserts_of(schema: TableSchema, folded: Folded) -> pa.Table:
+    """The rows that come in, as the table's own columns; a keyless row as often as it came."""
+    copies = np.where(operations(folded) == UPSERT, folded.rows.column("copies").to_numpy(), 0)
+    places = pa.array(np.repeat(np.arange(copies.size), copies))
+    rows = folded.rows.select(range(len(schema.columns))).take(places)
+    return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))

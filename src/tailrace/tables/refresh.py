@@ -54,7 +54,7 @@ class Difference:
         for name, stays in self.kept.items():
             for batch, flags in _beside(read_rows(self.folder / name, self.stored.columns), stays):
                 yield batch.filter(pa.array(flags))
-        for batch in _all_rows(self.folder, self.staged, self.stored.columns):
+        for batch in all_rows(self.folder, self.staged, self.stored.columns):
             own = batch.columns[: len(self.schema.columns)]
             found = self.images.find(image_prints(own, self.seed))
             new = batch.filter(pa.array(~self.held[found]))
@@ -75,7 +75,7 @@ def compare(
     and `kept` are columns that only the table has."""
     seed = secrets.randbits(128)
     images, own = [], []
-    for batch in _all_rows(folder, staged, schema.columns):
+    for batch in all_rows(folder, staged, schema.columns):
         images.append(image_prints(batch.columns, seed))
         if keys is not None:
             own.append(_keys(schema, batch, seed))
@@ -106,7 +106,7 @@ class _Staying:
     ) -> None:
         columns = [schema.columns[i] for i in key_ordinals(schema)]
         self._staged = PrintSet(_joined(staged))
-        listed = [key_prints(batch.columns, seed) for batch in _all_rows(folder, keys, columns)]
+        listed = [key_prints(batch.columns, seed) for batch in all_rows(folder, keys, columns)]
         self._listed = PrintSet(_joined(listed))
 
     def __call__(self, prints: Prints) -> Flags:
@@ -142,7 +142,8 @@ def _column(batch: pa.RecordBatch, column: Column) -> Any:
     return pa.nulls(batch.num_rows, column.type) if place < 0 else batch.column(place).cast(column.type)
 
 
-def _all_rows(folder: Path, files: Iterable[str], columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+def all_rows(folder: Path, files: Iterable[str], columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+    """The rows of several, one after the other."""
     for name in files:
         yield from read_rows(folder / name, columns)
 

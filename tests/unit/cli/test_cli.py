@@ -149,7 +149,7 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         (
             ["zzz"],
             "`zzz` is not a command",
-            "There are run, capture, apply, status, snapshot, evolve, log, consumers, check, drop.",
+            "There are run, capture, apply, status, snapshot, retry, evolve, log, consumers, check, drop.",
         ),
         (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
         (["run", "x", "--until"], "unrecognized arguments: --until", "--help`"),
@@ -440,7 +440,7 @@ def test_drop_removes_only_after_a_yes(
 # ---- failures
 
 
-@pytest.mark.parametrize("command", ["run", "capture", "apply", "status", "snapshot", "drop"])
+@pytest.mark.parametrize("command", ["run", "capture", "apply", "status", "snapshot", "retry", "drop"])
 def test_every_command_tells_a_broken_settings_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "/no/such.yaml"]) == ExitCode.CONFIG
     assert lines(capsys.readouterr().err) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline import asking
 from tailrace.pipeline.settings import PipelineSettings, load_settings
-from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.status import APPLIER, NOTE
 from tailrace.pipeline.wiring import open_source
 from tailrace.spark.seeds import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
 from tailrace.tables.base import Cursor
@@ -400,3 +401,42 @@ def test_a_stop_of_all_reaches_loads_wishes_and_tables_that_are_not_loaded(
     asking.ask(settings, ["public.customers"])
     asking.hold(settings, [], Hold.STOPPED)
     assert seeds.held() == dict.fromkeys((ORDERS, CUSTOMERS, NEVER), Hold.STOPPED)
+
+
+def noted(settings: PipelineSettings, **states: str) -> None:
+    """What a process that applies has left."""
+    path = settings.log.path / NOTE
+    path.parent.mkdir(exist_ok=True)
+    tables = [
+        {"schema": "public", "table": name, "state": state, "reason": "table-unusable"}
+        for name, state in states.items()
+    ]
+    path.write_text(json.dumps({"tables": tables}))
+
+
+def test_tables_that_have_failed_are_asked_to_be_tried_again(settings: PipelineSettings, seeds: Seeds) -> None:
+    noted(settings, orders="failed", customers="live", parts="needs_snapshot")
+    asked = asking.retry(settings, ["public.*"])
+    assert {table.table: table.done for table in asked.tables} == {
+        "orders": "retried", "customers": "nothing", "parts": "nothing", "no_key": "nothing", "never_loaded": "nothing",
+    }  # fmt: skip
+    said = {table.table: table.said for table in asked.tables}
+    assert said["orders"] == "it is tried again (table-unusable)"
+    assert said["customers"] == "it has not failed: it is live"
+    assert "tailrace snapshot" in said["parts"]
+    assert seeds.retries() == [ORDERS]
+    seeds.retried(ORDERS)
+    assert seeds.retries() == []
+
+
+def test_without_a_table_all_that_have_failed_are_tried_again(settings: PipelineSettings, seeds: Seeds) -> None:
+    assert asking.retry(settings, []).tables == ()
+    noted(settings, orders="failed", customers="live", no_key="failed")
+    asked = asking.retry(settings, [])
+    assert [table.name for table in asked.tables] == ["public.no_key", "public.orders"]
+    assert (asked.action, asked.apply_pid, sorted(seeds.retries())) == ("retry", None, [NO_KEY, ORDERS])
+
+
+def test_a_table_that_nobody_knows_is_not_tried_again(settings: PipelineSettings) -> None:
+    with pytest.raises(ConfigError, match=r"public\.order"):
+        asking.retry(settings, ["public.order"])

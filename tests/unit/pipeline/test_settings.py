@@ -601,3 +601,31 @@ def test_a_mistake_about_changes_of_shape_is_told_with_what_may_stand_there(
     problem = problem_of(tmp_path, f"{CONTRACT}  evolution: {said}\n")
     assert (problem.line, problem.where) == (10, where)
     assert message in problem.message + problem.hint
+
+
+def test_upkeep_is_on_and_removes_nothing_unless_told(tmp_path: Path) -> None:
+    plain = settings_of(tmp_path).tables.upkeep
+    assert (plain.join, plain.file, plain.budget, plain.remove_after) == (True, 128 << 20, 0.1, None)
+    said = "  upkeep: {join: false, file: 64MiB, budget: 25%, remove_after: 7d}\n"
+    given = settings_of(tmp_path, CONTRACT + said).tables.upkeep
+    assert (given.join, given.file, given.budget, given.remove_after) == (False, 64 << 20, 0.25, 7 * 86_400)
+    assert settings_of(tmp_path, CONTRACT + "  upkeep: {remove_after: none}\n").tables.upkeep.remove_after is None
+
+
+@pytest.mark.parametrize(
+    ("said", "where", "message"),
+    [
+        ("{budget: 0%}", "tables.upkeep.budget", "from 1% to 99%"),
+        ("{budget: 0.1}", "tables.upkeep.budget", "from 1% to 99%"),
+        ("{budget: }", "tables.upkeep.budget", "has no value"),
+        ("{remove_after: 10min}", "tables.upkeep.remove_after", "an hour or longer"),
+        ("{file: 10}", "tables.upkeep.file", "less than 1 MiB"),
+        ("{joined: true}", "tables.upkeep.joined", "is not a key we know"),
+        ("{join: maybe}", "tables.upkeep.join", "must be true or false"),
+    ],
+)
+def test_a_mistake_about_upkeep_is_told(tmp_path: Path, said: str, where: str, message: str) -> None:
+    problem = problem_of(tmp_path, f"{CONTRACT}  upkeep: {said}\n")
+    assert (problem.line, problem.where) == (10, where)
+    assert message in problem.message
+    assert problem.hint

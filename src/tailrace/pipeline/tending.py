@@ -1,0 +1,82 @@
+"""Tends tables beside applying to them: joins small files, and removes old ones if that is wished.
+
+At most a part of the time goes into it. While a table is tended its changes wait, so it is done table by table, and
+only for those that have had some commits since.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from tailrace.pipeline.landing import Run, run_one
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.settings import UpkeepSettings
+from tailrace.spark.tasks import TendWork, tend_table
+from tailrace.tables.upkeep import Upkeep
+
+log = logging.getLogger(__name__)
+
+COMMITS_MIN = 8
+"""Of a table, before its files are looked at again."""
+LOOK_SECONDS = 1.0
+REST_SECONDS_MIN = 2.0
+
+
+class Tending:
+    """Tends whatever tables need it, until told to stop."""
+
+    def __init__(
+        self, settings: UpkeepSettings, lives: Lives, *, run: Run, advance: Callable[[TableLife], None],
+        stopping: threading.Event,
+    ) -> None:  # fmt: skip
+        self._budget = settings.budget
+        self._upkeep = Upkeep(
+            file_bytes=settings.file if settings.join else None, remove_after_seconds=settings.remove_after
+        )
+        self._lives = lives
+        self._run = run
+        self._advance = advance
+        self._stopping = stopping
+
+    def work(self) -> None:
+        """Look for a table, tend it, rest."""
+        pause = LOOK_SECONDS
+        while not self._stopping.wait(pause):
+            life = self._next()
+            spent = self._tend(life) if life is not None else 0.0
+            pause = max(REST_SECONDS_MIN, spent / self._budget - spent) if spent else LOOK_SECONDS
+
+    def _next(self) -> TableLife | None:
+        """The one with the most commits since it was last tended."""
+        going_on = (TableState.CATCHING_UP, TableState.LIVE)
+        due = [
+            life for life in list(self._lives.tables.values())
+            if life.state in going_on and life.untended >= COMMITS_MIN
+        ]  # fmt: skip
+        return max(due, key=lambda life: life.untended, default=None)
+
+    def _tend(self, life: TableLife) -> float:
+        started = time.monotonic()
+        with life.lock:
+            life.untended = 0
+            if life.cursor is None:
+                return 0.0
+            work = TendWork(
+                table=life.table, lake=life.path, log_id=self._lives.log.log_id, expected=life.cursor,
+                upkeep=self._upkeep,
+            )  # fmt: skip
+            outcome = run_one(self._run, tend_table, work, life.table)
+        said = {"table": str(life.table), "seconds": round(outcome.seconds, 3)}
+        if outcome.error is not None:
+            # Whoever applies next meets the same trouble, and says so.
+            log.warning("table not tended", extra={**said, "code": outcome.error.code})
+        elif outcome.tended is not None:
+            life.bytes_written += outcome.tended.bytes
+            joined, made, removed = outcome.tended.joined, outcome.tended.made, outcome.tended.removed
+            log.info("table tended", extra={**said, "joined": joined, "into": made, "removed": removed})
+        self._advance(life)  # what came meanwhile was left for us
+        return time.monotonic() - started

@@ -1,0 +1,61 @@
+"""Which files of a table are joined, and when.
+
+Every commit leaves small files behind, and readers pay for each. Joining all of them every time would write the same
+rows again and again; so a file is joined only with others of about its size. What comes of eight of them is of the next
+size, so a row is written anew once for each of these steps, and no more, on its way into a file as large as wished.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltalake import CommitProperties, DeltaTable
+
+STEP = 8
+STEPS = 4
+"""Below half of the size aimed at: 64 MiB, 8 MiB, 1 MiB, 128 KiB, 16 KiB."""
+FILES_MIN = STEP
+"""Of one step, before they are joined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upkeep:
+    """What is done for a table besides changing its rows."""
+
+    file_bytes: int | None
+    """Aimed at; None: files are not joined."""
+    remove_after_seconds: float | None
+    """How old files that the table no longer needs must be to be removed; None: they stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tended:
+    """What came of it."""
+
+    joined: int = 0
+    made: int = 0
+    bytes: int = 0
+    """Written."""
+    removed: int = 0
+
+
+def to_join(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
+    """Names of files that are to become one; none while there are too few of any size."""
+    least = 0
+    for step in range(STEPS, -1, -1):
+        size = file_bytes // int(STEP**step)
+        small = sorted((found, name) for name, found in sizes.items() if least <= found < size // 2)
+        if len(small) >= FILES_MIN:
+            totals = itertools.accumulate(found for found, _ in small)
+            return [name for (_, name), total in zip(small, totals, strict=True) if total <= file_bytes]
+        least = size // 2
+    return []
+
+
+def remove_files(table: DeltaTable, after_seconds: float, properties: CommitProperties) -> int:
+    """Remove files that commits have taken out long enough ago; others (staged, or of nobody) are not touched."""
+    hours = max(1, round(after_seconds / 3600))
+    gone = table.vacuum(hours, dry_run=False, enforce_retention_duration=False, commit_properties=properties)
+    return len(gone)

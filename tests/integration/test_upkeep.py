@@ -1,0 +1,148 @@
+"""Small files are joined, old ones removed, and nothing else changes: no row, no position, nobody's staged files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tailrace import failpoints
+from tailrace.errors import ForeignWrite
+from tailrace.pipeline import tending
+from tailrace.pipeline.report import TableState
+from tailrace.tables.deltalog import position_of
+from tailrace.tables.upkeep import FILES_MIN, STEPS, Tended, Upkeep, to_join
+from tests.integration.test_delta_table import BIG, LOG, ROWS, Mirror, at, by_id
+from tests.support.changes import insert
+from tests.support.loads import Scene, life
+from tests.support.pipelines import eventually, execute
+
+MIB = 1 << 20
+AIM = 128 * MIB
+KEEP = Upkeep(file_bytes=AIM, remove_after_seconds=None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "joined"),
+    [
+        ([], 0),
+        ([1000] * (FILES_MIN - 1), 0),
+        ([1000] * FILES_MIN, FILES_MIN),
+        ([1000] * 100, 100),
+        ([1000] * 3 + [MIB] * 4 + [10 * MIB] * 4, 0),
+        ([1000] * 3 + [MIB // 2] * FILES_MIN, FILES_MIN),
+        ([40 * MIB] * FILES_MIN, 3),
+        ([100 * MIB] * 100, 0),
+    ],
+)
+def test_files_are_joined_with_others_of_their_size(sizes: list[int], joined: int) -> None:
+    assert len(to_join({str(number): size for number, size in enumerate(sizes)}, AIM)) == joined
+
+
+def test_a_row_is_written_anew_once_a_step_at_most() -> None:
+    written, files, names = 0, dict[str, int](), itertools.count()
+    for _ in range(40_000):
+        files[str(next(names))] = 4_000
+        while some := to_join(files, AIM):
+            made = sum(files.pop(name) for name in some)
+            files[str(next(names))] = made
+            written += made
+    assert sum(files.values()) == 160_000_000
+    assert written <= (STEPS + 1) * sum(files.values())
+    assert len(files) < FILES_MIN * (STEPS + 1) + sum(files.values()) // (AIM // 2) + 1
+
+
+def test_small_files_become_one_and_no_row_changes(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "t", rows=ROWS)
+    for number in range(10, 20):
+        mirror.apply(insert(number, name="x", big=f"large {number}", n=1))
+    before, rows, cursor, shape = mirror.version, by_id(mirror.content()), mirror.table.cursor(), mirror.table.shape()
+    files = mirror.table.files()
+    assert len(files) > FILES_MIN
+    assert cursor is not None
+    done = mirror.table.tend(KEEP, cursor)
+    assert (done.joined, done.made, done.removed) == (len(files), 1, 0)
+    assert done.bytes == (mirror.folder / mirror.table.files()[0]).stat().st_size
+    assert (mirror.version, by_id(mirror.content())) == (before + 1, rows)
+    assert (mirror.table.cursor(), mirror.table.shape()) == (cursor, shape)
+    commit = (mirror.folder / "_delta_log" / f"{mirror.version:020d}.json").read_text()
+    assert position_of(mirror.folder, mirror.version, LOG).cursor == cursor
+    assert '"tailrace"' in commit, "every commit of ours states the position"
+    assert mirror.table.tend(KEEP, cursor) == Tended(), "there is nothing more to join"
+    assert mirror.version == before + 1
+    mirror.apply(insert(99, name="x", big="after", n=1))
+    assert by_id(mirror.content())[99] == "after"
+
+
+def test_old_files_are_removed_only_if_wished_and_staged_ones_never(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "t", rows=ROWS)
+    for number in range(10, 20):
+        mirror.apply(insert(number, name="x", big="b", n=1))
+    staged = mirror.folder / "part-somebody-is-loading.parquet"
+    staged.write_bytes(b"staged")
+    cursor = mirror.table.cursor()
+    assert cursor is not None
+    there = set(mirror.folder.glob("*.parquet"))
+    mirror.table.tend(KEEP, cursor)
+    assert there < set(mirror.folder.glob("*.parquet")), "nothing is removed unasked"
+    for log in sorted((mirror.folder / "_delta_log").glob("*.json")):  # as if two hours had passed
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        for line in lines:
+            if "remove" in line:
+                line["remove"]["deletionTimestamp"] -= 2 * 3600 * 1000
+        log.write_text("\n".join(map(json.dumps, lines)))
+    done = mirror.table.tend(Upkeep(file_bytes=AIM, remove_after_seconds=3600), cursor)
+    assert done.removed == len(there) - 1
+    assert staged.exists()
+    assert set(mirror.folder.glob("*.parquet")) == {staged, *(mirror.folder / name for name in mirror.table.files())}
+    assert (len(mirror.content()), mirror.table.cursor()) == (len(ROWS) + 10, cursor)
+
+
+def test_a_table_that_somebody_else_moved_is_not_tended(tmp_path: Path) -> None:
+    mirror = Mirror(tmp_path / "t", rows=ROWS)
+    mirror.apply(insert(7, name="x", big="b", n=1))
+    with pytest.raises(ForeignWrite):
+        mirror.table.tend(KEEP, at(0))
+
+
+def test_killed_before_or_after_its_commit_joining_changes_nothing(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    mirror = Mirror(tmp_path / "t", rows=ROWS)
+    for number in range(10, 20):
+        mirror.apply(insert(number, name="x", big=BIG[0], n=1))
+    rows, cursor = by_id(mirror.content()), mirror.table.cursor()
+    assert cursor is not None
+    for name in ("table.before_commit", "table.after_commit"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(failpoints, "hit", lambda hit, name=name: kill() if hit == name else None)
+            with pytest.raises(Killed):
+                mirror.table.tend(KEEP, cursor)
+        assert (by_id(mirror.content()), mirror.table.cursor()) == (rows, cursor)
+    mirror.apply(insert(99, name="x", big="after", n=1))
+
+
+def test_a_pipeline_tends_its_tables_beside_their_changes(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tending, "LOOK_SECONDS", 0.1)
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, a text)")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t")
+        applying.tend()
+        for number in range(30):
+            execute(database, f"INSERT INTO t VALUES ({number}, 'x')", f"UPDATE t SET a = 'y' WHERE id = {number - 3}")
+            assert scene.settled(applying)
+
+        folder = tmp_path / "lake" / "public" / "t"
+        assert eventually(lambda: any("exchange" in path.name for path in folder.glob("*.parquet")), seconds=30)
+        scene.assert_equal(applying, "t")
+        table = life(applying, "t")
+        assert table.state is TableState.LIVE
+        assert 0 < table.bytes_changed < table.bytes_written
