@@ -350,7 +350,7 @@ def test_a_partition_that_is_attached_detached_or_truncated_is_told(postgres: Po
         postgres.execute(f"alter table {schema}.p3 alter id set statistics 50")
         diary.run("insert into items values (21)")
         diary.catch_up(1)
-        assert len(diary.records()) == 1, "a partition that is made as one has no rows"
+        assert [record["changes"] for record in diary.records()] == [[], []], "one that is made as such has no rows"
         postgres.execute(f"alter table {schema}.items attach partition {schema}.old for values from (10) to (20)")
         diary.run("insert into items values (11)")
         diary.catch_up(1)

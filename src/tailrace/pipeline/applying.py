@@ -36,7 +36,7 @@ from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
-from tailrace.spark.wake import FORMAT, WakeSource
+from tailrace.spark.wake import Wake
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,9 @@ class Applying:
         if self._stopping.is_set():
             return
         self._spark = self._jvm.open_session()
-        self._spark.dataSource.register(WakeSource)
+        known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
+        self._wake = Wake(self._log.path, min(known, default=0))
+        self._in_background(lambda: self._wake.speak(self._stopping))
         # None of them waits for the query, which takes seconds to start.
         self._in_background(self.loading.look)
         for number in range(self._settings.load.connections):
@@ -124,12 +126,7 @@ class Applying:
     def _start_query(self) -> StreamingQuery:
         """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
         assert self._spark is not None, "started"
-        known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
-        wakes = self._spark.readStream.format(FORMAT).option("log", str(self._log.path))
-        wakes = wakes.option("after", str(min(known, default=0)))
-        checkpoint = self._scratch / f"checkpoint-{self._restarts}"
-        writer = wakes.load().writeStream.foreachBatch(self._on_batch)
-        return writer.option("checkpointLocation", str(checkpoint)).start()
+        return self._wake.start(self._spark, self._scratch / f"checkpoint-{self._restarts}", self._on_batch)
 
     @property
     def spark_log(self) -> Path:
@@ -245,9 +242,11 @@ class Applying:
             if self._stopping.is_set():
                 return
             started = time.monotonic()
-            end = max(row["commit"] for row in batch.collect())
+            if (end := self._wake.heard(batch)) is None:
+                return
             newest = self.lives.grow()
             self._advance(self._loaded(), end)
+            self._wake.answer(end)
             failpoints.hit("apply.batch_done")
             log.info(
                 "micro-batch done", extra={"commit": end, "seconds": round(time.monotonic() - started, 3)}

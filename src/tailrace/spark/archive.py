@@ -20,7 +20,7 @@ from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.spark.java import archive_path, find_java
 from tailrace.spark.session import Jvm
-from tailrace.spark.wake import FORMAT, WakeSource
+from tailrace.spark.wake import Wake
 
 WAIT_SECONDS_MAX = 300.0
 
@@ -58,18 +58,23 @@ def _work(session: SparkSession, scratch: Path) -> None:
     log.append(Window(start=ZERO, end=Lsn(1)))
     done = threading.Event()
 
-    def on_batch(batch: DataFrame, _: int) -> None:
-        batch.collect()
-        session.sparkContext.parallelize([1, 2], 2).map(str).collect()
-        done.set()
+    stopping = threading.Event()
+    wake = Wake(log.path, 0)
 
-    session.dataSource.register(WakeSource)
-    wakes = session.readStream.format(FORMAT).option("log", str(log.path)).option("after", "0").load()
-    writer = wakes.writeStream.foreachBatch(on_batch).option("checkpointLocation", str(scratch / "checkpoint"))
-    query = writer.start()
+    def on_batch(batch: DataFrame, _: int) -> None:
+        if (end := wake.heard(batch)) is not None:
+            session.sparkContext.parallelize([1, 2], 2).map(str).collect()
+            wake.answer(end)
+            done.set()
+
+    speaking = threading.Thread(target=wake.speak, args=(stopping,), daemon=True)
+    speaking.start()
+    query = wake.start(session, scratch / "checkpoint", on_batch)
     until = time.monotonic() + WAIT_SECONDS_MAX
     while not done.wait(0.1):
         if not query.isActive or time.monotonic() >= until:
             raise RuntimeError(f"Spark did not do its work: {query.exception()}")
     query.stop()
+    stopping.set()
+    speaking.join()
     log.close()

@@ -1,61 +1,86 @@
-"""The stream that wakes the work: its rows say how far the log has grown, and carry no data.
+"""What wakes the work: a stream of commit numbers that says how far the log has grown, and carries no data.
 
-Offsets are commit numbers. Where a table stands is the table's own business, so a lost checkpoint only means
-being woken once more. A micro-batch covers a bounded number of rows; it always ends on a commit.
+Spark reads it from a socket of ours, with a source of its own that needs no Python: one in Python would take three
+processes, a second of each start and a place in memory. Spark calls that source unfit for production because lines that
+are lost cannot be read again. Where a table stands is the table's own business, so here a lost line only means being
+woken by the next. A micro-batch covers a bounded number of rows, and the next number is said when it is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from tailrace.changelog.reader import ChangeLog
 
-FORMAT = "tailrace-wake"
 ROWS_MAX = 500_000
 """In one micro-batch, unless a single commit has more."""
+LOOK_SECONDS = 0.02
 
 
-class WakeSource(DataSource):
-    """`format("tailrace-wake")`, options `log` (folder) and `after` (commit)."""
+class Wake:
+    """Says to one query at a time how far the log has grown."""
 
-    @classmethod
-    def name(cls) -> str:
-        return FORMAT
+    def __init__(self, log: Path, after: int) -> None:
+        self._log = ChangeLog.open(log)
+        self._done = after
+        self._free = threading.Event()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(0.5)
 
-    def schema(self) -> StructType:
-        return StructType([StructField("commit", LongType())])
+    def start(
+        self, spark: SparkSession, checkpoint: Path, on_batch: Callable[[DataFrame, int], None]
+    ) -> StreamingQuery:
+        """Start a query that listens. Each of its micro-batches says how far to go, and is to be answered."""
+        host, port = self._server.getsockname()
+        lines = spark.readStream.format("socket").option("host", host).option("port", port).load()
+        return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", str(checkpoint)).start()
 
-    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return WakeReader(self.options["log"], int(self.options["after"]))
+    def heard(self, batch: DataFrame) -> int | None:
+        """The commit to go to; None: a query begins with a micro-batch that says nothing."""
+        return max((int(row["value"]) for row in batch.collect()), default=None)
+
+    def answer(self, end: int) -> None:
+        """The work up to there is done; the next number may be said."""
+        self._done = max(self._done, end)
+        self._free.set()
+
+    def speak(self, stopping: threading.Event) -> None:
+        """Talk to whoever listens, until told to stop; a query that is started again comes anew."""
+        while not stopping.is_set():
+            with suppress(OSError):  # nobody came, or who came has gone
+                listener, _ = self._server.accept()
+                with listener:
+                    self._tell(listener, stopping)
+        self._server.close()
+
+    def _tell(self, listener: socket.socket, stopping: threading.Event) -> None:
+        said = self._done
+        while not stopping.is_set():
+            end = self._log.bounded(said, ROWS_MAX)
+            if end <= said:
+                stopping.wait(LOOK_SECONDS)
+                continue
+            self._free.clear()
+            listener.sendall(f"{end}\n".encode())
+            while not self._free.wait(LOOK_SECONDS) and not stopping.is_set():
+                if _has_hung_up(listener):
+                    return
+            said = self._done
 
 
-class WakeReader(DataSourceStreamReader):
-    """Plain data only: Spark pickles it and runs its methods in other processes."""
-
-    def __init__(self, log: str, after: int) -> None:
-        self._path = log
-        self._after = after
-        self._log: ChangeLog | None = None
-
-    def initialOffset(self) -> dict[str, int]:
-        return {"commit": self._after}
-
-    def latestOffset(self, start: dict[str, int], limit: object) -> dict[str, int]:
-        if self._log is None:
-            self._log = ChangeLog.open(Path(self._path))
-        end = self._log.bounded(start["commit"], ROWS_MAX)
-        return {"commit": end}
-
-    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
-        return [InputPartition(end["commit"])]
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        yield pa.RecordBatch.from_pydict({"commit": pa.array([partition.value], pa.int64())})
-
-    def commit(self, end: dict[str, int]) -> None:
-        """Nothing to release: each table's own commit is the acknowledgement."""
+def _has_hung_up(listener: socket.socket) -> bool:
+    """Spark never says a word, so an end is all that can come."""
+    listener.setblocking(False)
+    try:
+        return listener.recv(1) == b""
+    except BlockingIOError:
+        return False
+    finally:
+        listener.setblocking(True)

@@ -1,0 +1,104 @@
+"""The socket that wakes the work, heard by a plain listener in Spark's place."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.spark import wake
+from tailrace.spark.wake import Wake
+from tests.support.logs import Diary, inserts
+from tests.support.pipelines import eventually
+
+
+class Listener:
+    """What Spark's source does: connect, and read lines."""
+
+    def __init__(self, server: Wake) -> None:
+        self._connection = socket.create_connection(server._server.getsockname(), timeout=5)
+        self._lines = self._connection.makefile("rb")
+
+    def hear(self) -> int:
+        return int(self._lines.readline())
+
+    def hears_nothing(self) -> bool:
+        self._connection.settimeout(0.3)
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return True
+        finally:
+            self._connection.settimeout(5)
+        return False
+
+    def hang_up(self) -> None:
+        self._lines.close()
+        self._connection.close()
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    made = Diary(tmp_path / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def speaking(diary: Diary) -> Iterator[Wake]:
+    stopping, made = threading.Event(), Wake(diary.path, 0)
+    thread = threading.Thread(target=made.speak, args=(stopping,))
+    thread.start()
+    yield made
+    stopping.set()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def write(diary: Diary, commits: int) -> None:
+    for number in range(commits):
+        diary.commit(inserts(number))
+
+
+def test_it_says_how_far_the_log_has_grown_and_waits_for_an_answer(diary: Diary, speaking: Wake) -> None:
+    listener = Listener(speaking)
+    assert listener.hears_nothing(), "there is no commit yet"
+    write(diary, 3)
+    assert listener.hear() in (1, 2, 3)
+    assert listener.hears_nothing(), "one at a time"
+    speaking.answer(1)
+    assert eventually(lambda: not listener.hears_nothing(), seconds=5)
+    assert listener.hear() == 3
+    speaking.answer(3)
+    assert listener.hears_nothing()
+    listener.hang_up()
+
+
+def test_a_query_that_comes_anew_is_told_what_the_last_one_did_not_answer(diary: Diary, speaking: Wake) -> None:
+    write(diary, 2)
+    first = Listener(speaking)
+    assert first.hear() == 2
+    first.hang_up()
+    second = Listener(speaking)
+    assert second.hear() == 2
+    speaking.answer(2)
+    second.hang_up()
+    third = Listener(speaking)
+    assert third.hears_nothing()
+    third.hang_up()
+
+
+def test_a_number_covers_a_bounded_count_of_rows(
+    diary: Diary, speaking: Wake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wake, "ROWS_MAX", 2)
+    write(diary, 5)
+    listener, heard = Listener(speaking), list[int]()
+    while not heard or heard[-1] < 5:
+        heard.append(listener.hear())
+        speaking.answer(heard[-1])
+    assert heard == [2, 4, 5]
+    listener.hang_up()
