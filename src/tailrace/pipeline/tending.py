@@ -10,7 +10,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
@@ -24,6 +26,8 @@ COMMITS_MIN = 8
 """Of a table, before its files are looked at again."""
 LOOK_SECONDS = 1.0
 REST_SECONDS_MIN = 2.0
+REMOVE_SECONDS = 3600.0
+"""Between two looks for old files of a table: none of them is younger than that."""
 
 
 class Tending:
@@ -41,6 +45,7 @@ class Tending:
         self._run = run
         self._advance = advance
         self._stopping = stopping
+        self._removes_at: dict[TableId, float] = {}
 
     def work(self) -> None:
         """Look for a table, tend it, rest."""
@@ -65,10 +70,14 @@ class Tending:
             life.untended = 0
             if life.cursor is None:
                 return 0.0
+            upkeep = self._upkeep
+            if started < self._removes_at.get(life.table, 0.0):
+                upkeep = replace(upkeep, remove_after_seconds=None)
+            else:
+                self._removes_at[life.table] = started + REMOVE_SECONDS
             work = TendWork(
-                table=life.table, lake=life.path, log_id=self._lives.log.log_id, expected=life.cursor,
-                upkeep=self._upkeep,
-            )  # fmt: skip
+                table=life.table, lake=life.path, log_id=self._lives.log.log_id, expected=life.cursor, upkeep=upkeep
+            )
             outcome = run_one(self._run, tend_table, work, life.table)
         said = {"table": str(life.table), "seconds": round(outcome.seconds, 3)}
         if outcome.error is not None:
