@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tailrace.model.change import Operation
     from tailrace.model.position import Lsn
     from tailrace.model.schema import Column, Identity, TableId, TableSchema
+    from tailrace.pipeline.points import tables_at
     from tailrace.runtime.loop import CdcRuntime
     from tailrace.spark.read import CdcSource
 
@@ -48,6 +49,7 @@ _HOMES = {
     "TableSchema": "model.schema",
     "TailraceError": "errors",
     "Window": "model.batch",
+    "tables_at": "pipeline.points",
 }
 
 __all__ = [
@@ -75,6 +77,7 @@ __all__ = [
     "TableSchema",
     "TailraceError",
     "Window",
+    "tables_at",
 ]
 
 

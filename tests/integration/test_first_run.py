@@ -167,6 +167,8 @@ def _assert_status(pipeline: Pipeline) -> None:
     assert "REPLICA IDENTITY FULL" in states["keyless"]["note"]
     assert states["pair"]["rows_applied"] == states["pair"]["rows_captured"] > 0
     assert states["kinds"]["rows_loaded"] == 3
+    point = json.loads(pipeline.ask("at", "--json").stdout)
+    assert {table["table"] for table in point["tables"]} >= set(PUBLIC), "all tables stand at one point"
     assert states["pair"]["bytes_written"] > 0
     assert states["pair"]["bytes_changed"] > 0
     execute(pipeline.url, "UPDATE keyless SET b = 'the application may still update it'")

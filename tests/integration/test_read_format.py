@@ -21,10 +21,14 @@ from pyspark.sql import DataFrame, SparkSession
 
 import tailrace
 from tailrace.capture.postgres.snapshot import SnapshotReader
+from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
+from tailrace.pipeline.ledger import Ledger
 from tailrace.spark.java import find_java
 from tailrace.spark.session import Jvm
 from tests.support import typecases
+from tests.support.loads import Scene
+from tests.support.pipelines import execute
 
 GONE_SECONDS_MAX = 30.0
 TYPES = (
@@ -399,3 +403,26 @@ def test_no_holder_outlives_a_spark_of_any_kind(
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, database: str, tmp_path: Path) -> None:
+    execute(
+        database, "CREATE TABLE a (id int PRIMARY KEY, t timestamp)",
+        "CREATE TABLE b (id int PRIMARY KEY, n numeric(10,2))", "INSERT INTO a VALUES (1, '2026-01-02 03:04:05')",
+        "INSERT INTO b VALUES (1, 1.5)",
+    )  # fmt: skip
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        for statement in ("UPDATE a SET id = 2", "DELETE FROM b", "ALTER TABLE a ADD c text DEFAULT 'x'"):
+            execute(database, statement)
+            assert scene.settled(applying)
+            applying.note_point(applying.lives.grow())
+    first = next(Ledger(tmp_path / "changes").points())
+    before = tailrace.tables_at(spark, scene.pipeline.file, position=str(first.position))
+    after = tailrace.tables_at(spark, scene.pipeline.file)
+    assert [row["id"] for row in before["public.a"].collect()] == [2]
+    assert [str(row["n"]) for row in before["public.b"].collect()] == ["1.50"]
+    assert before["public.a"].columns == ["id", "t"]
+    assert after["public.b"].collect() == []
+    assert after["public.b"].dtypes == [("id", "int"), ("n", "decimal(10,2)")]
+    with pytest.raises(ConfigError):
+        tailrace.tables_at(spark, scene.pipeline.file, time="1999-01-01")

@@ -199,6 +199,14 @@ class LogIndex:
         first = bisect.bisect_right(slices, seq, key=lambda item: item.last_seq)
         return slices[first : bisect.bisect_right(slices, to, key=lambda item: item.first)]
 
+    def last_row(self, commit: int) -> Slice | None:
+        """The slice of any table with the newest rows up to a commit; None if none are kept."""
+        found = []
+        for slices in list(self._slices.values()):
+            end = bisect.bisect_right(slices, commit, key=lambda item: item.last)
+            found += slices[max(0, end - 1) : end]
+        return max(found, key=lambda item: item.last, default=None)
+
     def lacks(self, table: int, seq: int) -> TrimmedTable | None:
         """What the log no longer holds of the table's rows after `seq`; None if it holds them all."""
         return self._gone.lacks(table, seq)

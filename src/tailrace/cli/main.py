@@ -129,6 +129,7 @@ COMMANDS = {
     "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
     "retry": "try tables again that have failed, without a restart",
     "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
+    "at": "show which versions of the lake tables belong together at a time or position",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
     "consumers": "show whom the log is kept for, or forget one of them",
     "check": "check the settings file, offline",
@@ -177,6 +178,9 @@ def build_parser() -> Parser:
             _add_snapshot(command)
         if name == "evolve":
             command.add_argument("--dry-run", action="store_true", help="only show; the only way there is")
+        if name == "at":
+            command.add_argument("--time", metavar="TIME", help="the last point up to it, e.g. 2026-11-16T12:00:00Z")
+            command.add_argument("--position", metavar="LSN", help="the last point up to it, e.g. 0/15E3F70")
         if name == "log":
             actions = "; ".join(f"{action}: {what}" for action, what in _LOG_ACTIONS.items())
             command.add_argument("action", metavar="ACTION", choices=_LOG_ACTIONS, help=actions)
@@ -375,6 +379,10 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
 
         handle = logbook.log if arguments.command == "log" else logbook.consumers
         return handle(load(arguments.file), arguments)
+    if arguments.command == "at":
+        from tailrace.cli import at
+
+        return at.at(load(arguments.file), arguments)
     if arguments.command == "evolve":
         from tailrace.cli import evolve
 

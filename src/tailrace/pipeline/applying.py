@@ -28,6 +28,7 @@ from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
+from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loading import Loading
 from tailrace.pipeline.report import TableState
@@ -60,6 +61,7 @@ class Applying:
         self._source = source
         self.lives = Lives(change_log, settings.tables.path, settings.tables.evolution.policies, source.value_of)
         self.holding = Holding(self.lives)
+        self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
         self._hurry = False
         self._batch = threading.Lock()
@@ -79,7 +81,7 @@ class Applying:
 
     def discover(self) -> None:
         """Find the wanted tables and what their lake tables already hold."""
-        self.lives.grow()
+        self.lives.loaded_upto = self.lives.grow()
         noted = read_note(self._log.path)
         for table in self._source.tables():
             life = self.lives.add(table.table, table, self._settings.load.mode_of(table.table))
@@ -233,7 +235,9 @@ class Applying:
     def _apply_until_woken(self) -> None:
         """Apply what there is while the query starts."""
         while not self._stopping.is_set() and not self._woken.wait(RETRY_SECONDS):
-            self._advance(self._loaded(), self.lives.grow())
+            end = self.lives.grow()
+            self._advance(self._loaded(), end)
+            self.note_point(end)
 
     def _on_batch(self, batch: DataFrame, _: int) -> None:
         """One micro-batch: bring every loaded table to the commit it ends on."""
@@ -247,12 +251,18 @@ class Applying:
             newest = self.lives.grow()
             self._advance(self._loaded(), end)
             self._wake.answer(end)
+            self.note_point(end)
             failpoints.hit("apply.batch_done")
             log.info(
                 "micro-batch done", extra={"commit": end, "seconds": round(time.monotonic() - started, 3)}
             )
             if end == newest and not self._hurry:
                 self._stopping.wait(min(time.monotonic() - started, REST_SECONDS_MAX))
+
+    def note_point(self, commit: int) -> None:
+        """Write down which versions of the tables belong together, if they all stand at the commit."""
+        if (point := self.lives.point(commit)) is not None:
+            self._ledger.note(point)
 
     def _loaded(self) -> list[TableLife]:
         loaded = (TableState.CATCHING_UP, TableState.LIVE)
@@ -297,7 +307,7 @@ class Applying:
         if outcome.error is None:
             assert outcome.cursor is not None, "an apply that did not fail"
             assert outcome.schema is not None, "an apply that did not fail"
-            life.moved(outcome.cursor, outcome.schema)
+            life.moved(outcome.cursor, outcome.schema, outcome.version)
             life.untended += 1
             life.bytes_changed += outcome.bytes_changed
             life.bytes_written += outcome.bytes_written

@@ -23,6 +23,7 @@ from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
+from tailrace.pipeline.ledger import Point
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
@@ -79,6 +80,8 @@ class TableLife:
     note: str | None = None
     trouble: str | None = None
     """Why a load of a table that goes on came to nothing, until one lands."""
+    version: int | None = None
+    """The lake table's own number of the version that has this cursor; None: it was not asked for yet."""
     untended: int = 0
     """Commits since its files were last looked after."""
     bytes_changed: int = 0
@@ -114,9 +117,9 @@ class TableLife:
             "the table must be loaded anew", table=self.table, why=self.refresh, hint=RELOAD_HINT
         )
 
-    def moved(self, cursor: Cursor, shape: TableSchema) -> None:
+    def moved(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
         """The table's own commit now says this."""
-        self.cursor, self.error, self.failures, self.refresh = cursor, None, 0, None
+        self.cursor, self.error, self.failures, self.refresh, self.version = cursor, None, 0, None, version
         if self.shape is None or self.shape != shape or self.shape.facts != shape.facts:
             self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
 
@@ -156,6 +159,8 @@ class Lives:
         self._value_of = value_of
         self._growing = threading.Lock()
         self.tables: dict[TableId, TableLife] = {}
+        self.loaded_upto = 0
+        """The newest commit when a table was last loaded, or when this process began."""
         self.waiting_for: str | None = None
         """What loads that have not begun wait for, as far as that is known."""
 
@@ -343,6 +348,36 @@ class Lives:
             or (life.state is TableState.LIVE and not self.pending(life, commit))
             for life in list(self.tables.values())
         )  # fmt: skip
+
+    def point(self, commit: int) -> Point | None:
+        """The version of every table at the commit, if all that go on hold what is up to there and nothing else.
+
+        For whoever applies, and only while nobody else does: a table that is being worked on is at no point.
+        """
+        position, versions = self.index.end_of(commit), dict[TableId, int]()
+        for life in list(self.tables.values()):
+            if life.state not in (TableState.CATCHING_UP, TableState.LIVE):
+                continue
+            if not life.lock.acquire(blocking=False):
+                return None
+            try:
+                there = life.cursor is not None and life.cursor.position <= position and life.replay is None
+                if not there or self.pending(life, commit):
+                    return None
+                if life.version is None:
+                    life.version = DeltaRsTable(life.path, self.log.log_id).version()
+                versions[life.table] = life.version or 0
+            except TailraceError:
+                return None
+            finally:
+                life.lock.release()
+        if not versions:
+            return None
+        # What was loaded may be younger than all rows of the log; what is told now is not.
+        newest = self.index.last_row(commit)
+        told = newest is not None and newest.last > self.loaded_upto
+        committed_at = newest.committed_at if newest is not None and told else time.time_ns() // 1000
+        return Point(commit=commit, position=position, committed_at=committed_at, versions=versions)
 
     def _step(self, life: TableLife, item: Slice) -> Step | None:
         """What the table must become before it can take the slice."""

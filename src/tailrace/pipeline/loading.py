@@ -404,6 +404,7 @@ class Loading:
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
                 life.moved(landed, seed.plan.schema)
+                self._lives.loaded_upto = self._lives.index.commit
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 life.last_load = load.done()
                 life.rows_loaded = life.last_load.rows

@@ -79,6 +79,7 @@ class Tending:
                 table=life.table, lake=life.path, log_id=self._lives.log.log_id, expected=life.cursor, upkeep=upkeep
             )
             outcome = run_one(self._run, tend_table, work, life.table)
+            life.version = None
         said = {"table": str(life.table), "seconds": round(outcome.seconds, 3)}
         if outcome.error is not None:
             # Whoever applies next meets the same trouble, and says so.

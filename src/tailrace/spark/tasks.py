@@ -128,6 +128,8 @@ class Outcome:
     """Of the changes, as they lie in memory,"""
     bytes_written: int = 0
     """and of the files that it took to write them."""
+    version: int | None = None
+    """Of the table as it is now."""
     tended: Tended | None = None
     error: TailraceError | None = None
 
@@ -222,6 +224,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
         schema=work.shape,
         bytes_changed=changes.nbytes,
         bytes_written=applied.bytes,
+        version=applied.version,
     )
 
 

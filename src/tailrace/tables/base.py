@@ -47,6 +47,8 @@ class Applied:
     deleted: int = 0
     bytes: int = 0
     """Of the files that were written."""
+    version: int | None = None
+    """The table's own number of what it is now, where that is known."""
 
 
 Reread = Callable[[pa.Table], pa.Table]

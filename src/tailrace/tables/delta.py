@@ -79,6 +79,11 @@ class DeltaRsTable:
         found = self._adds()
         return 0 if found is None else int(pc.sum(found.column("num_records"), min_count=0).as_py())
 
+    def version(self) -> int | None:
+        """Delta's own number of the newest version; None if there is no table."""
+        newest = self._newest()
+        return None if newest is None else newest[1].version()
+
     def files(self) -> list[str]:
         """The data files of the newest version, by name."""
         newest = self._newest()
@@ -190,9 +195,11 @@ class DeltaRsTable:
         self._write(opened, schema, folded, self._properties(schema, cursor))
         self._make_durable(opened.folder, opened.table.version())
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
-        written = files_of(opened.folder, opened.table.version()).get("bytes", 0)
-        deleted = folded.rows.num_rows - upserted
-        return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted, bytes=written)
+        deleted, version = folded.rows.num_rows - upserted, opened.table.version()
+        written = files_of(opened.folder, version).get("bytes", 0)
+        return Applied(
+            committed=True, cursor=cursor, upserted=upserted, deleted=deleted, bytes=written, version=version
+        )
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,

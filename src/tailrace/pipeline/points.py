@@ -1,0 +1,76 @@
+"""Lake tables as they were at one point of the source's history, all of them at the same."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import ConfigError, TableUnusable
+from tailrace.model.position import Lsn
+from tailrace.pipeline.ledger import Ledger, Point
+from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.tables.paths import table_path
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
+
+
+def find_point(settings: PipelineSettings, *, time: str | None = None, position: str | None = None) -> Point:
+    """The last point at or before a time or a position; without either, the last of all."""
+    ledger = Ledger(ChangeLog.open(settings.log.path).path)
+    if time is not None and position is not None:
+        raise ConfigError("a point is at a time or at a position", hint="Give one of the two.")
+    if position is not None:
+        return ledger.at(position=Lsn.parse(position))
+    if time is None:
+        return ledger.at()
+    try:
+        wanted = datetime.fromisoformat(time)
+    except ValueError:
+        raise ConfigError("this is no time", given=time, hint=_TIME_HINT) from None
+    wanted = wanted if wanted.tzinfo is not None else wanted.replace(tzinfo=UTC)
+    return ledger.at(committed_at=int(wanted.timestamp() * 1_000_000))
+
+
+def tables_at(
+    spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None
+) -> dict[str, DataFrame]:
+    """The pipeline's tables as they were at one point, by `schema.table`; no connector is needed.
+
+    Transactions that the source committed up to there are in all of them, and later ones in none.
+    """
+    settings = load_settings(file)
+    point = find_point(settings, time=time, position=position)
+    return {
+        str(table): _frame(spark, table_path(settings.tables.path, table), version)
+        for table, version in point.versions.items()
+    }
+
+
+def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    try:
+        table = DeltaTable(str(path.resolve()), version=version)
+        uris = [f"{path.resolve()}/{name}" for name in table.get_add_actions(flatten=True)["path"].to_pylist()]
+    except (DeltaError, OSError) as error:
+        raise TableUnusable(
+            "the table no longer has this version", path=path, version=version,
+            hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a later time.",
+        ) from error  # fmt: skip
+    missing = next((uri for uri in uris if not Path(uri).exists()), None)
+    if missing is not None:
+        raise TableUnusable(
+            "files of this version were removed", path=path, version=version,
+            hint="They go with `VACUUM` (`tables.upkeep.remove_after`). Ask for a later time.",
+        )  # fmt: skip
+    fields = from_arrow_schema(pa.schema(table.schema().to_arrow()))
+    return spark.read.schema(fields).parquet(*uris) if uris else spark.createDataFrame([], fields)

@@ -1,0 +1,86 @@
+"""Points across tables: what was noted is found again, by position and by time, whatever became of the file."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import ConfigError
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.pipeline import ledger
+from tailrace.pipeline.ledger import KEPT_SECONDS, Ledger, Point
+
+A, B, DOTTED = TableId("public", "a"), TableId("public", "b"), TableId("my.schema", "x.y")
+
+
+def point(number: int, **versions: int) -> Point:
+    named = {{"a": A, "b": B, "dotted": DOTTED}[name]: version for name, version in versions.items()}
+    return Point(commit=number, position=Lsn(number * 10), committed_at=number * 1_000_000, versions=named)
+
+
+POINTS = [point(1, a=0), point(2, a=1, b=0), point(5, a=1, b=3, dotted=7), point(6, b=4, dotted=7), point(9, a=2, b=4)]
+
+
+def noted(folder: Path, points: list[Point]) -> Ledger:
+    made = Ledger(folder)
+    for item in points:
+        made.note(item)
+    return made
+
+
+def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
+    assert list(noted(tmp_path, POINTS).points()) == POINTS
+    assert list(Ledger(tmp_path).points()) == POINTS
+
+
+@pytest.mark.parametrize("per_file", [1, 2, 1000])
+def test_the_last_point_up_to_a_position_or_a_time_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int
+) -> None:
+    monkeypatch.setattr(ledger, "POINTS_MAX", per_file)
+    made = noted(tmp_path, POINTS)
+    assert made.at() == POINTS[-1]
+    for number, found in ((1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 3), (8, 3), (9, 4), (100, 4)):
+        assert made.at(position=Lsn(number * 10)) == POINTS[found]
+        assert made.at(committed_at=number * 1_000_000) == POINTS[found]
+        assert made.at(committed_at=number * 1_000_000 + 999_999) == POINTS[found]
+
+
+def test_what_is_too_early_or_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no point across the tables has been noted yet"):
+        Ledger(tmp_path).at()
+    with pytest.raises(ConfigError, match="the first point that is known is later") as refused:
+        noted(tmp_path, POINTS).at(position=Lsn(9))
+    assert "1970-01-01T00:00:01" in refused.value.headline
+
+
+def test_a_point_that_says_nothing_new_is_not_noted(tmp_path: Path) -> None:
+    made = noted(tmp_path, [point(1, a=0), point(2, a=0), point(3, a=1)])
+    assert [item.commit for item in made.points()] == [1, 3]
+
+
+def test_a_torn_or_bent_line_ends_its_file_and_a_new_process_begins_another(tmp_path: Path) -> None:
+    noted(tmp_path, POINTS)
+    (path,) = (tmp_path / "ledger").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    assert list(Ledger(tmp_path).points()) == POINTS[:-1]
+    path.write_bytes(whole.replace(b'"commit": 5', b'"commit": 4'))
+    assert list(Ledger(tmp_path).points()) == POINTS[:2]
+    noted(tmp_path, [point(20, a=9)])
+    assert Ledger(tmp_path).at() == point(20, a=9)
+
+
+def test_old_points_go_and_a_ledger_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    noted(tmp_path, POINTS)
+    (path,) = (tmp_path / "ledger").iterdir()
+    old = time.time() - KEPT_SECONDS - 60
+    os.utime(path, (old, old))
+    assert [item.commit for item in noted(tmp_path, [point(20, a=9)]).points()] == [20]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "ledger").write_text("a file where the folder should be")
+    noted(tmp_path / "other", POINTS)
