@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 
+from tailrace.capture.postgres.catalogue import Catalogue
+from tailrace.capture.postgres.chunks import Cut, plan_table
+from tailrace.capture.postgres.connect import connect
+from tailrace.model.facts import Facts
+from tailrace.model.schema import TableId
 from tailrace.pipeline import shapewatch
 from tailrace.pipeline.life import Announced
 from tailrace.pipeline.report import TableState
@@ -260,3 +266,118 @@ def test_a_table_that_is_renamed_and_back_goes_on_after_a_snapshot(database: str
         assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
         wait_for_state(applying, "t", TableState.LIVE)
         all_equal(scene, applying)
+
+
+def test_a_partition_attached_to_a_table_that_is_written_to_all_the_time(database: str, tmp_path: Path) -> None:
+    execute(database, *SPLIT, "CREATE TABLE p2 (id int, d int, PRIMARY KEY (id, d))", "INSERT INTO p2 VALUES (7, 2)")
+    with Scene(tmp_path, database, tables='["public.t"]') as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        table = life(applying, "t")
+        with table.lock:  # as if a long merge were under way
+            execute(database, "ALTER TABLE t ATTACH PARTITION p2 FOR VALUES IN (2)")
+            assert eventually(lambda: table.announced is not None, seconds=30)
+            execute(database, "INSERT INTO t VALUES (5, 1)")
+            horizon = applying._source.horizon()
+            assert eventually(lambda: applying.lives.grow() > 0 and applying.lives.index.position >= horizon)
+            assert applying.lives.pending(table, applying.lives.index.commit)
+            assert applying.lives.stretch(table, applying.lives.index.commit) is None
+            assert table.refresh is not None, "it does not wait for a moment without rows"
+        all_equal(scene, applying)
+
+
+def test_a_type_that_gets_another_name_is_no_reason_to_load_again_and_again(database: str, tmp_path: Path) -> None:
+    execute(
+        database, "CREATE TYPE mood AS ENUM ('good', 'bad')", "CREATE TABLE t (id int PRIMARY KEY, m mood)",
+        "INSERT INTO t VALUES (0, 'bad')",
+    )  # fmt: skip
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        execute(database, "INSERT INTO t VALUES (1, 'good')")
+        all_equal(scene, applying)
+        execute(database, "ALTER TYPE mood RENAME TO feeling")
+        assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+        assert eventually(lambda: len(applying.chunks) == 2)
+        all_equal(scene, applying)
+        for number in range(2, 5):
+            execute(database, f"INSERT INTO t VALUES ({number}, 'good')")
+            all_equal(scene, applying)
+        assert len(applying.chunks) == 2
+
+
+def test_what_was_written_while_a_table_had_no_identity_is_read_again(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+        table = life(applying, "t").table
+        monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 8)  # all of it lies between two looks
+        looked_last = applying.loading._shapes._due
+        assert eventually(lambda: applying.loading._shapes._due > looked_last + 5)
+
+        def published(where: str) -> bool:
+            return where in applying._source.published().get(table, set())
+
+        settings = applying._source.settings
+        execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
+        assert eventually(lambda: published(settings.publication_inserts), seconds=7)
+        execute(database, "UPDATE t SET a = 99")
+        execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
+        assert eventually(lambda: published(settings.publication), seconds=7)
+        monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 0.3)
+        assert eventually(lambda: len(applying.chunks) > 1, seconds=30), "it is loaded anew"
+        all_equal(scene, applying)
+
+
+def test_a_type_that_is_widened_while_a_table_is_read(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, n numeric(4,2), padding text)")
+    execute(database, "INSERT INTO t SELECT g, 1, repeat('a', 200) FROM generate_series(1, 2000) g")
+    widen = ("ALTER TABLE t ALTER n TYPE numeric(14,2)", "UPDATE t SET n = 123456789 WHERE id > 1900")
+    between = once(lambda: execute(database, *widen), at=1)
+    with Scene(tmp_path, database, way="chunked") as scene, scene.loader(before=between) as applying:
+        all_equal(scene, applying)
+        assert len(applying.chunks) > 3, "it was read in several chunks"
+
+
+def test_what_the_catalogue_tells_belongs_together(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    execute(database, *PLAIN)
+    table, asked = TableId("public", "t"), Catalogue._rows
+
+    def told() -> Facts:
+        with connect(database) as connection:
+            found = Catalogue(connection).describe(table, None).facts
+        assert found is not None
+        return found
+
+    def altered_meanwhile(self: Catalogue, query: str, *arguments: Any) -> Any:
+        if "relnatts" in query:
+            monkeypatch.setattr(Catalogue, "_rows", asked)
+            execute(database, "ALTER TABLE t ALTER a TYPE int USING a * 2")
+        return asked(self, query, *arguments)
+
+    before = told()
+    monkeypatch.setattr(Catalogue, "_rows", altered_meanwhile)
+    with connect(database) as connection:
+        torn = plan_table(connection, table, None, Cut.PLACE).schema.facts
+    assert torn in (before, told())
+    assert before != told()
+
+
+def test_a_table_that_a_micro_batch_has_left_is_swept_up(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        all_equal(scene, applying)
+    monkeypatch.setattr(Local, "_apply", lambda self: None)  # nobody looks by himself
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        execute(database, "INSERT INTO t VALUES (1, 1)")
+        horizon = applying._source.horizon()
+        assert eventually(lambda: applying.lives.grow() > 0 and applying.lives.index.position >= horizon)
+        table = life(applying, "t")
+        applying.sweep()
+        assert applying.lives.pending(table, applying.lives.index.commit), "nobody was asked to come so far"
+        applying._called_for = applying.lives.index.commit
+        applying.sweep()
+        assert not applying.lives.pending(table, applying.lives.index.commit)
+        scene.assert_equal(applying, "t")

@@ -97,7 +97,8 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
     assert f"public.left_accounts: version {version}\n" in scene.pipeline.ask("at", "--time", "2999-01-01").stdout
     for wrong, said in (
         (("--time", "yesterday"), "this is no time"), (("--time", "1999-01-01"), "the first point that is known"),
-        (("--position", "here"), "not a log sequence number"), (("--position", "0/1", "--time", "2999-01-01"), "one of the two"),
+        (("--position", "here"), "not a log sequence number"),
+        (("--position", "0/1", "--time", "2999-01-01"), "one of the two"),
     ):  # fmt: skip
         refused = scene.pipeline.ask("at", *wrong)
         assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
 
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite
@@ -98,6 +99,11 @@ def test_old_files_are_removed_only_if_wished_and_staged_ones_never(tmp_path: Pa
     assert staged.exists()
     assert set(mirror.folder.glob("*.parquet")) == {staged, *(mirror.folder / name for name in mirror.table.files())}
     assert (len(mirror.content()), mirror.table.cursor()) == (len(ROWS) + 10, cursor)
+    settings = DeltaTable(str(mirror.folder)).metadata().configuration
+    assert settings["delta.deletedFileRetentionDuration"] == "interval 8 days", "a checkpoint must not forget them"
+    version = mirror.version
+    again = mirror.table.tend(Upkeep(file_bytes=AIM, remove_after_seconds=3600), cursor)
+    assert (again, mirror.version) == (Tended(), version), "what is gone is not removed again"
 
 
 def test_a_table_that_somebody_else_moved_is_not_tended(tmp_path: Path) -> None:

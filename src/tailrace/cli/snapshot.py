@@ -53,7 +53,8 @@ def asked_text(asked: Asked, file: str) -> str:
     if any(table.done != "nothing" for table in asked.tables):
         if asked.apply_pid is not None:
             by = f"process {asked.apply_pid}" if asked.apply_pid else "the process"
-            lines.append(f"{by} that applies now takes it up within a second")
+            soon = "a few seconds" if asked.action == "retry" else "a second"
+            lines.append(f"{by} that applies now takes it up within {soon}")
         else:
             lines.append(f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
     return "\n".join(redact(one_line(line)) for line in lines)

@@ -109,13 +109,16 @@ def is_news(old: TableSchema, new: TableSchema) -> bool:
     """Whether a version that rows have is another one than what a table knows, and newer.
 
     The catalogue is asked when rows come, and when a table is loaded or looked at. So what stands with rows can be
-    older than what the table knows; only not in the columns, for no row comes from before a load.
+    older than what the table knows: the source announces nothing anew for a partition more, or a type's new name. Only
+    in what rows consist of it cannot, for no row comes from before a load.
     """
     if same_version(old, new):
         return False
-    if old != new or old.facts is None or new.facts is None:
+    if old.facts is None or new.facts is None or not old.same_rows(new):
         return True
-    return old.facts.numbers != new.facts.numbers or new.facts.at > old.facts.at
+    if (old.table, old.relation, old.facts.numbers) != (new.table, new.relation, new.facts.numbers):
+        return True
+    return new.facts.at > old.facts.at
 
 
 def _rewritten(old: Facts, new: Facts) -> bool:

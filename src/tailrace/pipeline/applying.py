@@ -46,6 +46,7 @@ REST_SECONDS_MAX = 10.0
 """Merging uses at most half of the time; after a very long merge the rest is cut here."""
 NEWLINE = "\n"
 RETRY_SECONDS = 0.5
+SWEEP_SECONDS = 2.0
 STOP_SECONDS_MAX = 20.0
 """For what is under way when we are told to stop; then the JVM is ended with it."""
 RESTARTS_MAX = 5
@@ -66,6 +67,8 @@ class Applying:
         self._hurry = False
         self._batch = threading.Lock()
         self._woken = threading.Event()
+        self._called_for = 0
+        """The commit that all tables were last asked to come to."""
         # Named by the log, so that what a killed predecessor left is found; we hold the lease.
         self._scratch = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}-{change_log.log_id}"
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -106,13 +109,14 @@ class Applying:
             return
         self._spark = self._jvm.open_session()
         known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
-        self._wake = Wake(self._log.path, min(known, default=0))
+        self._wake = Wake(self._log.path, min([*known, self.lives.index.commit]) if known else 0)
         self._in_background(lambda: self._wake.speak(self._stopping))
         # None of them waits for the query, which takes seconds to start.
         self._in_background(self.loading.look)
         for number in range(self._settings.load.connections):
             self._in_background(partial(self.loading.reading.read, number))
         self._in_background(self._apply_until_woken)
+        self._in_background(self._sweep_until_stopped)
         self.tend()
         self._query = self._start_query()
 
@@ -237,19 +241,21 @@ class Applying:
         while not self._stopping.is_set() and not self._woken.wait(RETRY_SECONDS):
             end = self.lives.grow()
             self._advance(self._loaded(), end)
+            self._called_for = max(self._called_for, end)
             self.note_point(end)
 
     def _on_batch(self, batch: DataFrame, _: int) -> None:
         """One micro-batch: bring every loaded table to the commit it ends on."""
-        self._woken.set()
         with self._batch:
             if self._stopping.is_set():
                 return
             started = time.monotonic()
             if (end := self._wake.heard(batch)) is None:
                 return
+            self._woken.set()
             newest = self.lives.grow()
             self._advance(self._loaded(), end)
+            self._called_for = max(self._called_for, end)
             self._wake.answer(end)
             self.note_point(end)
             failpoints.hit("apply.batch_done")
@@ -268,8 +274,22 @@ class Applying:
         loaded = (TableState.CATCHING_UP, TableState.LIVE)
         return [life for life in list(self.lives.tables.values()) if life.state in loaded]
 
+    def sweep(self) -> None:
+        """Tables that a micro-batch has left, because someone else was at work on them, or that were tried again."""
+        for life in self._loaded():
+            if self.lives.pending(life, self._called_for):
+                self._advance_one(life)
+
+    def _sweep_until_stopped(self) -> None:
+        while not self._stopping.wait(SWEEP_SECONDS):
+            self.sweep()
+
     def _advance_one(self, life: TableLife) -> None:
-        self._advance([life], self.lives.grow())
+        """Beside the micro-batches; what fails here is done by the next of them, or swept up."""
+        try:
+            self._advance([life], self.lives.grow())
+        except Exception as error:  # a worker was killed, or Spark is ending: whoever checks the query says so
+            log.warning("table left for later", extra={"table": str(life.table), "exception": type(error).__name__})
 
     def _advance(self, lives: list[TableLife], end: int) -> None:
         """Apply, table beside table, until each has reached the commit, has failed, or is another's."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.errors import SourceError, TableUnpublished, TailraceError, Unsupported
+from tailrace.errors import SourceError, TableFailed, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 PUBLISHED_SECONDS_MAX = 30.0
 """A table that has just been made is published by the capturing process; only after this is it missed."""
+
+ALTERED_MAX = 20
+"""Times that a table was altered between its plan and the point that its replay starts at."""
 
 _GONE_HINT = "Was it dropped or renamed? If it is made again it is loaded; else check `source.tables`."
 
@@ -54,6 +57,7 @@ class Beginning:
         self._failed = failed
         self._stopping = stopping
         self._known_since: dict[TableId, float] = {}
+        self._altered: dict[TableId, int] = {}
         self.chunked: set[TableId] = set()
         """Tables that could not be read in one snapshot."""
 
@@ -175,10 +179,18 @@ class Beginning:
         found: Planned = []
         for life, plan, wish in planned:
             if life.table in now and same_version(plan.schema, now[life.table]):
+                self._altered.pop(life.table, None)
                 found.append((life, plan, wish))
-            else:
-                life.loading = life.load = None
-                log.info("load begins again: the table was altered", extra={"table": str(life.table)})
+                continue
+            life.loading = life.load = None
+            self._altered[life.table] = self._altered.get(life.table, 0) + 1
+            log.info("load begins again: the table was altered", extra={"table": str(life.table)})
+            if self._altered[life.table] >= ALTERED_MAX:
+                del self._altered[life.table]
+                self._failed(life, TableFailed(
+                    "the table is altered again and again while its load begins", table=life.table,
+                    hint="Load it when nobody alters it or its partitions: `tailrace snapshot FILE TABLE`.",
+                ))  # fmt: skip
         return found
 
     def _record(self, life: TableLife, seed: Seed) -> None:

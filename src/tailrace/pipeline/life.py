@@ -276,6 +276,8 @@ class Lives:
             return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
+        if (step := self._seen_step(life, reached, pending)) is not None:
+            return self._stepped(life, step)
         taken: list[Slice] = []
         fitting: set[tuple[int, int]] = set()
         rows = 0
@@ -291,13 +293,6 @@ class Lives:
             taken.append(item)
             rows += item.rows
         if not taken:
-            told = life.announced
-            if told is not None and told.instead_of is not life.shape:
-                life.announced = None
-            elif told is not None and not pending and reached >= told.horizon:
-                if (step := self._planned(life.shape, told.shape)) is not None:
-                    return self._stepped(life, step)
-                life.announced = None
             if life.state is not TableState.LOADED and self._replayed(life):
                 life.state, life.replay = TableState.LIVE, None
             return None
@@ -308,6 +303,19 @@ class Lives:
         seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
         position = max(life.cursor.position, self.index.end_of(last))
         return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+
+    def _seen_step(self, life: TableLife, reached: Lsn, pending: list[Slice]) -> Step | None:
+        """What the table must become for what the catalogue showed; no row of before is left to come."""
+        told = life.announced
+        if told is None or life.shape is None:
+            return None
+        if told.instead_of is life.shape:
+            if reached < told.horizon or any(self.index.start_of(item.first) < told.horizon for item in pending):
+                return None
+            if (step := self._planned(life.shape, told.shape)) is not None:
+                return step
+        life.announced = None
+        return None
 
     def notice_trimmed(self) -> None:
         """See whether tables that stand still have lost rows meanwhile: then their failure is the lesser trouble."""
@@ -410,13 +418,17 @@ class Lives:
         if isinstance(step, Recast):
             return Stretch((), life.cursor, step)
         if isinstance(step, Refresh):
-            life.refresh, life.announced, life.state = step.why, None, TableState.REFRESHING
-            if life.rereads:  # its mode says that it is not loaded by itself
-                life.needs_snapshot()
-            log.info("table must be loaded anew", extra={"table": str(life.table), "why": step.why})
+            self.load_anew(life, step.why)
         else:
             life.fail(step)
         return None
+
+    def load_anew(self, life: TableLife, why: str) -> None:
+        """Nothing but a load brings the table what it lacks."""
+        life.refresh, life.announced, life.state = why, None, TableState.REFRESHING
+        if life.rereads:  # its mode says that it is not loaded by itself
+            life.needs_snapshot()
+        log.info("table must be loaded anew", extra={"table": str(life.table), "why": why})
 
 
 def _refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk, Cut
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.published import published_since
 from tailrace.errors import (
     Remedy,
     SnapshotGone,
@@ -390,7 +391,8 @@ class Loading:
         life, seed = load.life, load.seed
         try:
             start = start_of(self._lives, seed)
-            if not self._source.unchanged(seed.plan):
+            since = published_since(self._lives.log.path, life.table)
+            if not self._source.unchanged(seed.plan) or (since is not None and start < since):
                 raise _changed(life.table)
             cursor = replace(self._lives.cursor_at(start), load=seed.id)
             with life.lock:

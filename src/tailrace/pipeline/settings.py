@@ -50,6 +50,8 @@ PUBLICATION_BYTES_MAX = 63 - len("_inserts")
 """PostgreSQL cuts longer names without a word. The second publication, for tables that can publish inserts
 only, is named after the first."""
 LOG_BYTES_MIN = 1 << 20
+FILE_SIZE_MAX = 256 << 20
+"""Of a file of a lake table: none is written larger (`tables/staging.py`)."""
 """A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
 SEALS_PER_MAX_BYTES = 8
 """Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
@@ -246,6 +248,13 @@ def _check_connections(given: object) -> int:
     return int(text)
 
 
+def _check_file_size(given: object) -> int:
+    size = _check_size(given)
+    if size > FILE_SIZE_MAX:
+        raise _refusal("is more than 256 MiB", "No file of a lake table is written larger: `file: 256MiB`.")
+    return size
+
+
 def _check_share(given: object) -> float:
     example = "For example: `budget: 10%`."
     text = _written(given, example)
@@ -279,6 +288,7 @@ Size = Annotated[int, BeforeValidator(_check_size)]
 Limit = Annotated[int | None, BeforeValidator(lambda given: None if _is_none(given) else _check_size(given))]
 Duration = Annotated[float, BeforeValidator(_check_duration)]
 LongAgo = Annotated[float | None, BeforeValidator(_check_long_ago)]
+FileSize = Annotated[int, BeforeValidator(_check_file_size)]
 Share = Annotated[float, BeforeValidator(_check_share)]
 Age = Annotated[
     float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))
@@ -421,7 +431,7 @@ class UpkeepSettings(BaseModel):
 
     model_config = _FROZEN
     join: bool = True
-    file: Size = 128 << 20
+    file: FileSize = 128 << 20
     budget: Share = 0.1
     remove_after: LongAgo = None
 

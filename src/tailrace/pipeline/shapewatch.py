@@ -7,10 +7,13 @@ has applied everything up to there, and is still what it was when the catalogue 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.published import published_since
 from tailrace.errors import TailraceError
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Announced, Lives, TableLife
 from tailrace.pipeline.report import TableState
@@ -27,6 +30,8 @@ class ShapeWatch:
         self._lives = lives
         self._seen: dict[TableId, tuple[str, TableSchema]] = {}
         """What each table's definition, and the lake table's shape, were when they were last compared."""
+        self._since: dict[TableId, Lsn | None] = {}
+        """From where on nothing of each table is missing, when it was last looked up."""
         self._due = 0.0
         self.tried = False
         """Whether the tables that are there at a start have been looked at, or the source does not answer."""
@@ -41,11 +46,22 @@ class ShapeWatch:
             if life.state in _GOING_ON and life.shape is not None
         }
         with suppress(TailraceError):
+            self._notice_gaps(shapes)
             stamps = self._source.stamps(list(shapes)) if shapes else {}
             changed = [table for table, stamp in stamps.items() if not self._is_seen(table, stamp, shapes[table])]
             if changed:
                 self._compare({table: (stamps[table], shapes[table]) for table in changed})
         self._due, self.tried = time.monotonic() + LOOK_SECONDS, True
+
+    def _notice_gaps(self, tables: Collection[TableId]) -> None:
+        """Tables that were not published for a while, e.g. without an identity: what was written then was not told."""
+        since = {table: published_since(self._lives.log.path, table) for table in tables}
+        for table in since.keys() & self._since.keys():
+            life = self._lives.tables[table]
+            # One that has lost its identity is published otherwise since, and stops for that.
+            if since[table] != self._since[table] and not life.insert_only:
+                self._lives.load_anew(life, "its changes were not published for a while")
+        self._since = since
 
     def ready(self) -> list[TableLife]:
         """The tables that can become what was seen: nothing else may come to wake them."""

@@ -89,4 +89,4 @@ class Tending:
             joined, made, removed = outcome.tended.joined, outcome.tended.made, outcome.tended.removed
             log.info("table tended", extra={**said, "joined": joined, "into": made, "removed": removed})
         self._advance(life)  # what came meanwhile was left for us
-        return time.monotonic() - started
+        return outcome.seconds

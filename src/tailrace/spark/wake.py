@@ -2,8 +2,9 @@
 
 Spark reads it from a socket of ours, with a source of its own that needs no Python: one in Python would take three
 processes, a second of each start and a place in memory. Spark calls that source unfit for production because lines that
-are lost cannot be read again. Where a table stands is the table's own business, so here a lost line only means being
-woken by the next. A micro-batch covers a bounded number of rows, and the next number is said when it is done.
+are lost cannot be read again. Where a table stands is the table's own business, so here a lost line means being woken
+by the next, or by whoever sweeps up. A micro-batch covers a bounded number of rows, and the next number is said when
+it is done.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
@@ -54,10 +54,12 @@ class Wake:
     def speak(self, stopping: threading.Event) -> None:
         """Talk to whoever listens, until told to stop; a query that is started again comes anew."""
         while not stopping.is_set():
-            with suppress(OSError):  # nobody came, or who came has gone
+            try:
                 listener, _ = self._server.accept()
-                with listener:
-                    self._tell(listener, stopping)
+            except OSError:  # nobody came
+                continue
+            with listener:
+                self._tell(listener, stopping)
         self._server.close()
 
     def _tell(self, listener: socket.socket, stopping: threading.Event) -> None:
@@ -68,7 +70,10 @@ class Wake:
                 stopping.wait(LOOK_SECONDS)
                 continue
             self._free.clear()
-            listener.sendall(f"{end}\n".encode())
+            try:
+                listener.sendall(f"{end}\n".encode())
+            except OSError:  # it has gone
+                return
             while not self._free.wait(LOOK_SECONDS) and not stopping.is_set():
                 if _has_hung_up(listener):
                     return
@@ -82,5 +87,7 @@ def _has_hung_up(listener: socket.socket) -> bool:
         return listener.recv(1) == b""
     except BlockingIOError:
         return False
+    except OSError:
+        return True
     finally:
         listener.setblocking(True)

@@ -321,8 +321,12 @@ class DeltaRsTable:
             self._make_durable(opened.folder, before + 1)
             done = Tended(**files_of(opened.folder, before + 1))
         if (age := upkeep.remove_after_seconds) is not None:
-            removed: list[int] = []
-            self._commit(lambda: removed.append(remove_files(table, age, properties)))
+            table.update_incremental()
+            removed, before = list[int](), table.version()
+            self._commit(lambda: removed.append(remove_files(opened.folder, table, age, properties)))
+            table.update_incremental()
+            for version in range(before + 1, table.version() + 1):
+                self._make_durable(opened.folder, version)
             done = replace(done, removed=removed[0])
         return done
 

@@ -8,8 +8,11 @@ size, so a row is written anew once for each of these steps, and no more, on its
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
 
 from deltalake import CommitProperties, DeltaTable
 
@@ -18,6 +21,9 @@ STEPS = 4
 """Below half of the size aimed at: 64 MiB, 8 MiB, 1 MiB, 128 KiB, 16 KiB."""
 FILES_MIN = STEP
 """Of one step, before they are joined."""
+REMEMBERED_DAYS = 7
+"""After a file may be removed, in which a pipeline that stood still can come to do it."""
+_REMEMBERED = "delta.deletedFileRetentionDuration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +60,20 @@ def to_join(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
     return []
 
 
-def remove_files(table: DeltaTable, after_seconds: float, properties: CommitProperties) -> int:
+def _remember_files(table: DeltaTable, after_seconds: float, properties: CommitProperties) -> None:
+    """Have the table keep in mind which files it no longer needs until they are removed: usually that is a week."""
+    days = math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS
+    wanted = {_REMEMBERED: f"interval {days} days"}
+    if table.metadata().configuration.get(_REMEMBERED) != wanted[_REMEMBERED]:
+        table.alter.set_table_properties(wanted, commit_properties=properties)
+
+
+def remove_files(folder: Path, table: DeltaTable, after_seconds: float, properties: CommitProperties) -> int:
     """Remove files that commits have taken out long enough ago; others (staged, or of nobody) are not touched."""
-    hours = max(1, round(after_seconds / 3600))
-    gone = table.vacuum(hours, dry_run=False, enforce_retention_duration=False, commit_properties=properties)
-    return len(gone)
+    _remember_files(table, after_seconds, properties)
+    hours = math.ceil(after_seconds / 3600)
+    gone = table.vacuum(hours, dry_run=True, enforce_retention_duration=False)
+    there = [name for name in gone if (folder / unquote(name)).exists()]  # it is told of those that went before, too
+    if there:
+        table.vacuum(hours, dry_run=False, enforce_retention_duration=False, commit_properties=properties)
+    return len(there)

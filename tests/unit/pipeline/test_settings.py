@@ -620,6 +620,7 @@ def test_upkeep_is_on_and_removes_nothing_unless_told(tmp_path: Path) -> None:
         ("{budget: }", "tables.upkeep.budget", "has no value"),
         ("{remove_after: 10min}", "tables.upkeep.remove_after", "an hour or longer"),
         ("{file: 10}", "tables.upkeep.file", "less than 1 MiB"),
+        ("{file: 1GiB}", "tables.upkeep.file", "more than 256 MiB"),
         ("{joined: true}", "tables.upkeep.joined", "is not a key we know"),
         ("{join: maybe}", "tables.upkeep.join", "must be true or false"),
     ],

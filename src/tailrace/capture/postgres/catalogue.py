@@ -187,7 +187,7 @@ class Catalogue:
     def describe(self, table: TableId, publications: Sequence[str] | None) -> TableSchema:
         """The table's shape as the catalogue has it now: the columns that these publications publish.
 
-        None: all columns, of whatever can be read as a table.
+        None: all columns, of whatever can be read as a table. Several questions: ask in `one_view`, or in a snapshot.
         """
         kinds = [*"rp"] if publications is not None else [*"rpvmf"]
         found = self._rows(
@@ -254,11 +254,15 @@ class Catalogue:
             Told(table=table, oid=oid, replica=replica, columns=columns, flagged=flagged if replica in "di" else ())
             for oid, table, replica, columns, flagged in map(parse_relation, messages)
         ]
-        with self._one_view():
+        with self.one_view():
             return self._shapes(told, publications, known)
 
     @contextmanager
-    def _one_view(self) -> Iterator[None]:
+    def one_view(self) -> Iterator[None]:
+        """Whatever is asked inside is answered as of one moment; where a transaction is open, that one decides."""
+        if self._connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            yield
+            return
         try:
             with self._connection.transaction():
                 self._connection.execute("set transaction isolation level repeatable read, read only")

@@ -181,7 +181,9 @@ def plan_table(
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Plan:
     """Cut a table into chunks of about so many bytes. A table without a key is always cut by place."""
-    schema = Catalogue(connection).describe(table, publications)
+    catalogue = Catalogue(connection)
+    with catalogue.one_view():
+        schema = catalogue.describe(table, publications)
     try:
         leaves = find_leaves(connection, schema)
         total = sum(leaf.bytes for leaf in leaves)

@@ -64,10 +64,11 @@ select r.prrelid::int8, r.prattrs::int2[] from pg_publication_rel r join pg_publ
 where p.pubname = any(%s) and r.prrelid = any(%s::oid[]) and r.prattrs is not null
 """
 
+# Of the catalogue's row, as all else here: functions would tell of now, whatever the view is.
 # ATTACH writes every column of the partition again, after its place in the tree; where it is made as one, that is
 # before. If the columns were written again since, a row type that is older than the place tells most of it.
 _STORAGE = f"""
-select t.oid::int8, r.relnatts, c.oid::int8, n.nspname || '.' || c.relname, pg_relation_filenode(c.oid)::int8,
+select t.oid::int8, r.relnatts, c.oid::int8, n.nspname || '.' || c.relname, nullif(c.relfilenode, 0)::int8,
        c.oid <> t.oid and coalesce(
          (select bool_or(a.cmin::text::int8 >= i.cmin::text::int8) from pg_attribute a
           where a.attrelid = c.oid and a.attnum > 0 and a.xmin = i.xmin),

@@ -47,10 +47,11 @@ _POLITE = (
     f"set local lock_timeout = '{LOCK_SECONDS_MAX}s'; set local statement_timeout = '{{seconds}}s'"
 )
 
-# Names are looked up as they are now, whatever the snapshot sees; and so are they here.
+# Names are looked up as they are now, whatever the snapshot sees; and so are they here. Types are those of the rows.
 _SAME_COLUMNS = """
-select count(*) from unnest(%s::text[], %s::int[]) wanted(name, number)
-where (pg_identify_object_as_address('pg_class'::regclass, %s::oid, number)).object_names[3] = name
+select count(*) from unnest(%(names)s::text[], %(types)s::text[], %(numbers)s::int[]) wanted(name, kind, number)
+join pg_attribute a on a.attrelid = %(table)s and a.attnum = number and format_type(a.atttypid, a.atttypmod) = kind
+where (pg_identify_object_as_address('pg_class'::regclass, a.attrelid, number)).object_names[3] = name
 """
 
 
@@ -269,7 +270,11 @@ class SnapshotReader:
             run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
             row = run(f"select {FILE} from pg_class c where c.oid = %s", (chunk.leaf.oid,)).fetchone()
             numbers = schema.facts.numbers if schema.facts else ()
-            same = run(_SAME_COLUMNS, (schema.names[: len(numbers)], list(numbers), schema.relation)).fetchone()
+            types = [column.source_type for column in schema.columns]
+            same = run(_SAME_COLUMNS, {
+                "names": schema.names[: len(numbers)], "types": types[: len(numbers)], "numbers": list(numbers),
+                "table": schema.relation,
+            }).fetchone()  # fmt: skip
             seen = self._point or _position(self._connection)
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:

@@ -113,7 +113,7 @@ class PostgresCapture:
         with connect(self.settings.url) as connection:
             catalogue = Catalogue(connection)
             for table in tables:
-                with suppress(SourceError):  # dropped just now
+                with suppress(SourceError), catalogue.one_view():  # dropped just now
                     found[table] = catalogue.describe(table, self.settings.publications)
         return found
 
