@@ -11,6 +11,7 @@ PUBLIC = {
     "Capabilities", "CdcRuntime", "CdcSource", "ChangeBatch", "ChangeCapture", "ChangeLog", "Column", "Event",
     "ExitCode", "Identity", "Lag", "LogWriter", "Lsn", "MemoryCapture", "Operation", "PostgresCapture",
     "PostgresSettings", "Remedy", "SourceId", "Stream", "TableId", "TableSchema", "TailraceError", "Window",
+    "tables_at",
 }  # fmt: skip
 
 
