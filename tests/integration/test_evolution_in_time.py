@@ -43,13 +43,11 @@ def all_equal(scene: Scene, applying: Local) -> None:
     assert life(applying, "t").state is TableState.LIVE
 
 
-def test_what_was_seen_is_forgotten_once_rows_have_brought_more(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_seen_is_forgotten_once_rows_have_brought_more(database: str, tmp_path: Path) -> None:
     execute(database, *PLAIN)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
-        monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 3600)
+        shapewatch.LOOK_SECONDS = 3600  # the scene puts it back
         looked_last = applying.loading._shapes._due
         assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000), "from here on it is we who look"
         table = life(applying, "t")
@@ -304,27 +302,26 @@ def test_a_type_that_gets_another_name_is_no_reason_to_load_again_and_again(data
         assert len(applying.chunks) == 2
 
 
-def test_what_was_written_while_a_table_had_no_identity_is_read_again(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: str, tmp_path: Path) -> None:
     execute(database, *PLAIN)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
         table = life(applying, "t").table
-        monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 8)  # all of it lies between two looks
+        shapewatch.LOOK_SECONDS = 3600  # all of it lies between two looks; the scene puts it back
         looked_last = applying.loading._shapes._due
-        assert eventually(lambda: applying.loading._shapes._due > looked_last + 5)
+        assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000)
 
         def published(where: str) -> bool:
             return where in applying._source.published().get(table, set())
 
         settings = applying._source.settings
         execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
-        assert eventually(lambda: published(settings.publication_inserts), seconds=7)
+        assert eventually(lambda: published(settings.publication_inserts), seconds=30)
         execute(database, "UPDATE t SET a = 99")
         execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
-        assert eventually(lambda: published(settings.publication), seconds=7)
-        monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 0.3)
+        assert eventually(lambda: published(settings.publication), seconds=30)
+        shapewatch.LOOK_SECONDS = 0.3
+        applying.loading._shapes._due = 0.0
         assert eventually(lambda: len(applying.chunks) > 1, seconds=30), "it is loaded anew"
         all_equal(scene, applying)
 

@@ -12,7 +12,11 @@ import psycopg
 import pytest
 
 from tailrace import failpoints
+from tailrace.capture.postgres import preflight
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
+from tailrace.errors import SourceUnreachable
 from tailrace.model.schema import TableId
 from tailrace.pipeline import loading, waits
 from tailrace.pipeline.report import TableState
@@ -518,3 +522,18 @@ def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str,
         scene.assert_equal(applying, "t")
         assert applying.lives.seeds.retries() == []
         assert len(applying.chunks) == 1, "it goes on from where it stood"
+
+
+@pytest.mark.parametrize("ask", ["tables", "publish_new"])
+def test_a_server_that_goes_away_between_two_questions_is_told_as_ours(
+    database: str, monkeypatch: pytest.MonkeyPatch, ask: str
+) -> None:
+    source = PostgresCapture(PostgresSettings(url=database, wanted=lambda _: True, slot="none", publication="none"))
+
+    def gone(connection: psycopg.Connection, _: object) -> None:
+        execute(database, f"SELECT pg_terminate_backend({connection.info.backend_pid}, 5000)")
+        connection.execute("SELECT 1")
+
+    monkeypatch.setattr(preflight, "wanted_tables", gone)
+    with pytest.raises(SourceUnreachable):  # whoever asks again knows it, and a thread that publishes lives on
+        getattr(source, ask)()

@@ -83,8 +83,7 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
             points = []
             for number in (1, 2):
                 execute(database, f"UPDATE left_accounts SET money = 0 WHERE id = {number}")
-                assert scene.settled(applying)
-                applying.note_point(applying.lives.grow())
+                scene.note_point(applying)
                 points.append(json.loads(scene.pipeline.ask("at", "--json").stdout))
     first, second = points
     assert [(table["schema"], table["table"]) for table in second["tables"]] == [

@@ -414,8 +414,7 @@ def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, data
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         for statement in ("UPDATE a SET id = 2", "DELETE FROM b", "ALTER TABLE a ADD c text DEFAULT 'x'"):
             execute(database, statement)
-            assert scene.settled(applying)
-            applying.note_point(applying.lives.grow())
+            scene.note_point(applying)
     first = next(Ledger(tmp_path / "changes").points())
     before = tailrace.tables_at(spark, scene.pipeline.file, position=str(first.position))
     after = tailrace.tables_at(spark, scene.pipeline.file)

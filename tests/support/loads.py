@@ -147,6 +147,15 @@ class Scene:
             time.sleep(0.05)
         return False
 
+    def note_point(self, applying: Local) -> None:
+        """Have the tables' versions noted, once nobody is at work on any of them."""
+        assert self.settled(applying)
+        deadline = time.monotonic() + LOADED_SECONDS_MAX
+        while (point := applying.lives.point(applying.lives.grow())) is None:
+            assert time.monotonic() < deadline, "all tables are at rest"
+            time.sleep(0.02)
+        applying._ledger.note(point)
+
     def assert_equal(self, applying: Local, *tables: str) -> None:
         assert self.settled(applying), {str(life.table): (life.state, life.error) for life in lives(applying)}
         self.pipeline.assert_equal(*tables)

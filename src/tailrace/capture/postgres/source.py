@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import psycopg
@@ -65,7 +65,7 @@ class PostgresCapture:
         """
         if position is not None and origin is not None:
             preflight.check_history(self.settings.url, origin, position)
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             preflight.check_origin(connection, self.settings)
             self._published = self._wanted(connection)
             if not preflight.ensure_publications(connection, self.settings, self.publishing):
@@ -78,11 +78,20 @@ class PostgresCapture:
                 preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
             return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)
 
+    @contextmanager
+    def _connected(self) -> Iterator[psycopg.Connection]:
+        """A connection for some questions; a server that goes away in the middle of them is told as ours."""
+        try:
+            with connect(self.settings.url) as connection:
+                yield connection
+        except psycopg.Error as error:
+            raise explain(error, self.settings.url) from error
+
     def publish_new(self) -> None:
         """Bring the publications in line with the tables that are wanted now, if those are others than before."""
         if not self.settings.publication_create:
             return
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             connection.execute(f"set lock_timeout = '{PUBLISH_LOCK_SECONDS_MAX}s'")
             wanted = self._wanted(connection)
             if wanted and wanted != self._published:
@@ -94,23 +103,23 @@ class PostgresCapture:
 
     def tables(self) -> list[SourceTable]:
         """The tables that are wanted, as the catalogue has them now."""
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             return preflight.wanted_tables(connection, self.settings)
 
     def published(self) -> dict[TableId, set[str]]:
         """The publications of ours that hold each table now."""
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             return preflight.published(connection, self.settings)
 
     def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
         """For each table that is there a text that is another one whenever its definition, or its storage, is."""
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             return Catalogue(connection).stamps(tables)
 
     def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
         """The shapes of those that are there, as the catalogue has them now."""
         found: dict[TableId, TableSchema] = {}
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             catalogue = Catalogue(connection)
             for table in tables:
                 with suppress(SourceError), catalogue.one_view():  # dropped just now
@@ -126,7 +135,7 @@ class PostgresCapture:
 
     def horizon(self) -> Lsn:
         """Everything committed until now ends at or before this position."""
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             return preflight.horizon(connection)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> PostgresStream:
@@ -159,16 +168,13 @@ class PostgresCapture:
 
     def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
         """The table in chunks, as its files are now: made before the snapshot that the chunks are read in."""
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             return plan_table(connection, table, self.settings.publications, cut, chunk_bytes)
 
     def unchanged(self, plan: Plan) -> bool:
         """Whether the table's rows still lie in the files that the plan was made for."""
-        with connect(self.settings.url) as connection:
-            try:
-                now = find_leaves(connection, plan.schema)
-            except psycopg.Error as error:
-                raise explain(error, self.settings.url) from error
+        with self._connected() as connection:
+            now = find_leaves(connection, plan.schema)
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
 
     def begin_chunks(self, stopping: Callable[[], bool]) -> Noted | None:
@@ -194,12 +200,12 @@ class PostgresCapture:
         )  # fmt: skip
 
     def lag(self) -> Lag:
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             return preflight.lag(connection, self.settings.slot)
 
     def drop(self) -> list[str]:
         """Remove slot and publications; what was removed."""
-        with connect(self.settings.url) as connection:
+        with self._connected() as connection:
             gone = []
             if self.settings.slot_create and preflight.drop_slot(connection, self.settings.slot):
                 gone.append(f"slot {self.settings.slot}")
