@@ -10,6 +10,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.pipeline.report import TableState
+from tests.integration.conftest import server_version
 from tests.support.loads import Local, Scene, life
 from tests.support.pipelines import Pipeline, eventually, execute
 
@@ -119,7 +120,9 @@ def test_after_an_alter_and_no_row_more(database: str, tmp_path: Path) -> None:
         assert settled(scene, applying, *tables.values())
         for name, table in tables.items():
             assert_equal(scene, table, *KEPT.get(name, ()))
-        assert {name for name, table in tables.items() if loads[table] != life(applying, table).last_load} == READ_AGAIN
+        again = {name for name, table in tables.items() if loads[table] != life(applying, table).last_load}
+        # Since 18 a stored generated column is sent, and each row has a value of its own in it.
+        assert again == READ_AGAIN | ({"add-generated"} if server_version() >= 18 else set())
 
 
 def test_versions_that_nobody_applied_meanwhile_are_gone_through(database: str, tmp_path: Path) -> None:
