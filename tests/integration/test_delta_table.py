@@ -852,3 +852,11 @@ def test_any_keyless_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[
                 mirror.apply(*pending)
                 pending = []
                 assert Counter((row["a"], row["b"]) for row in mirror.content()) == +model.rows
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "\u2028", "\u2029", "\x0b\x0c", "\x1c\x1d\x1e", "a\r\nb"])
+def test_a_text_that_python_would_take_for_several_lines_is_one_value(tmp_path: Path, text: str) -> None:
+    mirror = Mirror(tmp_path / "t", rows=[{"id": 1, "name": text, "big": text, "n": 1}])
+    mirror.apply(insert(2, name=text, big=text, n=1))
+    assert by_id(mirror.content()) == {1: text, 2: text}
+    assert mirror.seq == 10

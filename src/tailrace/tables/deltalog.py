@@ -165,7 +165,8 @@ class _Commit:
     def read(cls, folder: Path, version: int) -> _Commit | None:
         """One commit; None if the log no longer holds it."""
         try:
-            lines = _commit_path(folder, version).read_text("utf-8").splitlines()
+            # Texts of rows stand in it unescaped, and may hold what else Python takes for the end of a line.
+            lines = _commit_path(folder, version).read_bytes().split(b"\n")
             actions = [json.loads(line) for line in lines if line]
             info = _only(actions, "commitInfo")
             position = Position.parse(info[METADATA_KEY]) if METADATA_KEY in info else None
