@@ -45,7 +45,7 @@ from tailrace.tables.lookup import with_bases, without
 from tailrace.tables.merge import merge_of, operations, upserts_of
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
-from tailrace.tables.refresh import Difference, all_rows, compare
+from tailrace.tables.refresh import all_rows, compare
 from tailrace.tables.staging import StagedFile, discard, stage
 from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
 
@@ -220,7 +220,7 @@ class DeltaRsTable:
                 keys=None if keys is None else [file.path for file in keys], kept=kept_columns(opened.table, schema),
             )  # fmt: skip
             if not found.empty:
-                self._replace(opened, found, properties)
+                self._exchange(opened, found.stored, found.rows(), found.kept, properties, changes_rows=True)
             elif cursor != here:
                 self._append(opened.table, pa.schema(schema.row_fields()).empty_table(), properties)
             else:
@@ -240,14 +240,11 @@ class DeltaRsTable:
                 features=", ".join(sorted(others)), hint=REPLACE_HINT,
             )  # fmt: skip
 
-    def _replace(self, opened: _Opened, found: Difference, properties: CommitProperties) -> None:
-        """Swap the files in which rows go for what stays of them and for what comes in."""
-        self._exchange(opened, found.stored, found.rows(), found.kept, properties, changes_rows=True)
-
     def _exchange(
         self, opened: _Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
     ) -> None:  # fmt: skip
+        """Swap some files for others with these rows."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
         name = f"exchange-{uuid.uuid4().hex}"
         adds = [self._add(folder, file) for file in stage(self._path, name, stored, rows)]
