@@ -13,15 +13,20 @@ import pytest
 
 from tailrace import failpoints
 from tailrace.capture.postgres import preflight
+from tailrace.capture.postgres.chunks import Cut
 from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.snapshot import Noted
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline import loading, waits
+from tailrace.pipeline.landing import start_of
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
-from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
+from tailrace.spark.seeds import Hold, LoadMode, Seed, Seeds, Wish
+from tailrace.spark.tasks import ChunkWork
 from tailrace.tables.delta import DeltaRsTable
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
@@ -73,7 +78,7 @@ def hammering(url: str) -> Iterator[None]:
 def test_writers_hammer_during_the_whole_load(filled: str, tmp_path: Path, way: str) -> None:
     with Scene(tmp_path, filled, way=way, connections=2) as scene, scene.loader() as applying:
         with hammering(filled):
-            assert eventually(lambda: len(applying.chunks) >= 10), applying.chunks
+            assert eventually(lambda: life(applying, "things").cursor is not None), applying.chunks
         scene.assert_equal(applying, "things")
         assert len(applying.chunks) > 10
 
@@ -113,57 +118,58 @@ def test_a_writer_that_was_open_when_the_table_was_published(
         scene.assert_equal(applying, "things", "later")
 
 
-@pytest.mark.parametrize("way", BOTH)
+class WaitingCommit:
+    """An update that is committed and that nobody sees yet, for it waits for a standby that is not there."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._waits = threading.Event()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+
+    def begin(self) -> None:
+        execute(self._url, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
+        self._writer.start()
+        waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+        with psycopg.connect(self._url, autocommit=True) as asking:
+            assert eventually(lambda: asking.execute(waiting).fetchall())
+        self._waits.set()
+
+    def end(self) -> None:
+        with psycopg.connect(self._url, autocommit=True) as asking:
+            asking.execute("SET synchronous_commit = local")
+            asking.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            asking.execute("SELECT pg_reload_conf()")
+        self._writer.join(20)
+        assert not self._writer.is_alive()
+
+    def _write(self) -> None:
+        while not self._waits.is_set():  # the server takes its time to hear of the setting
+            execute(self._url, "UPDATE things SET x = x + 1, pad = 'w' WHERE id <= 10")
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
 def test_a_commit_that_waits_for_a_synchronous_standby(tmp_path: Path, way: str) -> None:
     with EmbeddedPostgres(version=server_version()) as server:
         url = server.url()
         execute(url, TABLE, FILL)
+        commit = WaitingCommit(url)
         with Scene(tmp_path, url, way=way) as scene:
-            execute(url, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
-            committed = threading.Event()
-
-            def write() -> None:
-                with psycopg.connect(url, autocommit=True) as connection:
-                    connection.execute("UPDATE things SET x = 99 WHERE id <= 10")
-                committed.set()
-
-            writer = threading.Thread(target=write, daemon=True)
-            writer.start()
-            waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-            with psycopg.connect(url, autocommit=True) as asking:
-                assert eventually(lambda: asking.execute(waiting).fetchall())
-                with scene.loader() as applying:
-                    # Give the load the time to go wrong.
-                    assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=2.0)
-                    asking.execute("SET synchronous_commit = local")
-                    asking.execute("ALTER SYSTEM RESET synchronous_standby_names")
-                    asking.execute("SELECT pg_reload_conf()")
-                    assert committed.wait(20)
-                    scene.assert_equal(applying, "things")
+            commit.begin()
+            with scene.loader() as applying:
+                # Give the load the time to go wrong.
+                assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=2.0)
+                commit.end()
+                scene.assert_equal(applying, "things")
 
 
 def test_a_commit_that_waits_for_a_synchronous_standby_at_the_first_chunk(tmp_path: Path) -> None:
     with EmbeddedPostgres(version=server_version()) as server:
         url = server.url()
         execute(url, TABLE, FILL)
-        writers: list[threading.Thread] = []
-
-        def commit_and_wait() -> None:
-            execute(url, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
-            update = "UPDATE things SET x = 99, pad = 'w' WHERE id <= 10"
-            writers.append(threading.Thread(target=execute, args=(url, update), daemon=True))
-            writers[0].start()
-            with psycopg.connect(url, autocommit=True) as asking:
-                waiting = "SELECT FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
-                assert eventually(lambda: asking.execute(waiting).fetchall())
-
-        with Scene(tmp_path, url, way="chunked") as scene, scene.loader(before=once(commit_and_wait)) as applying:
+        commit = WaitingCommit(url)
+        with Scene(tmp_path, url, way="chunked") as scene, scene.loader(before=once(commit.begin)) as applying:
             assert eventually(lambda: life(applying, "things").cursor is not None)
-            with psycopg.connect(url, autocommit=True) as asking:
-                asking.execute("SET synchronous_commit = local")
-                asking.execute("ALTER SYSTEM RESET synchronous_standby_names")
-                asking.execute("SELECT pg_reload_conf()")
-            writers[0].join(20)
+            commit.end()
             scene.assert_equal(applying, "things")
 
 
@@ -173,7 +179,7 @@ def test_commits_that_nobody_waits_for(filled: str, tmp_path: Path, way: str) ->
     execute(filled, f"ALTER DATABASE {name} SET synchronous_commit = off")
     with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
         with hammering(filled):
-            assert eventually(lambda: len(applying.chunks) >= 10)
+            assert eventually(lambda: life(applying, "things").cursor is not None)
         scene.assert_equal(applying, "things")
 
 
@@ -537,3 +543,57 @@ def test_a_server_that_goes_away_between_two_questions_is_told_as_ours(
     monkeypatch.setattr(preflight, "wanted_tables", gone)
     with pytest.raises(SourceUnreachable):  # whoever asks again knows it, and a thread that publishes lives on
         getattr(source, ask)()
+
+
+def test_other_tables_go_on_while_one_is_read(filled: str, tmp_path: Path) -> None:
+    execute(filled, "CREATE TABLE other (id int PRIMARY KEY)", "INSERT INTO other VALUES (1)")
+    gate, reached = threading.Event(), threading.Event()
+
+    def wait_at_the_gate(work: ChunkWork) -> None:
+        if work.schema.table.name == "things" and work.chunk.number > 2:
+            reached.set()
+            gate.wait(60)
+
+    with Scene(tmp_path, filled, connections=1) as scene, scene.loader(before=wait_at_the_gate) as applying:
+        try:
+            assert reached.wait(60)
+            wait_for_state(applying, "other", TableState.LIVE)
+            for number in (2, 3):
+                execute(filled, f"INSERT INTO other VALUES ({number})")
+                assert eventually(lambda: rows_of(applying, "other") == number), "captured and applied meanwhile"  # noqa: B023
+            assert life(applying, "things").cursor is None, "it is still read"
+        finally:
+            gate.set()
+        scene.assert_equal(applying, "things", "other")
+
+
+def test_a_replay_starts_before_the_first_transaction_that_the_snapshot_did_not_see(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    with Scene(tmp_path, database, way="chunked") as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t")
+        for number in (1, 2, 3):
+            execute(database, f"INSERT INTO t VALUES ({number})")
+        scene.assert_equal(applying, "t")
+        lives, table = applying.lives, life(applying, "t")
+        told = sorted(
+            (Lsn.parse(row["_position"]), row["_tx"])
+            for batch in lives.log.read(1, lives.index.commit, tables=lives.numbers(table))
+            for row in batch.completed().to_pylist()
+        )
+        assert len(told) == 3
+        (first, one), (second, two), (third, _) = told
+        plan = applying._source.plan(table.table, Cut.KEY, 1 << 20)
+
+        def start(floor: Lsn, running: tuple[int, ...] = (), *, xmin: int = 0, standby: bool = False) -> Lsn:
+            noted = Noted(floor=floor, upto=third, xmin=xmin, xmax=1 << 62, running=running, standby=standby)
+            return start_of(lives, Seed(plan=plan, point=None, noted=noted))
+
+        before = Lsn(first.value - 1)
+        assert start(before) == third, "all of them were seen"
+        assert start(before, (two,)) == Lsn(second.value - 1)
+        assert start(before, (two, one)) == before
+        assert start(first, (one,)) == third, "what ended up to the floor is seen, whatever is said of it"
+        assert start(before, xmin=two, standby=True) == Lsn(second.value - 1), "a standby knows no more than this"
+        assert start(before, xmin=one, standby=True) == before
