@@ -55,9 +55,7 @@ def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> 
         try:
             deadline = time.monotonic() + 60
             while len(list(ledger.points())) < POINTS_MIN and time.monotonic() < deadline:
-                end = applying.lives.grow()
-                applying._advance(applying._loaded(), end)
-                applying.note_point(end)
+                applying._come_to(applying.lives.grow())
                 stopping.wait(0.1)
         finally:
             stopping.set()

@@ -193,6 +193,21 @@ class LogIndex:
                 return int(commits.commit[place - 1]) if place else seal.first - 1
         return self._gone.commit if self._gone.position <= position else 0
 
+    def bounded(self, after: int, rows_max: int) -> int:
+        """The furthest commit that brings at most so many rows; a step at least, if there is one.
+
+        What is trimmed brings none: whoever lacks rows of it learns so when reading them.
+        """
+        end, rows = max(after, self._gone.commit), 0
+        seals = [(seal.last, seal.rows) for seal in self._seals if seal.last > end]
+        hot = self._hot[bisect.bisect_right(self._hot, end, key=lambda item: item.commit) :]
+        for last, count in [*seals, *((item.commit, item.rows) for item in hot)]:
+            rows += count
+            if rows > rows_max and end > after:
+                break
+            end = last
+        return end
+
     def pending(self, table: int, seq: int, to: int) -> list[Slice]:
         """A table's slices that hold rows after `seq`, those that begin in a commit up to `to`."""
         slices = self._slices.get(table, [])

@@ -191,25 +191,6 @@ class ChangeLog:
             yield found
             previous = found
 
-    def bounded(self, after: int, rows_max: int) -> int:
-        """The furthest commit that brings at most so many rows; a step at least, if there is one.
-
-        What is trimmed brings none: whoever lacks rows of it learns so when reading them.
-        """
-        end, rows, newest = after, 0, self.newest()
-        while end < newest:
-            if end < (gone := self.trimmed().commit):
-                end = gone
-                continue
-            seal = self.cold.covering(end + 1)
-            if seal is None and not commit_path(self.path, end + 1).exists() and self.cold.refresh():
-                continue  # sealed since we looked
-            rows += seal.rows if seal else self.header(end + 1).rows
-            if rows > rows_max and end > after:
-                break
-            end = seal.last if seal else end + 1
-        return end
-
     def trimmed(self) -> Trimmed:
         """What is no longer kept. Cheap when nothing changed."""
         try:

@@ -109,7 +109,7 @@ class Applying:
             return
         self._spark = self._jvm.open_session()
         known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
-        self._wake = Wake(self._log.path, min([*known, self.lives.index.commit]) if known else 0)
+        self._wake = Wake(self.lives.bounded, min([*known, self.lives.index.commit]) if known else 0)
         self._in_background(lambda: self._wake.speak(self._stopping))
         # None of them waits for the query, which takes seconds to start.
         self._in_background(self.loading.look)
@@ -239,35 +239,33 @@ class Applying:
     def _apply_until_woken(self) -> None:
         """Apply what there is while the query starts."""
         while not self._stopping.is_set() and not self._woken.wait(RETRY_SECONDS):
-            end = self.lives.grow()
-            self._advance(self._loaded(), end)
-            self._called_for = max(self._called_for, end)
-            self.note_point(end)
+            with self._batch:
+                self._come_to(self.lives.grow())
 
-    def _on_batch(self, batch: DataFrame, _: int) -> None:
+    def _on_batch(self, _batch: DataFrame, _number: int) -> None:
         """One micro-batch: bring every loaded table to the commit it ends on."""
         with self._batch:
             if self._stopping.is_set():
                 return
             started = time.monotonic()
-            if (end := self._wake.heard(batch)) is None:
+            if (end := self._wake.heard()) is None:
                 return
             self._woken.set()
             newest = self.lives.grow()
-            self._advance(self._loaded(), end)
-            self._called_for = max(self._called_for, end)
-            self._wake.answer(end)
-            self.note_point(end)
+            self._come_to(end)
             failpoints.hit("apply.batch_done")
             log.info(
                 "micro-batch done", extra={"commit": end, "seconds": round(time.monotonic() - started, 3)}
             )
             if end == newest and not self._hurry:
                 self._stopping.wait(min(time.monotonic() - started, REST_SECONDS_MAX))
+            self._wake.answer(end)
 
-    def note_point(self, commit: int) -> None:
-        """Write down which versions of the tables belong together, if they all stand at the commit."""
-        if (point := self.lives.point(commit)) is not None:
+    def _come_to(self, end: int) -> None:
+        """Bring every loaded table to a commit, and note which of their versions belong together there."""
+        self._advance(self._loaded(), end)
+        self._called_for = max(self._called_for, end)
+        if (point := self.lives.point(end)) is not None:
             self._ledger.note(point)
 
     def _loaded(self) -> list[TableLife]:

@@ -1,6 +1,6 @@
 """Which versions of the lake tables belong together: after every micro-batch, the version of each at one commit.
 
-    <log>/ledger/<commit>.jsonl   points, oldest first; the first of a file is whole, the others say what differs
+    <log>/ledger/<commit>-<time>.jsonl   points, oldest first; the first of a file is whole, the others say what differs
 
 A point is noted only if every table that goes on holds all changes up to the commit, and none after it. What is lost
 with a crash is a point and never a row: each line has a checksum, and one that is torn ends its file.
@@ -58,16 +58,17 @@ class Ledger:
         """Add a point, if it says anything new. Whoever cannot write it goes on without."""
         if self._file is not None and dict(point.versions) == self._last:
             return
+        file, before = self._file, self._last
+        if file is None or self._count >= POINTS_MAX:
+            file, before, self._count = self._folder / f"{point.commit:020d}-{time.time_ns():020d}.jsonl", {}, 0
+        self._file = None  # after a line that was not written, or not whole, comes another file
         with suppress(OSError, TailraceError):
-            whole = self._file is None or self._count >= POINTS_MAX
-            if whole:
+            if not self._count:
                 files.make_folder(self._folder)
-                self._file, self._count = self._folder / f"{point.commit:020d}-{time.time_ns():020d}.jsonl", 0
                 self._sweep()
-            assert self._file is not None, "just named"
-            with self._file.open("ab") as stream:
-                stream.write(_line(point, {} if whole else self._last))
-            self._last, self._count = dict(point.versions), self._count + 1
+            with file.open("ab") as stream:
+                stream.write(_line(point, before))
+            self._file, self._last, self._count = file, dict(point.versions), self._count + 1
 
     def points(self) -> Iterator[Point]:
         """All of them, oldest first."""

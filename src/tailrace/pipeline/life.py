@@ -34,6 +34,8 @@ from tailrace.tables.shapes import RELOAD_HINT
 
 log = logging.getLogger(__name__)
 
+ROWS_PER_BATCH_MAX = 500_000
+"""Of all tables in one micro-batch, unless a single commit has more."""
 ROWS_PER_APPLY_MAX = 500_000
 """Of one table in one commit, unless a single commit of the log has more."""
 TRIMMED_HINT = (
@@ -169,6 +171,12 @@ class Lives:
         with self._growing:
             self.index.grow()
             return self.index.commit
+
+    def bounded(self, after: int) -> int:
+        """Take in what the log has got; the commit up to which one micro-batch goes."""
+        with self._growing:
+            self.index.grow()
+            return self.index.bounded(after, ROWS_PER_BATCH_MAX)
 
     def add(
         self, table: TableId, source: SourceTable | None = None, mode: str = "initial"

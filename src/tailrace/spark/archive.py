@@ -13,11 +13,7 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
-from tailrace.capture.base import SourceId
 from tailrace.changelog import files
-from tailrace.changelog.writer import LogWriter
-from tailrace.model.batch import Window
-from tailrace.model.position import ZERO, Lsn
 from tailrace.spark.java import archive_path, find_java
 from tailrace.spark.session import Jvm
 from tailrace.spark.wake import Wake
@@ -53,16 +49,11 @@ def _make(scratch: Path, path: Path) -> None:
 
 def _work(session: SparkSession, scratch: Path) -> None:
     """What a pipeline has Spark do: a stream that wakes, a task in a Python process."""
-    source = SourceId(kind="none", system="archive", database="archive", timeline=0)
-    log = LogWriter(scratch / "log", source)
-    log.append(Window(start=ZERO, end=Lsn(1)))
-    done = threading.Event()
+    done, stopping = threading.Event(), threading.Event()
+    wake = Wake(lambda _: 1, 0)
 
-    stopping = threading.Event()
-    wake = Wake(log.path, 0)
-
-    def on_batch(batch: DataFrame, _: int) -> None:
-        if (end := wake.heard(batch)) is not None:
+    def on_batch(_batch: DataFrame, _number: int) -> None:
+        if (end := wake.heard()) is not None:
             session.sparkContext.parallelize([1, 2], 2).map(str).collect()
             wake.answer(end)
             done.set()
@@ -77,4 +68,3 @@ def _work(session: SparkSession, scratch: Path) -> None:
     query.stop()
     stopping.set()
     speaking.join()
-    log.close()

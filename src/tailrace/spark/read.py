@@ -24,9 +24,9 @@ from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect, explain
 from tailrace.errors import (
     ConfigError,
-    SourceError,
     SourceRefused,
     SourceRewritten,
+    SourceTableMissing,
     TailraceError,
     Unsupported,
 )
@@ -118,10 +118,8 @@ def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
     """The shape of what is to be read, after asking whether it can be."""
     try:
         schema = Catalogue(connection).describe(options.table, None)
-    except SourceError as error:
-        if type(error) is not SourceError or "sqlstate" in error.fields:
-            raise
-        raise SourceError(
+    except SourceTableMissing:
+        raise SourceTableMissing(
             "the table is not there", table=options.table,
             hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
         ) from None  # fmt: skip

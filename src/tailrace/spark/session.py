@@ -32,9 +32,6 @@ _SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
     "spark.sql.adaptive.enabled": "false",
     "spark.task.maxFailures": "1",
-    # A data source's exceptions should come back as they are, without Spark's shortening.
-    "spark.sql.pyspark.jvmStacktrace.enabled": "false",
-    "spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": "true",
     # The checkpoint only wakes work, and its folder is local: the plain file manager is faster.
     "spark.sql.streaming.checkpointFileManagerClass": _FILE_MANAGER,
     "spark.sql.streaming.minBatchesToRetain": "2",

@@ -17,19 +17,15 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from tailrace.changelog.reader import ChangeLog
-
-ROWS_MAX = 500_000
-"""In one micro-batch, unless a single commit has more."""
 LOOK_SECONDS = 0.02
 
 
 class Wake:
-    """Says to one query at a time how far the log has grown."""
+    """Says to one query at a time how far the log has grown: `ahead` tells up to where to go after a commit."""
 
-    def __init__(self, log: Path, after: int) -> None:
-        self._log = ChangeLog.open(log)
-        self._done = after
+    def __init__(self, ahead: Callable[[int], int], after: int) -> None:
+        self._ahead = ahead
+        self._said = self._done = after
         self._free = threading.Event()
         self._server = socket.create_server(("127.0.0.1", 0))
         self._server.settimeout(0.5)
@@ -42,9 +38,10 @@ class Wake:
         lines = spark.readStream.format("socket").option("host", host).option("port", port).load()
         return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", str(checkpoint)).start()
 
-    def heard(self, batch: DataFrame) -> int | None:
-        """The commit to go to; None: a query begins with a micro-batch that says nothing."""
-        return max((int(row["value"]) for row in batch.collect()), default=None)
+    def heard(self) -> int | None:
+        """The commit to go to, known without a Spark job that reads it; None: a query begins with a micro-batch that
+        says nothing."""
+        return self._said if self._said > self._done else None
 
     def answer(self, end: int) -> None:
         """The work up to there is done; the next number may be said."""
@@ -63,13 +60,13 @@ class Wake:
         self._server.close()
 
     def _tell(self, listener: socket.socket, stopping: threading.Event) -> None:
-        said = self._done
         while not stopping.is_set():
-            end = self._log.bounded(said, ROWS_MAX)
-            if end <= said:
+            end = self._ahead(self._done)
+            if end <= self._done:
                 stopping.wait(LOOK_SECONDS)
                 continue
             self._free.clear()
+            self._said = end
             try:
                 listener.sendall(f"{end}\n".encode())
             except OSError:  # it has gone
@@ -77,17 +74,13 @@ class Wake:
             while not self._free.wait(LOOK_SECONDS) and not stopping.is_set():
                 if _has_hung_up(listener):
                     return
-            said = self._done
 
 
 def _has_hung_up(listener: socket.socket) -> bool:
     """Spark never says a word, so an end is all that can come."""
-    listener.setblocking(False)
     try:
-        return listener.recv(1) == b""
+        return listener.recv(1, socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
         return False
     except OSError:
         return True
-    finally:
-        listener.setblocking(True)

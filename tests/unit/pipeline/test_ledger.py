@@ -37,6 +37,19 @@ def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
     assert list(Ledger(tmp_path).points()) == POINTS
 
 
+def test_after_a_point_that_could_not_be_written_the_next_is_whole(tmp_path: Path) -> None:
+    made, folder, aside = noted(tmp_path, POINTS[:2]), tmp_path / ledger.FOLDER, tmp_path / "aside"
+    folder.rename(aside)
+    folder.touch()  # in its place
+    made.note(POINTS[2])
+    folder.unlink()
+    aside.rename(folder)
+    made.note(POINTS[3])
+    made.note(POINTS[4])
+    assert list(made.points()) == [*POINTS[:2], *POINTS[3:]]
+    assert len(list(folder.iterdir())) == 2
+
+
 @pytest.mark.parametrize("per_file", [1, 2, 1000])
 def test_the_last_point_up_to_a_position_or_a_time_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.spark import wake
+from tailrace.changelog.reader import ChangeLog
+from tailrace.pipeline import life
+from tailrace.pipeline.life import Lives
 from tailrace.spark.wake import Wake
 from tests.support.logs import Diary, inserts
 from tests.support.pipelines import eventually
@@ -48,8 +50,8 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 
 @pytest.fixture
-def speaking(diary: Diary) -> Iterator[Wake]:
-    stopping, made = threading.Event(), Wake(diary.path, 0)
+def speaking(diary: Diary, tmp_path: Path) -> Iterator[Wake]:
+    stopping, made = threading.Event(), Wake(Lives(ChangeLog.open(diary.path), tmp_path).bounded, 0)
     thread = threading.Thread(target=made.speak, args=(stopping,))
     thread.start()
     yield made
@@ -68,11 +70,13 @@ def test_it_says_how_far_the_log_has_grown_and_waits_for_an_answer(diary: Diary,
     assert listener.hears_nothing(), "there is no commit yet"
     write(diary, 3)
     assert listener.hear() in (1, 2, 3)
+    assert speaking.heard() in (1, 2, 3)
     assert listener.hears_nothing(), "one at a time"
     speaking.answer(1)
     assert eventually(lambda: not listener.hears_nothing(), seconds=5)
     assert listener.hear() == 3
     speaking.answer(3)
+    assert speaking.heard() is None, "what was answered is not asked for again"
     assert listener.hears_nothing()
     listener.hang_up()
 
@@ -94,7 +98,7 @@ def test_a_query_that_comes_anew_is_told_what_the_last_one_did_not_answer(diary:
 def test_a_number_covers_a_bounded_count_of_rows(
     diary: Diary, speaking: Wake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wake, "ROWS_MAX", 2)
+    monkeypatch.setattr(life, "ROWS_PER_BATCH_MAX", 2)
     write(diary, 5)
     listener, heard = Listener(speaking), list[int]()
     while not heard or heard[-1] < 5:
