@@ -6,6 +6,10 @@ TailraceError
 ├── Unsupported             a capability the chosen source or format does not have
 ├── SourceError             the database
 │   ├── SourceUnreachable       no connection; retried
+│   │   └── SnapshotGone            the session that held a load's snapshot has ended
+│   ├── SourceSlow              a statement took too long, or waited too long; retried
+│   ├── SourceRewritten         a table was changed while it was read; retried
+│   ├── SourceTableMissing      it does not have the table
 │   ├── SourceRefused           wrong password, missing database, missing right
 │   ├── SourceNotReady          the server is not set up for logical replication
 │   ├── SlotBusy                another process reads our slot
@@ -19,6 +23,7 @@ TailraceError
 │   ├── LogFenced               another writer took our commit number
 │   ├── LogForeign              it belongs to another source
 │   ├── LogTrimmed              what was asked for is no longer kept
+│   ├── NotCaptured             tables wait for changes that nobody captures
 │   └── LogCorrupt              a checksum or an invariant does not hold
 └── TableError              one lake table; the others go on
     ├── SchemaChanged           the source table changed its shape
@@ -152,6 +157,12 @@ class SourceRewritten(SourceError):
 
     code = "source-rewritten"
     remedy = Remedy.RETRY
+
+
+class SourceTableMissing(SourceError):
+    """The source does not have the table: it was dropped, renamed, or never there."""
+
+    code = "source-table-missing"
 
 
 class SourceRefused(SourceError):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.errors import ConfigError, SourceError, Unsupported
+from tailrace.errors import ConfigError, SourceError, SourceTableMissing, SourceUnreachable, Unsupported
 from tailrace.model.schema import Identity, TableId
 from tests.support.pipelines import Pipeline
 from tests.support.tables import BIG, VERSION, Scene
@@ -530,8 +531,21 @@ def test_a_table_that_is_dropped_before_its_rows_are_read_is_read_all_the_same(s
         ("insert", "t", 1, "a"), ("update", "t", 1, "b"), ("delete", "t", 1, None), ("insert", "t", 2, "b"),
     ]  # fmt: skip
     assert {change.schema.key for change in told} == {("id",)}
-    with pytest.raises(SourceError, match="not there"):
+    with pytest.raises(SourceTableMissing):
         scene.load("t")
+    assert set(scene.capture.describe([scene.id("t"), scene.id("stays")])) == {scene.id("stays")}
+
+
+def test_a_server_that_goes_away_in_the_middle_does_not_make_tables_look_dropped(scene: Scene) -> None:
+    scene.run("create table t (id int primary key)", "create table other (id int primary key)")
+
+    def tables() -> Iterator[TableId]:
+        yield scene.id("t")
+        scene.run("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'tailrace'")
+        yield scene.id("other")
+
+    with pytest.raises(SourceUnreachable):
+        scene.capture.describe(tables())
 
 
 @pytest.mark.parametrize("kind", ["table", "schema", "all"])

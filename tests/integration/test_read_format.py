@@ -262,7 +262,7 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"table": "public.missing"}, "the table is not there (table=public.missing) [source-error] | hint: Names are"),
+        ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Names are"),
         ({"table": "t"}, "the option `table` is not the name of a table with its schema [config-invalid] | hint: For"),
         ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: It has id, v"),
         ({"columns": "id, id"}, "the option `columns` names a column twice"),

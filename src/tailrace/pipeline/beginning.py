@@ -15,7 +15,7 @@ from collections.abc import Callable
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.errors import SourceError, TableFailed, TableUnpublished, TailraceError, Unsupported
+from tailrace.errors import SourceTableMissing, TableFailed, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
@@ -71,7 +71,7 @@ class Beginning:
         for life in list(self._lives.tables.values()):
             if life.table not in there and life.state is TableState.NEW:
                 life.gone = True
-                life.fail(SourceError("the table is not there", table=life.table, hint=_GONE_HINT))
+                life.fail(SourceTableMissing("the table is not there", table=life.table, hint=_GONE_HINT))
             elif life.gone and life.table in there and life.state is TableState.FAILED:
                 life.gone, life.error, life.state, life.failures = False, None, TableState.NEW, 0
         for table in found:

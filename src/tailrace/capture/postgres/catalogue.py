@@ -19,7 +19,7 @@ import psycopg
 from tailrace.capture.postgres.connect import explain
 from tailrace.capture.postgres.facts import AS_BYTES, SENT, TREE, Announced, read_facts
 from tailrace.capture.postgres.types import arrow_type, is_known
-from tailrace.errors import ProtocolViolation, SourceError, Unsupported
+from tailrace.errors import ProtocolViolation, SourceTableMissing, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Catalogue:
             "where n.nspname = %s and c.relname = %s and c.relkind::text = any(%s)", (table.schema, table.name, kinds),
         )  # fmt: skip
         if not found:
-            raise SourceError(
+            raise SourceTableMissing(
                 "the table is not there",
                 table=table,
                 hint="Was it dropped or renamed? Check `source.tables`.",

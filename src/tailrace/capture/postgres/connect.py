@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psycopg
@@ -20,6 +21,7 @@ from tailrace.errors import (
     SourceError,
     SourceNotReady,
     SourceRefused,
+    SourceRewritten,
     SourceSlow,
     SourceUnreachable,
     TailraceError,
@@ -130,89 +132,12 @@ def place(url: str) -> str:
 
 
 def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
+    """The same for a server's own words, and its SQLSTATE where there is one."""
     text = " ".join(message.split())
     fields = {"source": place(url)} if url else {}
-    if "password authentication failed" in text or "no password supplied" in text or state.startswith("28"):
-        return SourceRefused(
-            "the server refused the login: " + _said(text),
-            **fields,
-            hint="Check user and password in `source.url`, and pg_hba.conf on the server.",
-        )
-    if ("does not exist" in text and 'database "' in text) or state == "3D000":
-        return SourceRefused(
-            "the database does not exist: " + _said(text),
-            **fields,
-            hint="Check the database's name at the end of `source.url`.",
-        )
-    if state == "22021":
-        return Unsupported(
-            "a name in the database is not UTF-8: " + _said(text),
-            **fields,
-            hint="A database without an encoding (SQL_ASCII) does not check names. Rename it at the source.",
-        )
-    if "row-level security" in text:
-        return SourceRefused(
-            "row-level security hides rows from the role: " + _said(text),
-            **fields,
-            hint="Grant it: ALTER ROLE … BYPASSRLS, or exclude the table.",
-        )
-    if (
-        state == "42501"
-        or "permission denied" in text
-        or "must be superuser" in text
-        or "must be owner" in text
-    ):
-        return SourceRefused(
-            "the role lacks a right: " + _said(text),
-            **fields,
-            hint=(
-                "Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the "
-                "tables; or create publication and slot yourself and set `create: false` for them."
-            ),
-        )
-    if "max_wal_senders" in text or "too many connections" in text or "remaining connection slots" in text:
-        return SourceUnreachable(
-            "the server has no connection left: " + _said(text),
-            **fields,
-            hint="Raise max_wal_senders or max_connections, or end sessions that are not needed.",
-        )
-    if state == "55006" or "is active for PID" in text:
-        return SlotBusy(
-            "the replication slot is in use: " + _said(text),
-            **fields,
-            hint="Stop the other reader (see pg_replication_slots.active_pid), then start again.",
-        )
-    if "can no longer get changes from replication slot" in text or "has been invalidated" in text:
-        return PositionLost(
-            "the replication slot was invalidated: " + _said(text),
-            **fields,
-            hint=NEW_LOG_HINT,
-        )
-    if "all replication slots are in use" in text or state == "53400":
-        return SourceRefused(
-            "the server has no free replication slot: " + _said(text),
-            **fields,
-            hint="Raise max_replication_slots (and max_wal_senders) and restart the server.",
-        )
-    if "no pg_hba.conf entry" in text or ("role" in text and "does not exist" in text):
-        return SourceRefused(
-            "the server refused the login: " + _said(text),
-            **fields,
-            hint="Check the user in `source.url`, and pg_hba.conf on the server.",
-        )
-    if "cannot use different" in text:
-        return SourceNotReady(
-            "the publications do not agree on what they send of a table: " + _said(text),
-            **fields,
-            hint="Give the table the same column list and options in each, or take it out of one: "
-            "ALTER PUBLICATION … DROP TABLE …;",
-        )
-    if state in ("57014", "55P03", "40001"):
-        return SourceSlow(
-            "the server ended a statement: " + _said(text),
-            **fields,
-            hint="It is tried again. If it comes back, raise `load.chunk_timeout`, or see who holds locks for so long.",
-        )
+    for meaning in _MEANINGS:
+        if meaning.fits(text, state):
+            return meaning.kind(f"{meaning.message}: {_said(text)}", **fields, hint=meaning.hint)
     if state.startswith("22") and state != "22012":
         return SourceError(
             "the server could not work with a value",  # its own words would show it
@@ -232,6 +157,91 @@ def explain_text(message: str, url: str = "", state: str = "") -> TailraceError:
         **fields,
         hint="Is it running, and do host and port in `source.url` match?",
     )
+
+
+class _Meaning(NamedTuple):
+    """What one of the server's refusals comes to, and how it is told: by what it says, or by its SQLSTATE."""
+
+    kind: type[TailraceError]
+    message: str
+    hint: str
+    says: tuple[str, ...] = ()
+    """Any of these; of one with a `…` both sides."""
+    states: tuple[str, ...] = ()
+    """Any of these, or their first characters."""
+
+    def fits(self, text: str, state: str) -> bool:
+        said = any(all(part in text for part in words.split("…")) for words in self.says)
+        return said or state.startswith(self.states)
+
+
+_MEANINGS = (
+    _Meaning(
+        SourceRefused, "the server refused the login",
+        "Check user and password in `source.url`, and pg_hba.conf on the server.",
+        says=("password authentication failed", "no password supplied"), states=("28",),
+    ),
+    _Meaning(
+        SourceRefused, "the database does not exist", "Check the database's name at the end of `source.url`.",
+        says=('database "…does not exist',), states=("3D000",),
+    ),
+    _Meaning(
+        Unsupported, "a name in the database is not UTF-8",
+        "A database without an encoding (SQL_ASCII) does not check names. Rename it at the source.",
+        states=("22021",),
+    ),
+    _Meaning(
+        SourceRefused, "row-level security hides rows from the role",
+        "Grant it: ALTER ROLE … BYPASSRLS, or exclude the table.",
+        says=("row-level security",),
+    ),
+    _Meaning(
+        SourceRefused, "the role lacks a right",
+        "Grant it: ALTER ROLE … REPLICATION, CREATE on the database, ownership of (or SELECT on) the tables; or "
+        "create publication and slot yourself and set `create: false` for them.",
+        says=("permission denied", "must be superuser", "must be owner"), states=("42501",),
+    ),
+    _Meaning(
+        SourceUnreachable, "the server has no connection left",
+        "Raise max_wal_senders or max_connections, or end sessions that are not needed.",
+        says=("max_wal_senders", "too many connections", "remaining connection slots"),
+    ),
+    _Meaning(
+        SlotBusy, "the replication slot is in use",
+        "Stop the other reader (see pg_replication_slots.active_pid), then start again.",
+        says=("is active for PID",), states=("55006",),
+    ),
+    _Meaning(
+        PositionLost, "the replication slot was invalidated", NEW_LOG_HINT,
+        says=("can no longer get changes from replication slot", "has been invalidated"),
+    ),
+    _Meaning(
+        SourceRefused, "the server has no free replication slot",
+        "Raise max_replication_slots (and max_wal_senders) and restart the server.",
+        says=("all replication slots are in use",), states=("53400",),
+    ),
+    _Meaning(
+        SourceRefused, "the server refused the login", "Check the user in `source.url`, and pg_hba.conf on the server.",
+        says=("no pg_hba.conf entry", "role…does not exist"),
+    ),
+    _Meaning(
+        SourceNotReady, "the publications do not agree on what they send of a table",
+        "Give the table the same column list and options in each, or take it out of one: "
+        "ALTER PUBLICATION … DROP TABLE …;",
+        says=("cannot use different",),
+    ),
+    _Meaning(
+        SourceSlow, "the server ended a statement",
+        "It is tried again. If it comes back, raise `load.chunk_timeout`, or see who holds locks for so long.",
+        states=("57014", "55P03", "40001"),
+    ),
+    _Meaning(
+        # The server's functions look at now, whatever the transaction sees.
+        SourceRewritten, "a table was dropped while it was asked for", "It is tried again.",
+        says=("could not open relation with OID",),
+    ),
+)  # fmt: skip
+"""The first that fits counts."""
 
 
 def _said(text: str) -> str:

@@ -23,7 +23,7 @@ from tailrace.capture.postgres.snapshot import (
     open_transactions,
 )
 from tailrace.capture.postgres.stream import PostgresStream
-from tailrace.errors import ConfigError, SourceError
+from tailrace.errors import ConfigError, SourceTableMissing
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
@@ -122,7 +122,7 @@ class PostgresCapture:
         with self._connected() as connection:
             catalogue = Catalogue(connection)
             for table in tables:
-                with suppress(SourceError), catalogue.one_view():  # dropped just now
+                with suppress(SourceTableMissing), catalogue.one_view():
                     found[table] = catalogue.describe(table, self.settings.publications)
         return found
 
