@@ -75,7 +75,9 @@ class Jvm:
         conf.set("spark.sql.warehouse.dir", str(scratch / "warehouse"))
         if java_options is None:
             java_options = _archived(archive_path(java))
-        conf.set("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, *java_options]))
+        # What Java puts aside goes with the rest, for nobody asks Java to clean up when it is killed.
+        temporary = f'"-Djava.io.tmpdir={scratch}"'
+        conf.set("spark.driver.extraJavaOptions", " ".join([*_JAVA_OPTIONS, temporary, *java_options]))
         conf.setAll(list((settings or {}).items()))
         self._settings = conf
         with log_file.open("wb") as said:  # the workers inherit it from the JVM
