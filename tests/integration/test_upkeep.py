@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
@@ -14,45 +13,14 @@ from tailrace.errors import ForeignWrite
 from tailrace.pipeline import tending
 from tailrace.pipeline.report import TableState
 from tailrace.tables.deltalog import position_of
-from tailrace.tables.upkeep import FILES_MIN, STEPS, Tended, Upkeep, to_join
-from tests.integration.test_delta_table import BIG, LOG, ROWS, Mirror, at, by_id
+from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
 from tests.support.changes import insert
 from tests.support.loads import Scene, life
+from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
 from tests.support.pipelines import eventually, execute
 
-MIB = 1 << 20
-AIM = 128 * MIB
+AIM = 128 << 20
 KEEP = Upkeep(file_bytes=AIM, remove_after_seconds=None)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "joined"),
-    [
-        ([], 0),
-        ([1000] * (FILES_MIN - 1), 0),
-        ([1000] * FILES_MIN, FILES_MIN),
-        ([1000] * 100, 100),
-        ([1000] * 3 + [MIB] * 4 + [10 * MIB] * 4, 0),
-        ([1000] * 3 + [MIB // 2] * FILES_MIN, FILES_MIN),
-        ([40 * MIB] * FILES_MIN, 3),
-        ([100 * MIB] * 100, 0),
-    ],
-)
-def test_files_are_joined_with_others_of_their_size(sizes: list[int], joined: int) -> None:
-    assert len(to_join({str(number): size for number, size in enumerate(sizes)}, AIM)) == joined
-
-
-def test_a_row_is_written_anew_once_a_step_at_most() -> None:
-    written, files, names = 0, dict[str, int](), itertools.count()
-    for _ in range(40_000):
-        files[str(next(names))] = 4_000
-        while some := to_join(files, AIM):
-            made = sum(files.pop(name) for name in some)
-            files[str(next(names))] = made
-            written += made
-    assert sum(files.values()) == 160_000_000
-    assert written <= (STEPS + 1) * sum(files.values())
-    assert len(files) < FILES_MIN * (STEPS + 1) + sum(files.values()) // (AIM // 2) + 1
 
 
 def test_small_files_become_one_and_no_row_changes(tmp_path: Path) -> None:

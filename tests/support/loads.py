@@ -10,10 +10,11 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import SecretStr
 
 from tailrace.changelog.lease import Lease
@@ -92,9 +93,15 @@ class Scene:
         self._failed: list[TailraceError] = []
 
     def __enter__(self) -> Scene:
-        self._waits = [(module, name, getattr(module, name)) for module, name in _WAITS]
-        for (module, name), seconds in _WAITS.items():
-            setattr(module, name, seconds)
+        with ExitStack() as undo:
+            patch = undo.enter_context(pytest.MonkeyPatch.context())
+            for (module, name), seconds in _WAITS.items():
+                patch.setattr(module, name, seconds)
+            self._begin_capture()
+            self._undo = undo.pop_all()  # here on, leaving the scene does it
+        return self
+
+    def _begin_capture(self) -> None:
         self._stop.clear()
         capture_side = Capturing(self.settings, until_caught_up=False)
 
@@ -106,14 +113,12 @@ class Scene:
 
         self._capture = threading.Thread(target=capture, daemon=True)
         self._capture.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        assert self._capture is not None
-        self._capture.join(30)
-        for module, name, seconds in self._waits:
-            setattr(module, name, seconds)
+        with self._undo:
+            self._stop.set()
+            assert self._capture is not None
+            self._capture.join(30)
         assert not self._failed, self._failed
 
     @contextmanager

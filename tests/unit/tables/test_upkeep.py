@@ -1,0 +1,42 @@
+"""Which files are joined: those of one size, and each row seldom."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tailrace.tables.upkeep import FILES_MIN, STEPS, to_join
+
+MIB = 1 << 20
+AIM = 128 * MIB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "joined"),
+    [
+        ([], 0),
+        ([1000] * (FILES_MIN - 1), 0),
+        ([1000] * FILES_MIN, FILES_MIN),
+        ([1000] * 100, 100),
+        ([1000] * 3 + [MIB] * 4 + [10 * MIB] * 4, 0),
+        ([1000] * 3 + [MIB // 2] * FILES_MIN, FILES_MIN),
+        ([40 * MIB] * FILES_MIN, 3),
+        ([100 * MIB] * 100, 0),
+    ],
+)
+def test_files_are_joined_with_others_of_their_size(sizes: list[int], joined: int) -> None:
+    assert len(to_join({str(number): size for number, size in enumerate(sizes)}, AIM)) == joined
+
+
+def test_a_row_is_written_anew_once_a_step_at_most() -> None:
+    written, files, names = 0, dict[str, int](), itertools.count()
+    for _ in range(40_000):
+        files[str(next(names))] = 4_000
+        while some := to_join(files, AIM):
+            made = sum(files.pop(name) for name in some)
+            files[str(next(names))] = made
+            written += made
+    assert sum(files.values()) == 160_000_000
+    assert written <= (STEPS + 1) * sum(files.values())
+    assert len(files) < FILES_MIN * (STEPS + 1) + sum(files.values()) // (AIM // 2) + 1
