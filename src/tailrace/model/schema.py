@@ -73,6 +73,14 @@ class TableSchema:
         mine = [(column.name, column.type) for column in self.columns]
         return mine == [(column.name, column.type) for column in other.columns] and self.key == other.key
 
+    def same_as(self, other: TableSchema) -> bool:
+        """Whether the shape is the same, and so is what the catalogue told of it."""
+        return self == other and self.facts == other.facts
+
+    def knows(self, other: TableSchema) -> bool:
+        """Whether the other is the same shape, and tells nothing of it that is not known here."""
+        return self == other and (other.facts is None or self.facts == other.facts)
+
     def row_fields(self) -> list[pa.Field]:
         """The table's own columns, verbatim: what a mirror table holds."""
         return [pa.field(column.name, column.type) for column in self.columns]

@@ -6,16 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pyarrow as pa
-from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError
-
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import ConfigError, TableUnusable
+from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.tables.paths import table_path
+from tailrace.tables.versions import files_at
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,19 +55,6 @@ def tables_at(
 def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
     from pyspark.sql.pandas.types import from_arrow_schema
 
-    try:
-        table = DeltaTable(str(path.resolve()), version=version)
-        uris = [f"{path.resolve()}/{name}" for name in table.get_add_actions(flatten=True)["path"].to_pylist()]
-    except (DeltaError, OSError) as error:
-        raise TableUnusable(
-            "the table no longer has this version", path=path, version=version,
-            hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a later time.",
-        ) from error  # fmt: skip
-    missing = next((uri for uri in uris if not Path(uri).exists()), None)
-    if missing is not None:
-        raise TableUnusable(
-            "files of this version were removed", path=path, version=version,
-            hint="They go with `VACUUM` (`tables.upkeep.remove_after`). Ask for a later time.",
-        )  # fmt: skip
-    fields = from_arrow_schema(pa.schema(table.schema().to_arrow()))
-    return spark.read.schema(fields).parquet(*uris) if uris else spark.createDataFrame([], fields)
+    columns, files = files_at(path, version)
+    fields = from_arrow_schema(columns)
+    return spark.read.schema(fields).parquet(*map(str, files)) if files else spark.createDataFrame([], fields)

@@ -29,9 +29,9 @@ from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
     REPLACE_HINT,
     Position,
+    Written,
     app_id,
     file_names,
-    files_of,
     has_commits,
     last_position,
     make_durable,
@@ -193,13 +193,13 @@ class DeltaRsTable:
         if not folded.truncated:
             folded = replace(folded, rows=with_bases(schema, opened.table, folded.rows, reread))
         self._write(opened, schema, folded, self._properties(schema, cursor))
-        self._make_durable(opened.folder, opened.table.version())
+        version = opened.table.version()
+        written = self._make_durable(opened.folder, version)
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
-        deleted, version = folded.rows.num_rows - upserted, opened.table.version()
-        written = files_of(opened.folder, version).get("bytes", 0)
         return Applied(
-            committed=True, cursor=cursor, upserted=upserted, deleted=deleted, bytes=written, version=version
-        )
+            committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
+            bytes=written.bytes, version=version,
+        )  # fmt: skip
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
@@ -269,7 +269,7 @@ class DeltaRsTable:
     def evolve(self, recast: Recast, expected: Cursor) -> Applied:
         opened = self._loaded()
         here, old = opened.position.cursor, opened.position.schema
-        if here == expected and old == recast.schema and old.facts == recast.schema.facts:
+        if here == expected and old.same_as(recast.schema):
             return Applied(committed=False, cursor=here)
         if here != expected:
             raise self._elsewhere(here, expected)
@@ -315,8 +315,8 @@ class DeltaRsTable:
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
             rows = all_rows(opened.folder, some, stored.columns)
             self._exchange(opened, stored, rows, some, properties, changes_rows=False)
-            self._make_durable(opened.folder, before + 1)
-            done = Tended(**files_of(opened.folder, before + 1))
+            written = self._make_durable(opened.folder, before + 1)
+            done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
         if (age := upkeep.remove_after_seconds) is not None:
             table.update_incremental()
             removed, before = list[int](), table.version()
@@ -417,9 +417,9 @@ class DeltaRsTable:
             raise unreadable(self._path, exc) from exc
         failpoints.hit("table.after_commit")
 
-    def _make_durable(self, folder: Path, version: int) -> None:
+    def _make_durable(self, folder: Path, version: int) -> Written:
         try:
-            make_durable(folder, version)
+            return make_durable(folder, version)
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 

@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -118,7 +118,16 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
     )
 
 
-def make_durable(folder: Path, version: int) -> None:
+class Written(NamedTuple):
+    """What a commit did to a table's files; nothing, where the log no longer holds it."""
+
+    added: int = 0
+    removed: int = 0
+    bytes: int = 0
+    """Of the files that it adds."""
+
+
+def make_durable(folder: Path, version: int) -> Written:
     """Push a commit and the files it adds to the disk: delta-rs leaves them in the operating system's cache."""
     commit = _Commit.read(folder, version)
     for name in commit.adds if commit else ():
@@ -126,14 +135,7 @@ def make_durable(folder: Path, version: int) -> None:
     fsync(folder)
     fsync(_commit_path(folder, version))
     fsync(folder / "_delta_log")
-
-
-def files_of(folder: Path, version: int) -> dict[str, int]:
-    """How many files a commit `made`, of how many `bytes`, and how many it took out (`joined`)."""
-    commit = _Commit.read(folder, version)
-    if commit is None:
-        return {}
-    return {"made": len(commit.adds), "bytes": commit.bytes, "joined": commit.removes}
+    return Written(len(commit.adds), commit.removes, commit.bytes) if commit else Written()
 
 
 def added_since(folder: Path, mtime_ns: int) -> set[str]:

@@ -1,0 +1,37 @@
+"""One version of a table as columns and files, for whoever reads Parquet and knows no Delta.
+
+A version is told whole or not at all: files that were removed since are missed here, and not by the reader.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from tailrace.errors import TableUnusable
+from tailrace.tables.deltalog import file_names
+from tailrace.tables.folder import find_folder
+
+
+def files_at(path: Path, version: int) -> tuple[pa.Schema, list[Path]]:
+    """The columns that the table had, and the files that its rows were in."""
+    folder = find_folder(path.absolute())
+    if folder is None:
+        raise TableUnusable("there is no table any more", path=path, hint="Was its folder moved away?")
+    try:
+        table = DeltaTable(str(folder), version=version)
+        files = [folder / name for name in file_names(table)]
+    except (DeltaError, OSError) as error:
+        raise TableUnusable(
+            "the table no longer has this version", path=path, version=version,
+            hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a later time.",
+        ) from error  # fmt: skip
+    if not all(file.exists() for file in files):
+        raise TableUnusable(
+            "files of this version were removed", path=path, version=version,
+            hint="They go with `VACUUM` (`tables.upkeep.remove_after`). Ask for a later time.",
+        )  # fmt: skip
+    return pa.schema(table.schema().to_arrow()), files

@@ -1,0 +1,37 @@
+"""One version of a table is told whole, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tailrace.errors import TableUnusable
+from tailrace.tables.versions import files_at
+from tests.support.changes import SHOP, insert, truncate
+from tests.support.mirrors import ROWS, Mirror
+
+
+@pytest.mark.parametrize("name", ["t", "100%25[x]"])
+def test_a_version_is_its_columns_and_its_files(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "lake" / "public" / name
+    mirror = Mirror(path, rows=ROWS)
+    mirror.apply(truncate())
+    columns, files = files_at(path, 0)
+    assert columns.names == SHOP.names
+    assert sum(pq.read_metadata(file).num_rows for file in files) == len(ROWS)
+    assert files_at(path, 1) == (columns, [])
+
+
+def test_a_version_that_is_not_there_or_has_lost_files_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lake" / "public" / "t"
+    with pytest.raises(TableUnusable, match="no table any more"):
+        files_at(path, 0)
+    mirror = Mirror(path, rows=ROWS)
+    mirror.apply(insert(7))
+    with pytest.raises(TableUnusable, match="no longer has this version"):
+        files_at(path, 9)
+    files_at(path, 0)[1][0].unlink()
+    with pytest.raises(TableUnusable, match="files of this version were removed"):
+        files_at(path, 0)
