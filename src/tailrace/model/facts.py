@@ -6,7 +6,7 @@ very columns and types when it was asked; otherwise they are unknown, and nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tailrace.model.position import ZERO, Lsn
@@ -62,13 +62,12 @@ class Facts:
 
     def alike(self, other: Facts) -> bool:
         """Whether nothing differs but the file of a table without partitions: that alone proves nothing."""
-        files = len(self.storage) > 1 or len(other.storage) > 1
-        mine, theirs = (
-            (facts.columns, facts.made, facts.others,
-             [(item.relation, item.name, item.attached, item.file if files else None) for item in facts.storage])
-            for facts in (self, other)
-        )  # fmt: skip
-        return mine == theirs
+        if len(self.storage) > 1 or len(other.storage) > 1:
+            return self == other
+        return self._without_files() == other._without_files()
+
+    def _without_files(self) -> Facts:
+        return replace(self, storage=tuple(replace(item, file=None) for item in self.storage))
 
     def to_json(self) -> dict[str, Any]:
         return {

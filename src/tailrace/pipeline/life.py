@@ -122,7 +122,7 @@ class TableLife:
     def moved(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
         """The table's own commit now says this."""
         self.cursor, self.error, self.failures, self.refresh, self.version = cursor, None, 0, None, version
-        if self.shape is None or self.shape != shape or self.shape.facts != shape.facts:
+        if self.shape is None or not self.shape.same_as(shape):
             self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
 
 
@@ -372,7 +372,7 @@ class Lives:
         """
         position, versions = self.index.end_of(commit), dict[TableId, int]()
         for life in list(self.tables.values()):
-            if life.state not in (TableState.CATCHING_UP, TableState.LIVE):
+            if not life.state.going_on:
                 continue
             if not life.lock.acquire(blocking=False):
                 return None
@@ -382,7 +382,9 @@ class Lives:
                     return None
                 if life.version is None:
                     life.version = DeltaRsTable(life.path, self.log.log_id).version()
-                versions[life.table] = life.version or 0
+                if life.version is None:
+                    return None  # its folder was taken away
+                versions[life.table] = life.version
             except TailraceError:
                 return None
             finally:

@@ -42,8 +42,14 @@ class TableState(enum.Enum):
     """An error that a person must mend; the other tables go on. Set by capture or apply; stored with its
     reason until a start finds the cause gone."""
     NEEDS_SNAPSHOT = "needs_snapshot"
-    """The log no longer holds what the table lacks. Set by retention or apply; stored until it is loaded
-    again."""
+    """Only a load brings it what it lacks: the log no longer holds that, or it changed at rest and its mode (or a
+    person who stopped the load) is against loading it by itself. Set by apply; never stored: it follows from
+    what the log has let go, and from the shapes of both sides."""
+
+    @property
+    def going_on(self) -> bool:
+        """Whether it is loaded and its changes are applied."""
+        return self in (TableState.CATCHING_UP, TableState.LIVE)
 
     @property
     def broken(self) -> bool:

@@ -16,10 +16,8 @@ from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Announced, Lives, TableLife
-from tailrace.pipeline.report import TableState
 
 LOOK_SECONDS = 5.0
-_GOING_ON = (TableState.CATCHING_UP, TableState.LIVE)
 
 
 class ShapeWatch:
@@ -43,7 +41,7 @@ class ShapeWatch:
         shapes = {
             life.table: life.shape
             for life in list(self._lives.tables.values())
-            if life.state in _GOING_ON and life.shape is not None
+            if life.state.going_on and life.shape is not None
         }
         with suppress(TailraceError):
             self._notice_gaps(shapes)
@@ -66,7 +64,7 @@ class ShapeWatch:
     def ready(self) -> list[TableLife]:
         """The tables that can become what was seen: nothing else may come to wake them."""
         position, lives = self._lives.index.position, list(self._lives.tables.values())
-        told = [(life, life.announced) for life in lives if life.state in _GOING_ON]
+        told = [(life, life.announced) for life in lives if life.state.going_on]
         return [life for life, seen in told if seen is not None and seen.horizon <= position]
 
     def _is_seen(self, table: TableId, stamp: str, shape: TableSchema) -> bool:
@@ -82,5 +80,5 @@ class ShapeWatch:
                 continue  # made anew, and not published yet
             self._seen[table] = changed[table]
             _, before = changed[table]
-            if (before, before.facts) != (shape, shape.facts):
+            if not before.same_as(shape):
                 self._lives.tables[table].announced = Announced(shape=shape, horizon=horizon, instead_of=before)

@@ -96,7 +96,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
     )
     state = life.state
     again = state is TableState.SEEDING and cursor is not None
-    if again or (life.load is not None and state in (TableState.CATCHING_UP, TableState.LIVE)):
+    if again or (life.load is not None and state.going_on):
         state = TableState.REFRESHING
     load = life.load
     if load is None and life.replay is not None:

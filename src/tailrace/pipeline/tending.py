@@ -15,7 +15,6 @@ from dataclasses import replace
 from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import UpkeepSettings
 from tailrace.spark.tasks import TendWork, tend_table
 from tailrace.tables.upkeep import Upkeep
@@ -57,11 +56,8 @@ class Tending:
 
     def _next(self) -> TableLife | None:
         """The one with the most commits since it was last tended."""
-        going_on = (TableState.CATCHING_UP, TableState.LIVE)
-        due = [
-            life for life in list(self._lives.tables.values())
-            if life.state in going_on and life.untended >= COMMITS_MIN
-        ]  # fmt: skip
+        lives = list(self._lives.tables.values())
+        due = [life for life in lives if life.state.going_on and life.untended >= COMMITS_MIN]
         return max(due, key=lambda life: life.untended, default=None)
 
     def _tend(self, life: TableLife) -> float:

@@ -440,7 +440,7 @@ class Decoder:
         messages = [b[starts[m] : starts[m + 1]].tobytes() for m in special[relations]]
         for k, schema in zip(relations, self._describe(messages) if messages else (), strict=True):
             known = self._slot_of_oid.get(schema.relation)
-            if known is None or not _as_known(self._shapes[known].schema, schema):
+            if known is None or not self._shapes[known].schema.knows(schema):
                 known = len(self._shapes)
                 self._shapes.append(Shape(schema, self._kinds))
             self._slot_of_oid[schema.relation] = known
@@ -485,11 +485,6 @@ class Decoder:
             cuts = np.append(begins[low:high], end)
             shapes = [self._shapes[slot] for slot in slots[begins[low:high]]]
             yield from batches_of(b, shapes, types, rows, order[cuts[0] : end], cuts - cuts[0], self._text)
-
-
-def _as_known(known: TableSchema, schema: TableSchema) -> bool:
-    """Whether nothing was told that was not known."""
-    return known == schema and (schema.facts is None or known.facts == schema.facts)
 
 
 def _layout(shapes: Sequence[Shape]) -> tuple[Ints, Bytes]:
