@@ -40,8 +40,8 @@ _FILL = """case
   when t.typdelim = ',' then (f.attmissingval::text::text[])[1]
   else substr(f.attmissingval::text, 2, length(f.attmissingval::text) - 2) end"""
 _COLUMNS = f"""
-select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attgenerated <> '', a.attnum, not a.attnotnull,
-       {AS_BYTES.format(text=_DEFAULT)}, {AS_BYTES.format(text=_FILL)},
+select a.attrelid::int8, a.attname, a.atttypid::int8, a.atttypmod, a.attgenerated <> '', {SENT},
+       a.attnum, not a.attnotnull, {AS_BYTES.format(text=_DEFAULT)}, {AS_BYTES.format(text=_FILL)},
        a.xmin::text::int8
 from pg_attribute a
 left join pg_attrdef d on d.adrelid = a.attrelid and d.adnum = a.attnum
@@ -50,13 +50,8 @@ left join lateral (
   select x.attmissingval from {TREE.format(table="a.attrelid")} m
   join pg_attribute x on x.attrelid = m.oid and x.attname = a.attname and x.atthasmissing
   limit 1) f on true
-where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped and {SENT}
+where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped
 order by 1, a.attnum
-"""
-
-_UNSENT = f"""
-select a.attrelid::int8, array_agg(a.attnum) from pg_attribute a
-where a.attrelid = any(%s::oid[]) and a.attnum > 0 and not a.attisdropped and not {SENT} group by 1
 """
 
 _LISTED = """
@@ -92,9 +87,9 @@ def read_facts(
     oids = list({oid for oid, _ in announced})
     lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))
     shown: dict[int, list[_Shown]] = {}
-    others: dict[int, list[int]] = {oid: list(numbers) for oid, numbers in ask(_UNSENT, (oids,))}
-    for oid, name, kind, modifier, generated, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
-        if oid not in lists or number in lists[oid]:
+    others: dict[int, list[int]] = {}
+    for oid, name, kind, modifier, generated, sent, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
+        if sent and (oid not in lists or number in lists[oid]):
             fact = ColumnFacts(
                 number=number, nullable=nullable, default=_text(default), fill=_text(fill), stamp=stamp
             )
