@@ -50,9 +50,9 @@ PUBLICATION_BYTES_MAX = 63 - len("_inserts")
 """PostgreSQL cuts longer names without a word. The second publication, for tables that can publish inserts
 only, is named after the first."""
 LOG_BYTES_MIN = 1 << 20
+"""A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
 FILE_SIZE_MAX = 256 << 20
 """Of a file of a lake table: none is written larger (`tables/staging.py`)."""
-"""A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
 SEALS_PER_MAX_BYTES = 8
 """Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
 
@@ -320,11 +320,7 @@ class SlotSettings(BaseModel):
 
     @model_validator(mode="after")
     def _is_findable(self) -> SlotSettings:
-        if not self.create and self.name is None:
-            raise _refusal(
-                "`create: false` needs a `name`: there is no other way to know which slot is meant",
-                "Add `name:`, the name of the slot you made.",
-            )
+        _refuse_nameless(self, "slot")
         return self
 
 
@@ -337,12 +333,16 @@ class PublicationSettings(BaseModel):
 
     @model_validator(mode="after")
     def _is_findable(self) -> PublicationSettings:
-        if not self.create and self.name is None:
-            raise _refusal(
-                "`create: false` needs a `name`: there is no other way to know which publication is meant",
-                "Add `name:`, the name of the publication you made.",
-            )
+        _refuse_nameless(self, "publication")
         return self
+
+
+def _refuse_nameless(given: SlotSettings | PublicationSettings, what: str) -> None:
+    if not given.create and given.name is None:
+        raise _refusal(
+            f"`create: false` needs a `name`: there is no other way to know which {what} is meant",
+            f"Add `name:`, the name of the {what} you made.",
+        )
 
 
 class SourceSettings(BaseModel):
