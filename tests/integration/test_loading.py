@@ -27,10 +27,9 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
 from tailrace.spark.seeds import Hold, LoadMode, Seed, Seeds, Wish
 from tailrace.spark.tasks import ChunkWork
-from tailrace.tables.delta import DeltaRsTable
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
-from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.loads import Scene, life, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
@@ -467,50 +466,6 @@ def test_every_kind_of_table_and_key(database: str, tmp_path: Path, way: str) ->
         assert counted["nothing"] == 1
         large = ("composite", "uuids", "texts", "skewed", "parted", "keyless")
         assert all(counted[name] > 3 for name in large), counted
-
-
-def test_modes(database: str, tmp_path: Path) -> None:
-    names = ("a_initial", "a_always", "a_once", "a_needed", "a_schema", "a_never")
-    for name in names:
-        execute(
-            database,
-            f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)",
-            f"ALTER TABLE {name} ALTER large SET STORAGE EXTERNAL",
-            f"INSERT INTO {name} SELECT g, 1, repeat('l', 5000) FROM generate_series(1, 5) g",
-        )
-    modes = {
-        "public.a_always": "always", "public.a_once": "initial_only", "public.a_needed": "when_needed",
-        "public.a_schema": "schema_only", "public.a_never": "never",
-    }  # fmt: skip
-    with Scene(tmp_path, database, modes=modes) as scene:
-        with scene.loader() as applying:
-            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
-            for name in names:
-                execute(database, f"UPDATE {name} SET x = 2 WHERE id = 1", f"INSERT INTO {name} VALUES (9, 9, 'new')")
-            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
-            assert life(applying, "a_once").state is TableState.LOADED
-            rows = {name: rows_of(applying, name) for name in names}
-            assert rows == {"a_initial": 6, "a_always": 6, "a_once": 5, "a_needed": 6, "a_schema": 2, "a_never": 2}
-        with scene.loader() as applying:
-            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
-            assert {table for table, _ in applying.chunks} == {"a_always"}
-
-
-def rows_of(applying: Local, table: str) -> int:
-    return DeltaRsTable(life(applying, table).path, applying.lives.log.log_id).rows()
-
-
-def test_a_table_that_was_left_out_for_a_while_is_loaded_anew(filled: str, tmp_path: Path) -> None:
-    execute(filled, "CREATE TABLE other (id int PRIMARY KEY)")
-    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
-        scene.assert_equal(applying, "things", "other")
-    with Scene(tmp_path, filled, tables='["public.other"]') as scene:
-        execute(filled, "UPDATE things SET x = 42 WHERE id <= 100", "INSERT INTO other VALUES (1)")
-        with scene.loader() as applying:
-            scene.assert_equal(applying, "other")
-    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
-        scene.assert_equal(applying, "things", "other")
-        assert applying.chunks, "what it lacks is not in the log"
 
 
 def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str, tmp_path: Path) -> None:

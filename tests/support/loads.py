@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from tailrace.changelog.index import LogIndex
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TailraceError
@@ -30,6 +31,7 @@ from tailrace.pipeline.status import APPLIER
 from tailrace.pipeline.wiring import open_source
 from tailrace.runtime import loop
 from tailrace.spark.tasks import ChunkWork, Outcome
+from tailrace.tables.delta import DeltaRsTable
 from tests.support.pipelines import Pipeline, eventually
 
 CHUNK_BYTES = 64 << 10
@@ -139,6 +141,17 @@ class Scene:
         finally:
             held.release()
 
+    def wait_for_capture(self) -> None:
+        """Until the log holds everything that was committed until now."""
+        log = ChangeLog.open(self.settings.log.path)
+        horizon, index = open_source(self.settings, log.log_id).horizon(), LogIndex(log)
+
+        def reached() -> bool:
+            index.grow()
+            return index.position >= horizon
+
+        assert eventually(reached, pause=0.05)
+
     def settled(self, applying: Local) -> bool:
         """Whether everything committed until now is in every table that can go on."""
         applying.check()
@@ -174,6 +187,10 @@ def life(applying: Local, table: str) -> TableLife:
     return next(life for life in lives(applying) if life.table.name == table)
 
 
+def rows_of(applying: Local, table: str) -> int:
+    return DeltaRsTable(life(applying, table).path, applying.lives.log.log_id).rows()
+
+
 def once(action: Callable[[], None], *, at: int = 0) -> Hook:
     """A hook that acts at the n-th chunk it sees."""
     seen = [0]
@@ -191,5 +208,3 @@ def wait_for_state(applying: Local, table: str, *states: TableState, seconds: fl
         life(applying, table).state,
         life(applying, table).error,
     )
-
-

@@ -1,0 +1,140 @@
+"""When a table is loaded by itself and when not: its `load.mode`, and what became of the log meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltalake import DeltaTable
+
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
+from tailrace.pipeline.report import TableState
+from tests.support.loads import Scene, life, rows_of, wait_for_state
+from tests.support.logs import seal
+from tests.support.pipelines import eventually, execute
+
+
+def test_modes(database: str, tmp_path: Path) -> None:
+    names = ("a_initial", "a_always", "a_once", "a_needed", "a_schema", "a_never")
+    for name in names:
+        execute(
+            database,
+            f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)",
+            f"ALTER TABLE {name} ALTER large SET STORAGE EXTERNAL",
+            f"INSERT INTO {name} SELECT g, 1, repeat('l', 5000) FROM generate_series(1, 5) g",
+        )
+    modes = {
+        "public.a_always": "always", "public.a_once": "initial_only", "public.a_needed": "when_needed",
+        "public.a_schema": "schema_only", "public.a_never": "never",
+    }  # fmt: skip
+    with Scene(tmp_path, database, modes=modes) as scene:
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
+            for name in names:
+                execute(database, f"UPDATE {name} SET x = 2 WHERE id = 1", f"INSERT INTO {name} VALUES (9, 9, 'new')")
+            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
+            assert life(applying, "a_once").state is TableState.LOADED
+            rows = {name: rows_of(applying, name) for name in names}
+            assert rows == {"a_initial": 6, "a_always": 6, "a_once": 5, "a_needed": 6, "a_schema": 2, "a_never": 2}
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
+            assert {table for table, _ in applying.chunks} == {"a_always"}
+
+
+def test_without_a_load_a_table_begins_empty_from_now_on_or_with_what_the_log_holds(
+    database: str, tmp_path: Path
+) -> None:
+    names = ("from_now", "from_log")
+    for name in names:
+        execute(database, f"CREATE TABLE {name} (id int PRIMARY KEY, x int)")
+        execute(database, f"INSERT INTO {name} VALUES (1, 1), (2, 2)")
+    modes = {"public.from_now": "schema_only", "public.from_log": "never"}
+    with Scene(tmp_path, database, modes=modes) as scene:
+        for name in names:
+            execute(database, f"INSERT INTO {name} VALUES (3, 3)", f"DELETE FROM {name} WHERE id = 1")
+        scene.wait_for_capture()
+        with scene.loader() as applying:
+            for name in names:
+                wait_for_state(applying, name, TableState.LIVE)
+            assert {name: ids(scene, name) for name in names} == {"from_now": [], "from_log": [3]}
+            for name in names:
+                execute(database, f"INSERT INTO {name} VALUES (4, 4)", f"UPDATE {name} SET x = 5 WHERE id = 2")
+            assert scene.settled(applying)
+            # An update of a row that was never loaded brings it.
+            assert {name: ids(scene, name) for name in names} == {"from_now": [2, 4], "from_log": [2, 3, 4]}
+            assert not applying.chunks
+
+
+def ids(scene: Scene, table: str) -> list[int]:
+    found = DeltaTable(str(scene.pipeline.lake / "public" / table)).to_pyarrow_table()
+    assert found.column_names[:2] == ["id", "x"], "the table has the source's columns"
+    return sorted(found.column("id").to_pylist())
+
+
+def let_go_of_everything(log: Path) -> set[str]:
+    """What `log.max_bytes` does when it comes to the worst; returns the tables that lost what they lacked."""
+    seal(log)
+    with Sealer(log) as sealer:
+        return set(trim(sealer, Policy(age_seconds=None, max_bytes=100)).detached)
+
+
+def test_a_table_whose_changes_the_log_let_go_of_is_loaded_again_when_needed_and_else_waits_for_a_person(
+    database: str, tmp_path: Path
+) -> None:
+    names = ("needed", "plain")
+    for name in names:
+        execute(database, f"CREATE TABLE {name} (id int PRIMARY KEY)", f"INSERT INTO {name} VALUES (1)")
+    scene = Scene(tmp_path, database, modes={"public.needed": "when_needed"})
+    with scene:
+        with scene.loader() as applying:
+            scene.assert_equal(applying, *names)
+        for name in names:
+            execute(database, f"INSERT INTO {name} VALUES (2), (3)", f"DELETE FROM {name} WHERE id = 1")
+        scene.wait_for_capture()
+    assert let_go_of_everything(scene.settings.log.path) == {"public.needed", "public.plain"}
+    with scene, scene.loader() as applying:
+        wait_for_state(applying, "needed", TableState.LIVE)
+        execute(database, "INSERT INTO needed VALUES (4)", "INSERT INTO plain VALUES (4)")
+        scene.assert_equal(applying, "needed")
+        left = life(applying, "plain")
+        assert left.state is TableState.NEEDS_SNAPSHOT
+        assert left.error is not None
+        assert (left.error.code, "Run `tailrace snapshot FILE TABLE`" in left.error.hint) == ("log-trimmed", True)
+        assert rows_of(applying, "plain") == 1, "it is as it was"
+        assert {table for table, _ in applying.chunks} == {"needed"}
+        assert scene.pipeline.ask("snapshot", "public.plain").returncode == 0
+        wait_for_state(applying, "plain", TableState.LIVE)
+        scene.assert_equal(applying, *names)
+
+
+def test_a_table_that_failed_and_was_let_go_of_is_loaded_again_when_needed_without_a_restart(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, "CREATE TABLE needed (id int PRIMARY KEY)", "INSERT INTO needed VALUES (1)")
+    with Scene(tmp_path, database, mode="when_needed") as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "needed")
+        DeltaTable(str(scene.pipeline.lake / "public" / "needed")).delete("id = 1")
+        execute(database, "INSERT INTO needed VALUES (2)")
+        wait_for_state(applying, "needed", TableState.FAILED)
+        applying.holding.say(now=True)
+        scene.wait_for_capture()
+        assert eventually(lambda: let_go_of_everything(scene.settings.log.path) == {"public.needed"})
+        applying.lives.grow()
+        applying.holding.say(now=True)
+        wait_for_state(applying, "needed", TableState.LIVE)
+        scene.assert_equal(applying, "needed")
+        assert len(applying.chunks) == 2
+
+
+def test_a_table_that_was_left_out_for_a_while_is_loaded_anew(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE things (id int PRIMARY KEY, x int)", "INSERT INTO things VALUES (1, 1), (2, 2)")
+    execute(database, "CREATE TABLE other (id int PRIMARY KEY)")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things", "other")
+    with Scene(tmp_path, database, tables='["public.other"]') as scene:
+        execute(database, "UPDATE things SET x = 42 WHERE id = 1", "INSERT INTO other VALUES (1)")
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "other")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things", "other")
+        assert applying.chunks, "what it lacks is not in the log"
