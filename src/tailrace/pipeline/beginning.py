@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tailrace import failpoints
+from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import SourceTableMissing, TableFailed, TableUnpublished, TailraceError, Unsupported
@@ -61,42 +62,38 @@ class Beginning:
         self.chunked: set[TableId] = set()
         """Tables that could not be read in one snapshot."""
 
-    def find_tables(self) -> None:
-        """Tables that were made, or renamed into what the settings name, since we last looked."""
+    def look(self) -> None:
+        """See which tables the source has now: new ones are followed, failed ones tried again if a person wants it."""
+        wanted = self._lives.seeds.retries()  # first: whoever asks for it has mended the source before
         try:
-            found = self._source.tables()
+            there = {table.table: table for table in self._source.tables()}
         except TailraceError:
             return  # whoever needs the source says so
-        there = {table.table for table in found}
+        self._follow(there)
+        self._retry(wanted, there)
+
+    def _follow(self, there: dict[TableId, SourceTable]) -> None:
+        """Tables may have been made, or renamed into what the settings name, since we last looked."""
         for life in list(self._lives.tables.values()):
             if life.table not in there and life.state is TableState.NEW:
                 life.gone = True
                 life.fail(SourceTableMissing("the table is not there", table=life.table, hint=_GONE_HINT))
             elif life.gone and life.table in there and life.state is TableState.FAILED:
                 life.gone, life.error, life.state, life.failures = False, None, TableState.NEW, 0
-        for table in found:
-            if (known := self._lives.tables.get(table.table)) is not None:
-                known.see(table)
+        for table, source in there.items():
+            if (known := self._lives.tables.get(table)) is not None:
+                known.see(source)
             else:
-                log.info("table found", extra={"table": str(table.table)})
-                self._lives.add(table.table, table, self._settings.mode_of(table.table))
+                log.info("table found", extra={"table": str(table)})
+                self._lives.add(table, source, self._settings.mode_of(table))
 
-    def retry(self) -> None:
-        """Tables that have failed, and that a person wants to be tried again."""
-        seeds = self._lives.seeds
-        wanted = seeds.retries()
-        if not wanted:
-            return
-        try:
-            there = {table.table: table for table in self._source.tables()}
-        except TailraceError:
-            return  # when it answers
+    def _retry(self, wanted: Iterable[TableId], there: dict[TableId, SourceTable]) -> None:
         for table in wanted:
             life = self._lives.tables.get(table)
             if life is not None and life.state is TableState.FAILED and table in there:
                 log.info("table tried again", extra={"table": str(table)})
                 self._lives.again(life, there[table])
-            seeds.retried(table)
+            self._lives.seeds.retried(table)
 
     def begin(self, waiting: Waiting) -> None:
         """Begin a load of each; what cannot be begun has failed."""

@@ -111,8 +111,7 @@ class Loading:
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= tables_at:
-                self._begins.find_tables()
-                self._begins.retry()
+                self._begins.look()
                 self._shapes.look()
                 for life in self._shapes.ready():
                     self._spawn(partial(self._advance, life))
@@ -460,13 +459,10 @@ class Loading:
             # Waited for, however long it takes: whoever captures says so too.
             life.error, life.failures, life.failed_at = error, min(life.failures + 1, 5), time.monotonic()
             return
-        for wish in self._seeds.wishes():
-            if wish.table == life.table and error.remedy is not Remedy.RETRY:
-                self._seeds.fulfil(wish)
-        if life.cursor is None or life.state in (TableState.NEW, TableState.SEEDING) or life.state.broken:
-            life.fail(error)
-            return
-        if life.refresh is not None:  # it goes no further without the load
+        if error.remedy is not Remedy.RETRY:
+            self._forget_wishes(life.table)
+        unloaded = life.cursor is None or life.state in (TableState.NEW, TableState.SEEDING) or life.state.broken
+        if unloaded or life.refresh is not None:  # it goes no further without the load
             life.fail(error)
             return
         failures = self._again.get(life.table, (0, 0.0))[0] + 1
@@ -474,11 +470,14 @@ class Loading:
         if failures >= CHUNK_TRIES_MAX or error.remedy is not Remedy.RETRY:
             del self._again[life.table]
             self._always.discard(life.table)
-            for wish in self._seeds.wishes():
-                if wish.table == life.table:
-                    self._seeds.fulfil(wish)
+            self._forget_wishes(life.table)
         life.trouble = f"It could not be loaded again: {error.headline}. {error.hint}"
         log.error("table not loaded again", extra={"table": str(life.table), "code": error.code})
+
+    def _forget_wishes(self, table: TableId) -> None:
+        for wish in self._seeds.wishes():
+            if wish.table == table:
+                self._seeds.fulfil(wish)
 
     def _tell(self) -> None:
         for load in list(self._loads.values()):
