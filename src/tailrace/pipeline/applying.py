@@ -31,7 +31,6 @@ from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loading import Loading
-from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
@@ -269,8 +268,7 @@ class Applying:
             self._ledger.note(point)
 
     def _loaded(self) -> list[TableLife]:
-        loaded = (TableState.CATCHING_UP, TableState.LIVE)
-        return [life for life in list(self.lives.tables.values()) if life.state in loaded]
+        return [life for life in list(self.lives.tables.values()) if life.state.going_on]
 
     def sweep(self) -> None:
         """Tables that a micro-batch has left, because someone else was at work on them, or that were tried again."""

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class Point:
     position: Lsn
     committed_at: int
     """When the source committed the last transaction that is in it, in microseconds since 1970."""
-    versions: Mapping[TableId, int] = field(default_factory=dict)
+    versions: Mapping[TableId, int]
 
     @property
     def time(self) -> datetime:
