@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -52,6 +55,50 @@ def behind_our_back(url: str, applying: Local, *statements: str) -> None:
     publication = applying._source.settings.publication
     execute(url, f"ALTER PUBLICATION {publication} DROP TABLE things", *statements)
     execute(url, f"ALTER PUBLICATION {publication} ADD TABLE things")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[set[int]]:
+    """Someone reads the lake table again and again until the block is left, and sees these counts of rows."""
+    stop, seen = threading.Event(), set[int]()
+
+    def read() -> None:
+        while not stop.wait(0.05):
+            if DeltaTable.is_deltatable(str(path)):
+                seen.add(DeltaTable(str(path)).to_pyarrow_table(columns=["id"]).num_rows)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        reader.join()
+
+
+def test_a_reader_never_sees_half_a_table(filled: str, tmp_path: Path) -> None:
+    lake = tmp_path / "lake" / "public" / "things"
+
+    def write() -> None:
+        execute(filled, "UPDATE things SET x = x + 1 WHERE id % 100 = 7", "UPDATE things SET id = -id WHERE id = 1499")
+
+    with Scene(tmp_path, filled) as scene, reading(lake) as seen, scene.loader(before=once(write, at=4)) as applying:
+        scene.assert_equal(applying, "things")
+        for mode in ("replace", "refresh"):
+            applying.before, before = once(write, at=4), len(applying.chunks)
+            behind_our_back(filled, applying, "UPDATE things SET pad = 'other' WHERE id % 2 = 0")
+            ask(scene, "public.things", "--mode", mode)
+            assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
+            scene.assert_equal(applying, "things")
+            assert len(applying.chunks) > before + 4, "all of it was read again, and written to meanwhile"
+    assert seen == {1500}
+    versions = range(DeltaTable(str(lake)).version() + 1)
+    assert len(versions) > 4
+    assert {version: count_at(lake, version) for version in versions} == dict.fromkeys(versions, 1500)
+
+
+def count_at(lake: Path, version: int) -> int:
+    return int(DeltaTable(str(lake), version=version).to_pyarrow_table(columns=["id"]).num_rows)
 
 
 def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ from tailrace.model.schema import TableId, TableSchema
 
 OPEN_SECONDS_MAX = 3600.0
 LOCK_SECONDS_MAX = 60
+_TIMEOUT_MS_MAX = 2**31 - 1
+"""The server takes no longer one; 0 would mean none."""
 _PAUSE_SECONDS = 0.2
 _REWRITTEN_HINT = "Nothing to do: it is loaded again from the beginning."
 _GONE = ("42P01", "42703", "3F000")
@@ -44,7 +46,7 @@ _GONE = ("42P01", "42703", "3F000")
 # where the server would rather read the whole table for each chunk.
 _POLITE = (
     "set local max_parallel_workers_per_gather = 0; set local jit = off; set local enable_seqscan = {seqscan}; "
-    f"set local lock_timeout = '{LOCK_SECONDS_MAX}s'; set local statement_timeout = '{{seconds}}s'"
+    f"set local lock_timeout = '{LOCK_SECONDS_MAX}s'; set local statement_timeout = {{timeout_ms}}"
 )
 
 # Names are looked up as they are now, whatever the snapshot sees; and so are they here. Types are those of the rows.
@@ -266,7 +268,8 @@ class SnapshotReader:
         run = self._connection.execute
         try:
             seqscan = "off" if chunk.key else "on"
-            run(_POLITE.format(seqscan=seqscan, seconds=int(self._seconds_max)))
+            timeout_ms = min(max(1, round(self._seconds_max * 1000)), _TIMEOUT_MS_MAX)
+            run(_POLITE.format(seqscan=seqscan, timeout_ms=timeout_ms))
             run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
             row = run(f"select {FILE} from pg_class c where c.oid = %s", (chunk.leaf.oid,)).fetchone()
             numbers = schema.facts.numbers if schema.facts else ()
