@@ -21,7 +21,7 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline import filewatch, waits
+from tailrace.pipeline import filewatch, loading, waits
 from tailrace.pipeline.landing import start_of
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure

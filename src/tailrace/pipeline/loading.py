@@ -35,6 +35,7 @@ from tailrace.errors import (
 )
 from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
+from tailrace.pipeline.filewatch import FileWatch
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import Run, commit, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
@@ -50,8 +51,6 @@ from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
 
-CHANGED_SECONDS = 10.0
-"""Between two looks whether a table that is read is still what the plan was made for."""
 TABLES_SECONDS = 3.0
 """Between two looks for tables that are new at the source."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
@@ -94,6 +93,7 @@ class Loading:
         """Loads of tables that go on meanwhile and that failed: how often, and when the next is due."""
         self._waits = Waits(source)
         self._shapes = ShapeWatch(source, lives)
+        self._files = FileWatch(source, spawn)
         self._throttle = Throttle(
             settings.load.connections, source.lag if settings.load.throttle else None
         )
@@ -119,7 +119,7 @@ class Loading:
             if self._loads and now >= probe_at:
                 with suppress(TailraceError):  # a source that is gone is heard of by those who read
                     self._throttle.probe()
-                    self._notice_changed()
+                self._notice_changed()
                 probe_at = time.monotonic() + PROBE_SECONDS
             self._obey()
             self._begin_waiting()
@@ -369,11 +369,9 @@ class Loading:
 
     def _notice_changed(self) -> None:
         """A partition that comes or goes, or a file that is another, is not waited for until the end."""
-        for load in list(self._loads.values()):
-            if not load.landing and time.monotonic() >= load.looked_at + CHANGED_SECONDS:
-                load.looked_at = time.monotonic()
-                if not self._source.unchanged(load.seed.plan):
-                    self._replan(load, _changed(load.life.table))
+        for load in self._files.changed([load for load in list(self._loads.values()) if not load.landing]):
+            if not load.landing:  # else it is about to be noticed there
+                self._replan(load, _changed(load.life.table))
 
     def _end_replayed(self) -> None:
         """Forget loads once the log has passed their last chunk."""
