@@ -138,3 +138,15 @@ def test_a_table_that_was_left_out_for_a_while_is_loaded_anew(database: str, tmp
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things", "other")
         assert applying.chunks, "what it lacks is not in the log"
+
+
+def test_a_table_made_while_everything_runs_is_published_loaded_and_streamed(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE things (id int PRIMARY KEY)", "INSERT INTO things VALUES (1)")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        execute(database, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1)")
+        assert eventually(lambda: any(found.table.name == "later" for found in applying.lives.tables.values()))
+        execute(database, "INSERT INTO later VALUES (2, 2)", "UPDATE later SET x = 9 WHERE id = 1")
+        wait_for_state(applying, "later", TableState.LIVE)
+        execute(database, "DELETE FROM later WHERE id = 2", "INSERT INTO later VALUES (3, 3)")
+        scene.assert_equal(applying, "things", "later")

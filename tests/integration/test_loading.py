@@ -21,11 +21,11 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline import filewatch, loading, waits
+from tailrace.pipeline import filewatch, waits
 from tailrace.pipeline.landing import start_of
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
-from tailrace.spark.seeds import Hold, LoadMode, Seed, Seeds, Wish
+from tailrace.spark.seeds import LoadMode, Seed, Seeds, Wish
 from tailrace.spark.tasks import ChunkWork
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
@@ -388,47 +388,6 @@ def test_a_live_table_is_loaded_again(filled: str, tmp_path: Path, way: str, mod
         scene.assert_equal(applying, "things")
 
 
-def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
-    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
-        scene.assert_equal(applying, "things")
-        seeds = Seeds(scene.settings.log.path)
-        seeds.wish(Wish(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
-        assert eventually(lambda: not seeds.wishes(), seconds=60)
-        scene.assert_equal(applying, "things")
-
-
-def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -> None:
-    things = TableId("public", "things")
-    seeds = Seeds(tmp_path / "changes")
-    with Scene(tmp_path, filled) as scene:
-        with scene.loader(before=once(lambda: seeds.hold(things, Hold.PAUSED), at=4)) as applying:
-            wait_for_state(applying, "things", TableState.PAUSED)
-            read = len(applying.chunks)
-        with scene.loader() as applying:
-            wait_for_state(applying, "things", TableState.PAUSED)
-            assert not eventually(lambda: bool(applying.chunks), seconds=1.5), "paused across a restart"
-            seeds.hold(things, None)
-            scene.assert_equal(applying, "things")
-            total = len(applying.chunks) + read
-        with scene.loader(before=once(lambda: seeds.hold(things, Hold.STOPPED), at=4)) as applying:
-            seeds.wish(Wish(table=things))
-            assert eventually(lambda: not seeds.wishes() and not seeds.held())
-            scene.assert_equal(applying, "things")
-            assert len(applying.chunks) < total
-    assert not list((tmp_path / "changes" / "seed").glob("*/plan.json"))
-
-
-def test_a_table_made_while_everything_runs_is_published_loaded_and_streamed(filled: str, tmp_path: Path) -> None:
-    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
-        scene.assert_equal(applying, "things")
-        execute(filled, "CREATE TABLE later (id int PRIMARY KEY, x int)", "INSERT INTO later VALUES (1, 1)")
-        assert eventually(lambda: any(found.table.name == "later" for found in applying.lives.tables.values()))
-        execute(filled, "INSERT INTO later VALUES (2, 2)", "UPDATE later SET x = 9 WHERE id = 1")
-        wait_for_state(applying, "later", TableState.LIVE)
-        execute(filled, "DELETE FROM later WHERE id = 2", "INSERT INTO later VALUES (3, 3)")
-        scene.assert_equal(applying, "things", "later")
-
-
 KINDS = """
 CREATE TABLE composite (a int, b text, c timestamptz, x text, PRIMARY KEY (b, a, c));
 INSERT INTO composite SELECT g % 7, 'k' || g % 300, '2024-01-01'::timestamptz + g * interval '1 s', repeat('x', 200)
@@ -466,24 +425,6 @@ def test_every_kind_of_table_and_key(database: str, tmp_path: Path, way: str) ->
         assert counted["nothing"] == 1
         large = ("composite", "uuids", "texts", "skewed", "parted", "keyless")
         assert all(counted[name] > 3 for name in large), counted
-
-
-def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str, tmp_path: Path) -> None:
-    execute(database, "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
-    with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        scene.assert_equal(applying, "t")
-        lake = tmp_path / "lake" / "public" / "t"
-        lake.rename(tmp_path / "away")
-        execute(database, "INSERT INTO t VALUES (2)")
-        wait_for_state(applying, "t", TableState.FAILED)
-        (tmp_path / "away").rename(lake)
-        looks = 3 * loading.TABLES_SECONDS
-        assert not eventually(lambda: life(applying, "t").state is not TableState.FAILED, seconds=looks), "by itself"
-        applying.lives.seeds.retry(life(applying, "t").table)
-        wait_for_state(applying, "t", TableState.LIVE)
-        scene.assert_equal(applying, "t")
-        assert applying.lives.seeds.retries() == []
-        assert len(applying.chunks) == 1, "it goes on from where it stood"
 
 
 @pytest.mark.parametrize("ask", ["tables", "publish_new"])

@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from tailrace.model.schema import TableId
+from tailrace.pipeline import loading
 from tailrace.pipeline.report import TableState
-from tailrace.spark.seeds import Seeds
+from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
 from tailrace.tables.delta import DeltaRsTable
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
@@ -179,3 +181,51 @@ def test_a_load_is_paused_for_long_and_the_table_is_changed_meanwhile(
         execute(filled, "DELETE FROM things WHERE id = 1")
         ask(scene, "public.things", "--resume")
         scene.assert_equal(applying, "things")
+
+
+def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        seeds = Seeds(scene.settings.log.path)
+        seeds.wish(Wish(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
+        assert eventually(lambda: not seeds.wishes(), seconds=60)
+        scene.assert_equal(applying, "things")
+
+
+def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -> None:
+    things = TableId("public", "things")
+    seeds = Seeds(tmp_path / "changes")
+    with Scene(tmp_path, filled) as scene:
+        with scene.loader(before=once(lambda: seeds.hold(things, Hold.PAUSED), at=4)) as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            read = len(applying.chunks)
+        with scene.loader() as applying:
+            wait_for_state(applying, "things", TableState.PAUSED)
+            assert not eventually(lambda: bool(applying.chunks), seconds=1.5), "paused across a restart"
+            seeds.hold(things, None)
+            scene.assert_equal(applying, "things")
+            total = len(applying.chunks) + read
+        with scene.loader(before=once(lambda: seeds.hold(things, Hold.STOPPED), at=4)) as applying:
+            seeds.wish(Wish(table=things))
+            assert eventually(lambda: not seeds.wishes() and not seeds.held())
+            scene.assert_equal(applying, "things")
+            assert len(applying.chunks) < total
+    assert not list((tmp_path / "changes" / "seed").glob("*/plan.json"))
+
+
+def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t")
+        lake = tmp_path / "lake" / "public" / "t"
+        lake.rename(tmp_path / "away")
+        execute(database, "INSERT INTO t VALUES (2)")
+        wait_for_state(applying, "t", TableState.FAILED)
+        (tmp_path / "away").rename(lake)
+        looks = 3 * loading.TABLES_SECONDS
+        assert not eventually(lambda: life(applying, "t").state is not TableState.FAILED, seconds=looks), "by itself"
+        applying.lives.seeds.retry(life(applying, "t").table)
+        wait_for_state(applying, "t", TableState.LIVE)
+        scene.assert_equal(applying, "t")
+        assert applying.lives.seeds.retries() == []
+        assert len(applying.chunks) == 1, "it goes on from where it stood"
