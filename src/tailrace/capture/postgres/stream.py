@@ -326,9 +326,7 @@ class PostgresStream:
             self._connection.put_copy_data(message)
             self._connection.flush()
         except Exception as error:
-            raise SourceUnreachable(
-                "the connection to the server broke", hint="It is tried again."
-            ) from error
+            raise self._what_happened() from error
         self._reported, self._reported_at = confirmed, time.monotonic()
 
     def _what_happened(self) -> TailraceError:
