@@ -36,6 +36,7 @@ class Debezium:
 
     name: str = "debezium"
     confirms: bool = False
+    from_first_batch: bool = True
 
     def prepare(self) -> dict[str, str]:
         """Make the environment where it is missing or holds another version."""

@@ -35,6 +35,8 @@ class Measured:
     server_cpu_seconds: float | None = None
     warm_rate: float | None = None
     """Rows per second over the second half, of a side that grows faster as it runs."""
+    delivering_seconds: float | None = None
+    """Of the wall time, from the first rows that were delivered to the last."""
 
     def __post_init__(self) -> None:
         if self.rows <= 0 or self.wall_seconds <= 0:

@@ -20,6 +20,7 @@ from benchmarks.ours import memory_peak_bytes
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.capture.postgres.warm import warm_kernels
+from tailrace.changelog.format import Header
 from tailrace.changelog.writer import LogWriter
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
@@ -50,13 +51,14 @@ def main() -> int:
     )
     warm()
     cpu, wall = _cpu_seconds(), time.perf_counter()
-    rows = drain(job)
+    rows, delivering = drain(job)
     wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
     report = {
         "rows": rows,
         "wall_seconds": wall,
         "cpu_seconds": cpu,
         "memory_peak_bytes": memory_peak_bytes("self"),
+        "delivering_seconds": delivering,
     }
     print(json.dumps(report), flush=True)
     return 0
@@ -67,20 +69,34 @@ def warm() -> None:
     warm_kernels()
 
 
-def drain(job: Job) -> int:
-    """Capture the slot up to `job.until_lsn` into a new log; return the rows that are durable in it."""
+class TimedLog(LogWriter):
+    """Notes when its first rows were durable, and when its last were."""
+
+    first = last = 0.0
+
+    def append(self, window: Window) -> Header | None:
+        header = super().append(window)
+        if header is not None and header.rows:
+            self.last = time.perf_counter()
+            self.first = self.first or self.last
+        return header
+
+
+def drain(job: Job) -> tuple[int, float]:
+    """Capture the slot up to `job.until_lsn` into a new log; return the rows that are durable in it, and the
+    seconds from the first of them to the last."""
     capture = PostgresCapture(PostgresSettings(
         url=job.url, wanted=lambda _: True, slot=job.slot, slot_create=False,
         publication=job.publication, publication_create=False,
     ))  # fmt: skip
-    log = LogWriter(job.log_folder, identify(job.url))
+    log = TimedLog(job.log_folder, identify(job.url))
     begin = capture.prepare(None)
     assert begin is not None, "a new log has a beginning"
     log.append(Window(start=ZERO, end=begin))
     runtime = CdcRuntime(capture.live, log, target=Lsn(job.until_lsn))
     runtime.run(lambda: runtime.caught_up)
     log.close()
-    return log.next_seq - 1
+    return log.next_seq - 1, log.last - log.first
 
 
 def _cpu_seconds() -> float:

@@ -7,9 +7,9 @@ the same changes to a handler that only counts them. Ours must reach ten times i
 
 For this to be fair:
 - both read the same backlog over TCP on 127.0.0.1, each from a slot of its own; Debezium takes no snapshot;
-- the peer is timed from the first batch it hands over to the last, so that neither its JVM's start nor its
-  connecting counts, and the rows of the first batch count although their time does not. Ours is timed as in
-  pg-stream;
+- both are timed alike, from the first batch they deliver to the last: handed over by the peer, durable in the
+  log of ours. So neither the JVM's start nor anyone's connecting counts, and the rows of the first batch count
+  although their time does not;
 - not to the peer's advantage: Java compiles while it runs, so its first 50,000 records take it as long as some 300,000
   later ones, and this counts as it would after every restart. Ours has its kernels compiled beforehand.
   `setup.when_warm` holds the rate of the peer's second half, and how many times that ours is over the whole

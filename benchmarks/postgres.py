@@ -66,6 +66,11 @@ class Peer(Protocol):
         """Whether it has told the server, on return, that it read to the backlog's end."""
         ...
 
+    @property
+    def from_first_batch(self) -> bool:
+        """Whether its clock runs from the first rows it delivers to the last, and so must ours."""
+        ...
+
     def prepare(self) -> dict[str, str]:
         """Install what is missing, before any clock runs; return versions for the report."""
         ...
@@ -163,7 +168,11 @@ class Comparison:
 
     def _round(self, server: EmbeddedPostgres, admin: Admin, backlog: Backlog, number: int) -> Round:
         def drain_ours(target: Target) -> Measured:
-            return ours.drain_into_log(target.url, target.slot, target.publication, backlog.end_lsn)
+            run = ours.drain_into_log(target.url, target.slot, target.publication, backlog.end_lsn)
+            if self.peer.from_first_batch:
+                assert run.delivering_seconds is not None, "our side always tells"
+                run = replace(run, wall_seconds=run.delivering_seconds)
+            return run
 
         def drain_peer(target: Target) -> Measured:
             return self.peer.drain(target, backlog)

@@ -27,6 +27,7 @@ class PgRecvlogical:
 
     name: str = "pg_recvlogical"
     confirms: bool = True
+    from_first_batch: bool = False
 
     def prepare(self) -> dict[str, str]:
         """Nothing: it comes with the server, in the server's version."""
