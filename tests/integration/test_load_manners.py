@@ -13,6 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tailrace.capture.postgres import source
 from tailrace.capture.postgres.chunks import Cut, plan_table
 from tailrace.capture.postgres.connect import connect
 from tailrace.demo.server import EmbeddedPostgres
@@ -82,6 +83,36 @@ def test_a_person_is_obeyed_while_somebody_has_the_table_locked(
         assert scene.pipeline.ask("snapshot", "--resume").returncode == 0
         wait_for_state(applying, "things", TableState.LIVE)
         scene.assert_equal(applying, "things")
+
+
+def test_a_table_that_somebody_has_locked_holds_up_no_load_of_another(filled: str, tmp_path: Path) -> None:
+    execute(filled, "CREATE TABLE aside (id int PRIMARY KEY)")
+    with psycopg.connect(filled) as someone:
+
+        def lock(work: ChunkWork) -> None:
+            if work.schema.table.name == "things" and work.chunk.number == 3:
+                someone.execute("LOCK TABLE aside IN ACCESS EXCLUSIVE MODE")
+
+        with Scene(tmp_path, filled, connections=2) as scene, scene.loader(before=lock) as applying:
+            wait_for_state(applying, "things", TableState.LIVE, seconds=20)
+            someone.rollback()
+            scene.assert_equal(applying, "things", "aside")
+
+
+def test_a_table_that_is_locked_when_its_load_begins_is_waited_for(
+    filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "LOCK_SECONDS_MAX", 1)
+    with Scene(tmp_path, filled) as scene, psycopg.connect(filled) as someone:
+        published = "SELECT FROM pg_publication_tables WHERE tablename = 'things'"
+        assert eventually(lambda: someone.execute(published).fetchall())
+        someone.execute("LOCK TABLE things IN ACCESS EXCLUSIVE MODE")
+        with scene.loader() as applying:
+            assert eventually(lambda: shown(scene, applying).reason == "source-slow", seconds=20)
+            assert "who holds locks" in (shown(scene, applying).hint or "")
+            someone.rollback()
+            scene.assert_equal(applying, "things")
+            assert shown(scene, applying).reason is None
 
 
 def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: Path) -> None:

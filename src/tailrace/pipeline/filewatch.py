@@ -39,9 +39,9 @@ class FileWatch:
 
     def _look(self, loads: list[Load]) -> None:
         try:
-            with suppress(TailraceError):  # a source that is gone is heard of by those who read
-                for load in loads:
-                    load.looked_at = time.monotonic()
+            for load in loads:
+                load.looked_at = time.monotonic()
+                with suppress(TailraceError):  # a source that is gone is heard of by those who read
                     if not self._source.unchanged(load.seed.plan):
                         self._found.append(load)
         finally:

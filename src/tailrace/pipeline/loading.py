@@ -29,6 +29,7 @@ from tailrace.errors import (
     Remedy,
     SnapshotGone,
     SourceRewritten,
+    SourceSlow,
     SourceUnreachable,
     TableFailed,
     TailraceError,
@@ -54,6 +55,8 @@ log = logging.getLogger(__name__)
 TABLES_SECONDS = 3.0
 """Between two looks for tables that are new at the source."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
+WAITED_FOR = (SourceUnreachable, SourceSlow)
+"""However long it takes: whoever captures tells of the one, and `status` of the other."""
 CHUNK_TRIES_MAX = 8
 """Of one chunk, for reasons other than a source that cannot be reached: that is waited for."""
 REPLANS_MAX = 20
@@ -416,7 +419,7 @@ class Loading:
             self._replan(load, error)
             return
         except TailraceError as error:
-            if isinstance(error, SourceUnreachable):
+            if isinstance(error, WAITED_FOR):
                 load.landing, life.error = False, error  # all is staged: only the last look is missing
                 return
             if self._drop(load):
@@ -453,8 +456,7 @@ class Loading:
         if life.table in self._loads:
             return  # it had begun before something else of its lot failed
         life.loading = life.load = None
-        if isinstance(error, SourceUnreachable):
-            # Waited for, however long it takes: whoever captures says so too.
+        if isinstance(error, WAITED_FOR):
             life.error, life.failures, life.failed_at = error, min(life.failures + 1, 5), time.monotonic()
             return
         if error.remedy is not Remedy.RETRY:

@@ -54,7 +54,24 @@ where a.attrelid = %s and a.attnum > 0 and not a.attisdropped and ({SENT} or %s)
 order by a.attnum
 """
 
+# What `pg_publication_tables` says of a table outside of any tree. The view looks at every table of a publication, and
+# waits for whoever has locked one of them. A publication of all tables, or of a schema, has no lists and conditions.
 _PUBLISHED = """
+select (
+  select array_agg(a.attname::text) from pg_attribute a
+  where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped and case
+    when r.prattrs is not null then a.attnum = any(r.prattrs::int2[])
+    else a.attgenerated = '' or a.attgenerated::text = to_jsonb(p) ->> 'pubgencols' end
+), pg_get_expr(r.prqual, r.prrelid)
+from pg_publication p join pg_class c on c.relkind = 'r' and not c.relispartition and c.relpersistence = 'p'
+join pg_namespace n on n.oid = c.relnamespace
+left join pg_publication_namespace s on s.pnpubid = p.oid and s.pnnspid = n.oid
+left join pg_publication_rel r on r.prpubid = p.oid and r.prrelid = c.oid and s.oid is null
+where p.pubname = any(%s) and n.nspname = %s and c.relname = %s
+  and (p.puballtables or s.oid is not null or r.oid is not null)
+"""
+
+_PUBLISHED_IN_TREE = """
 select attnames::text[], rowfilter from pg_publication_tables
 where pubname = any(%s) and schemaname = %s and tablename = %s
 """
@@ -220,16 +237,20 @@ class Catalogue:
         one without a condition lets everything pass. A load takes every row that any of the three can be told
         of: the base of a later update must be there. That is also what a native subscriber copies.
         """
-        rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
-        conditions = [condition for _, condition in rows]
-        if not conditions or None in conditions:
+        conditions = {condition for _, condition in self._told_of(table, publications)}
+        if None in conditions:
             return None
-        return " OR ".join(sorted(set(conditions)))
+        return " OR ".join(sorted(condition for condition in conditions if condition)) or None
+
+    def _told_of(self, table: TableId, publications: Sequence[str]) -> list[tuple[list[str] | None, str | None]]:
+        """The columns that each publication sends of the table, and the condition for its rows."""
+        named = (list(publications), table.schema, table.name)
+        return self._rows(_PUBLISHED, named) or self._rows(_PUBLISHED_IN_TREE, named)
 
     def _published(self, table: TableId, publications: Sequence[str], columns: set[str]) -> set[str]:
         """Which of the columns are sent."""
-        rows = self._rows(_PUBLISHED, (list(publications), table.schema, table.name))
-        lists = {frozenset(columns.intersection(names or ())) for names, _ in rows}
+        told = self._told_of(table, publications)
+        lists = {frozenset(columns.intersection(names or ())) for names, _ in told}
         if len(lists) > 1:
             raise Unsupported(
                 "the publications list different columns of the table, which the server does not send",

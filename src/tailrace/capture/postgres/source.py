@@ -27,8 +27,8 @@ from tailrace.errors import ConfigError, SourceTableMissing
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
-PUBLISH_LOCK_SECONDS_MAX = 5
-"""To wait for a table that somebody alters, before others wait behind us."""
+LOCK_SECONDS_MAX = 5
+"""To wait for a table that somebody has locked, before others wait behind us."""
 
 
 def identify(url: str) -> SourceId:
@@ -92,7 +92,7 @@ class PostgresCapture:
         if not self.settings.publication_create:
             return
         with self._connected() as connection:
-            connection.execute(f"set lock_timeout = '{PUBLISH_LOCK_SECONDS_MAX}s'")
+            _wait_briefly(connection)
             wanted = self._wanted(connection)
             if wanted and wanted != self._published:
                 preflight.ensure_publications(connection, self.settings, self.publishing)
@@ -169,11 +169,13 @@ class PostgresCapture:
     def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
         """The table in chunks, as its files are now: made before the snapshot that the chunks are read in."""
         with self._connected() as connection:
+            _wait_briefly(connection)
             return plan_table(connection, table, self.settings.publications, cut, chunk_bytes)
 
     def unchanged(self, plan: Plan) -> bool:
         """Whether the table's rows still lie in the files that the plan was made for."""
         with self._connected() as connection:
+            _wait_briefly(connection)
             now = find_leaves(connection, plan.schema)
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
 
@@ -240,3 +242,7 @@ class _LazyCatalogue:
     def next_transaction(self) -> int:
         """The server's next 64-bit transaction id: transactions in the stream lie near it."""
         return Catalogue(self.connection()).next_transaction()
+
+
+def _wait_briefly(connection: psycopg.Connection) -> None:
+    connection.execute(f"set lock_timeout = '{LOCK_SECONDS_MAX}s'")
