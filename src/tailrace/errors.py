@@ -23,6 +23,7 @@ TailraceError
 │   ├── LogFenced               another writer took our commit number
 │   ├── LogForeign              it belongs to another source
 │   ├── LogTrimmed              what was asked for is no longer kept
+│   ├── LogGap                  the source had discarded changes before they were read
 │   ├── NotCaptured             tables wait for changes that nobody captures
 │   └── LogCorrupt              a checksum or an invariant does not hold
 └── TableError              one lake table; the others go on
@@ -74,6 +75,11 @@ NEW_LOG_HINT = (
     "loaded anew."
 )
 """The last resort: what is in the log can no longer be trusted or continued."""
+LOST_HINT = (
+    "Set `load.mode: when_needed` and start again: every table is loaded anew by itself, and whoever follows the log "
+    "is told."
+)
+"""The server discarded changes that we had not read."""
 LOAD_ANEW_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 
@@ -248,6 +254,12 @@ class LogTrimmed(LogError):
     """Rows that were asked for are no longer kept in the log."""
 
     code = "log-trimmed"
+
+
+class LogGap(LogError):
+    """Changes are missing between two commits: the source had discarded them before they were read."""
+
+    code = "log-gap"
 
 
 class NotCaptured(LogError):

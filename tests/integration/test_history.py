@@ -134,6 +134,34 @@ def test_a_server_that_branched_off_after_our_position_is_gone_on_with(
         refused(point_at(pipeline, primary.url()), "history-diverged", "not in the server's past")
 
 
+def test_a_server_without_the_slot_is_gone_on_with_where_tables_may_be_loaded_anew(
+    primary: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    pipeline = Pipeline(tmp_path, primary.url())
+    captured(pipeline)
+    with copy_of(primary, Copy.FOLLOWING) as copy:
+        insert(primary.url(), 1, 100)
+        captured(pipeline)
+        wait_for_replay(primary, copy)
+        primary.halt("immediate")
+        promote(copy)
+        execute(copy.url(), f"SELECT pg_drop_replication_slot('{slot_of(pipeline)}')")
+        insert(copy.url(), 101, 200)
+        moved = point_at(pipeline, copy.url())
+        refused(moved, "position-lost", "load.mode: when_needed")
+        moved.file.write_text(moved.file.read_text() + "load: {mode: when_needed}\n")
+        for first in (201, 301):
+            captured(moved)
+            insert(copy.url(), first, first + 99)
+        captured(moved)
+        log = ChangeLog.open(moved.log)
+        (gap,) = log.gaps()
+        since = [number for batch in log.follow(gap.commit) for number in batch.data.column("id").to_pylist()]
+        assert sorted(since) == list(range(201, 401))
+        assert timelines(moved)[-1] == 2
+        assert_log_is_whole(moved.log)
+
+
 def test_a_running_capture_goes_on_through_a_failover(
     primary: EmbeddedPostgres, tmp_path: Path, ended: ExitStack
 ) -> None:
@@ -205,7 +233,7 @@ def test_a_slot_that_was_moved_by_hand_is_a_lost_position(database: str, tmp_pat
     captured(pipeline)
     insert(database, 1, 100)
     execute(database, f"SELECT pg_replication_slot_advance('{slot_of(pipeline)}', pg_current_wal_lsn())")
-    refused(pipeline, "position-lost", "the slot is ahead of the log", "tailrace drop")
+    refused(pipeline, "position-lost", "the slot is ahead of the log", "load.mode: when_needed")
 
 
 def test_a_slot_that_was_dropped_is_a_lost_position(database: str, tmp_path: Path) -> None:
@@ -214,7 +242,7 @@ def test_a_slot_that_was_dropped_is_a_lost_position(database: str, tmp_path: Pat
     captured(pipeline)
     insert(database, 1, 100)
     execute(database, f"SELECT pg_drop_replication_slot('{slot_of(pipeline)}')")
-    refused(pipeline, "position-lost", "the replication slot is gone", "tailrace drop")
+    refused(pipeline, "position-lost", "the replication slot is gone", "load.mode: when_needed")
 
 
 def test_log_that_the_server_discarded_is_a_lost_position(tmp_path: Path) -> None:
@@ -235,4 +263,4 @@ def test_log_that_the_server_discarded_is_a_lost_position(tmp_path: Path) -> Non
             connection.execute("CHECKPOINT")
             row = connection.execute("SELECT wal_status FROM pg_replication_slots").fetchone()
         assert row == ("lost",)
-        refused(pipeline, "position-lost", "tailrace drop")
+        refused(pipeline, "position-lost", "load.mode: when_needed")

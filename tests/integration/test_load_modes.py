@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
 from deltalake import DeltaTable
 
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
+from tailrace.errors import LogGap, PositionLost
+from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.report import TableState
+from tailrace.spark.tasks import ChunkWork
 from tests.support.loads import Scene, life, rows_of, wait_for_state
 from tests.support.logs import seal
 from tests.support.pipelines import eventually, execute
@@ -150,3 +156,88 @@ def test_a_table_made_while_everything_runs_is_published_loaded_and_streamed(dat
         wait_for_state(applying, "later", TableState.LIVE)
         execute(database, "DELETE FROM later WHERE id = 2", "INSERT INTO later VALUES (3, 3)")
         scene.assert_equal(applying, "things", "later")
+
+
+CHANGED = (
+    "INSERT INTO t SELECT g, 'new' FROM generate_series(2001, 2100) g", "UPDATE t SET v = 'other' WHERE id <= 10",
+    "DELETE FROM t WHERE id BETWEEN 20 AND 29", "UPDATE t SET id = 5000 WHERE id = 30",
+)  # fmt: skip
+
+
+def lose_the_slot(url: str) -> None:
+    """Changes are made that no slot keeps."""
+    drop = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = current_database()"
+    execute(url, drop, *CHANGED)
+
+
+@pytest.fixture
+def filled(database: str) -> str:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, v text)", "CREATE TABLE quiet (id int PRIMARY KEY)")
+    execute(database, "INSERT INTO t SELECT g, repeat('v', 500) FROM generate_series(1, 1000) g")
+    return database
+
+
+def test_a_lost_position_loads_every_table_again_and_tells_readers(filled: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, filled, mode="when_needed", modes={"public.quiet": "initial_only"})
+    with scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t", "quiet")
+    lose_the_slot(filled)
+    execute(filled, "INSERT INTO quiet VALUES (1)")
+    with scene:
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "t")
+            assert {table for table, _ in applying.chunks} == {"t"}, "one that is loaded only once lacks nothing"
+            execute(filled, "DELETE FROM t WHERE id = 1", "INSERT INTO t VALUES (1, 'back')")
+            scene.assert_equal(applying, "t")
+        with scene.loader() as applying:
+            scene.assert_equal(applying, "t")
+            assert not applying.chunks, "once is enough"
+    log = ChangeLog.open(scene.settings.log.path)
+    (gap,) = log.gaps()
+    with pytest.raises(LogGap, match="the source had discarded changes"):
+        list(log.follow(table="public.t", after=gap.commit - 1))
+    assert sum(len(batch) for batch in log.follow(table="public.t", after=gap.commit)) == 2
+
+
+def test_tables_that_are_applied_when_the_position_is_lost_never_pass_over_it(filled: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, filled, mode="when_needed")
+    scene.__enter__()
+    with scene.loader() as applying:
+        scene.assert_equal(applying, "t", "quiet")
+        before = len(applying.chunks)
+        scene.__exit__()
+        lose_the_slot(filled)
+        with scene:
+            execute(filled, "UPDATE t SET v = 'after' WHERE id = 40", "INSERT INTO quiet VALUES (1)")
+            scene.assert_equal(applying, "t", "quiet")
+            assert {table for table, _ in applying.chunks[before:]} == {"t", "quiet"}
+
+
+def test_a_load_that_was_cut_off_before_the_position_was_lost_begins_anew(filled: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, filled, mode="when_needed", way="chunked")
+    reached, gate = threading.Event(), threading.Event()
+
+    def stay(work: ChunkWork) -> None:
+        if work.schema.table.name == "t" and work.chunk.number == 5:
+            reached.set()
+            gate.wait(60)
+
+    with scene, scene.loader(before=stay) as applying:
+        assert reached.wait(60)
+        applying._stopping.set()
+        gate.set()
+    assert life(applying, "t").cursor is None
+    lose_the_slot(filled)
+    with scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t", "quiet")
+        assert ("t", 0) in applying.chunks, "what was read before is read again"
+
+
+def test_a_position_is_not_given_up_for_tables_that_are_not_loaded_by_themselves(filled: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, filled, mode="when_needed", modes={"public.quiet": "schema_only"})
+    with scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t")
+    lose_the_slot(filled)
+    with pytest.raises(PositionLost, match="the replication slot is gone"):
+        Capturing(scene.settings, until_caught_up=True)
+    assert not ChangeLog.open(scene.settings.log.path).gaps()

@@ -2,7 +2,8 @@
 
 Readers never lock and never wait for the writer: a commit exists when its file does, numbers are dense, and
 each starts where the one before ended. Where a commit's rows lie, in a file of its own or in sealed ones, is
-looked up when they are read. What was trimmed is an error to whoever still wanted it, never a gap.
+looked up when they are read. What was trimmed, or what the source had discarded unread, is an error to whoever
+follows, never passed over.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
 from tailrace.changelog.format import Body, Header, commit_path, corrupt
+from tailrace.changelog.gaps import NAME as GAPS
+from tailrace.changelog.gaps import Gap, read_gaps
 from tailrace.changelog.merged import conform, merged_shape
 from tailrace.changelog.rows import after_position, between, restore
 from tailrace.changelog.schemas import Schemas
@@ -69,7 +72,8 @@ class ChangeLog:
         self.cold = ColdIndex(path, log_id)
         self._checked: set[tuple[str, int]] = set()
         self._newest = 0
-        self._trimmed: tuple[tuple[int, int], Trimmed] = ((0, 0), NOTHING)
+        self._trimmed = records.Watched(path / TRIMMED, lambda: read_trimmed(path))
+        self._gaps = records.Watched(path / GAPS, lambda: read_gaps(path))
         self._mapped: tuple[tuple[int, int], memoryview] = ((0, 0), memoryview(b""))
 
     @classmethod
@@ -193,14 +197,11 @@ class ChangeLog:
 
     def trimmed(self) -> Trimmed:
         """What is no longer kept. Cheap when nothing changed."""
-        try:
-            found = os.stat(self.path / TRIMMED)
-            stamp = (found.st_mtime_ns, found.st_ino)
-        except FileNotFoundError:
-            stamp = (0, 0)
-        if stamp != self._trimmed[0]:
-            self._trimmed = (stamp, read_trimmed(self.path))
-        return self._trimmed[1]
+        return self._trimmed.now()
+
+    def gaps(self) -> tuple[Gap, ...]:
+        """Where changes are missing, oldest first. Cheap when nothing changed."""
+        return self._gaps.now()
 
     def files(self, table: TableId | str | int) -> list[Path]:
         """The sealed files of a table now, in order: Parquet, for any reader. What is not sealed is not in them."""
@@ -463,6 +464,8 @@ class ChangeLog:
         heard = time.monotonic()
         while True:
             newest, before = self.newest(), reached.commit
+            gap = next((gap for gap in self.gaps() if before < gap.commit <= newest), None)
+            newest = gap.commit - 1 if gap is not None else newest
             for done, batch in self._read(before + 1, newest, wanted, reached.seq, covered=covered):
                 reached.up_to(done, reached.seq)
                 yield batch
@@ -472,6 +475,9 @@ class ChangeLog:
             if newest > before:
                 reached.up_to(newest, reached.seq)
                 heard = time.monotonic()
+            if gap is not None:
+                raise gap.error
+            if newest > before:
                 continue  # the next may have come meanwhile
             if wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
                 return

@@ -6,8 +6,33 @@ The checksum is taken over the object without `crc`, keys sorted, no spaces, non
 from __future__ import annotations
 
 import json
+import os
 import zlib
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class Watched(Generic[_T]):
+    """A record that is read again only when its file has been replaced."""
+
+    def __init__(self, path: Path, read: Callable[[], _T]) -> None:
+        self._path = path
+        self._read = read
+        self._known: tuple[tuple[int, int], _T] | None = None
+
+    def now(self) -> _T:
+        """What it says now. Cheap when nothing changed."""
+        try:
+            found = os.stat(self._path)
+            stamp = (found.st_mtime_ns, found.st_ino)
+        except FileNotFoundError:
+            stamp = (0, 0)
+        if self._known is None or self._known[0] != stamp:
+            self._known = (stamp, self._read())
+        return self._known[1]
 
 
 def encode(stored: dict[str, Any]) -> bytes:

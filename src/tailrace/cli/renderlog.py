@@ -88,6 +88,7 @@ def _commits(log: LogOverview) -> str:
         kept + (f", sealed up to {log.sealed_commit:,}" if log.sealed_commit else ", none sealed"),
         f"{human_count(log.rows, 'row')} in {human_count(log.transactions, 'transaction')}",
         *([f"{human_count(log.rows_trimmed, 'row')} trimmed"] if log.rows_trimmed else []),
+        *([f"changes missing before commit {', '.join(f'{gap:,}' for gap in log.gaps)}"] if log.gaps else []),
     ]
     return " · ".join(parts)
 

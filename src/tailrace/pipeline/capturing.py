@@ -20,9 +20,10 @@ from pathlib import Path
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format import Header
+from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.published import publish
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import LogBusy, LogFenced, LogUnusable, SourceUnreachable, TailraceError
+from tailrace.errors import LogBusy, LogFenced, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.settings import PipelineSettings
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 FENCE_TRIES_MAX = 5
 PUBLISH_SECONDS = 2.0
 """Between two looks for tables that are new at the source."""
+LOADED_ANEW = {"when_needed", "always", "initial_only"}
+"""Modes of tables that lose nothing where the server has lost what we had not read."""
 CHECK_SECONDS = 0.1
 """Between two looks at the lease while nothing is appended; every append looks for itself."""
 
@@ -110,7 +113,7 @@ class Capturing:
             self.source.publishing = functools.partial(publish, self.log.path)
             position = self.log.position if self.log.commit else None
             with self._ours():
-                begin = self.source.prepare(position, self._origin(), take_over=take_over)
+                begin = self._prepare(settings, position, take_over)
             if begin is not None:
                 self.log.append(Window(start=ZERO, end=begin))
             target = self.source.horizon() if until_caught_up else None
@@ -120,6 +123,31 @@ class Capturing:
         self._keeper = open_keeper(settings)
         self.runtime = CdcRuntime(self._open, self.log, target=target)
         self.started = time.monotonic()
+
+    def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
+        """The point that a new log begins at.
+
+        Where the position is lost, and all tables may be loaded anew by themselves, the log goes on from a new slot,
+        and says what it lacks.
+        """
+        try:
+            return self.source.prepare(position, self._origin(), take_over=take_over)
+        except PositionLost as error:
+            modes = {settings.load.mode_of(table.table) for table in self.source.tables()}
+            if not modes <= LOADED_ANEW or not self.source.settings.slot_create:
+                raise
+            end = self.source.prepare(None, take_over=take_over)
+            if end is None or end <= self.log.position:
+                raise
+            lost = Gap(commit=self.log.commit + 1, start=self.log.position, end=end)
+            record_gap(self.log.path, lost)
+            self.log.timeline = self._identity.timeline  # what lies before a failover is left behind with it
+            self.log.append(Window(start=lost.start, end=lost.end))
+            log.warning(
+                "changes are lost, tables are loaded anew",
+                extra={"reason": error.message, "after": str(lost.start), "upto": str(lost.end)},
+            )
+            return None
 
     def _origin(self) -> SourceId:
         """The history that the log's position was read from."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tailrace.capture.postgres.catalogue import SourceTable
+from tailrace.changelog.gaps import Gap
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
@@ -206,8 +207,8 @@ class Lives:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
-            since = published_since(self.log.path, table)
-            gap = life.cursor is not None and since is not None and life.cursor.position < since
+            since = self.since(table)
+            gap = life.cursor is not None and since is not None and life.cursor.position < since and not life.once
             if life.cursor is not None and not gap and not _saw_too_little(life, source):
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 _refuse_lost_identity(life, source)
@@ -280,7 +281,7 @@ class Lives:
         """The next stretch the table can take; None when there is none, and then its state says why."""
         if life.state.broken or life.refresh is not None or life.cursor is None or life.shape is None:
             return None
-        if self._refuse_trimmed(life):
+        if self._refuse_trimmed(life) or self._notice_gap(life):
             return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
@@ -331,6 +332,24 @@ class Lives:
             if life.state is TableState.FAILED:
                 self._refuse_trimmed(life)
 
+    def since(self, table: TableId) -> Lsn | None:
+        """A position that nothing of the table is missing after; None: nothing is missing at all."""
+        published = published_since(self.log.path, table)
+        return max([*(gap.end for gap in self._gaps()), *([published] if published else [])], default=None)
+
+    def _gaps(self) -> list[Gap]:
+        return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
+
+    def _lacks(self, life: TableLife) -> bool:
+        """Whether changes are missing after where the table stands."""
+        return life.cursor is not None and any(gap.end > life.cursor.position for gap in self._gaps())
+
+    def _notice_gap(self, life: TableLife) -> bool:
+        """Whether the table must not go on, because changes are missing; then it is loaded anew."""
+        if lacking := self._lacks(life):
+            self.load_anew(life, "the source had discarded changes before they were read")
+        return lacking
+
     def _refuse_trimmed(self, life: TableLife) -> bool:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""
         if life.cursor is None:
@@ -361,7 +380,7 @@ class Lives:
         """Whether every table that can go on has applied the log up to the commit; some may be left out."""
         return all(
             life.table in but or life.state.broken or life.state in (TableState.LOADED, TableState.PAUSED)
-            or (life.state is TableState.LIVE and not self.pending(life, commit))
+            or (life.state is TableState.LIVE and not self.pending(life, commit) and not self._lacks(life))
             for life in list(self.tables.values())
         )  # fmt: skip
 
@@ -378,7 +397,7 @@ class Lives:
                 return None
             try:
                 there = life.cursor is not None and life.cursor.position <= position and life.replay is None
-                if not there or self.pending(life, commit):
+                if not there or self.pending(life, commit) or self._lacks(life):
                     return None
                 if life.version is None:
                     life.version = DeltaRsTable(life.path, self.log.log_id).version()

@@ -24,7 +24,6 @@ from pathlib import Path
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk, Cut
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.published import published_since
 from tailrace.errors import (
     Remedy,
     SnapshotGone,
@@ -182,8 +181,10 @@ class Loading:
             if seed.table in self._landed:
                 self._seeds.end(seed)  # an older one
                 continue
+            since = self._lives.since(seed.table)
             usable = (
                 seed.table not in seen
+                and (since is None or seed.floor >= since)
                 and seed.plan.cut is Cut.KEY
                 and self._lives.index.commit_at(seed.floor) + 1 >= self._lives.index.first
             )
@@ -391,7 +392,7 @@ class Loading:
         life, seed = load.life, load.seed
         try:
             start = start_of(self._lives, seed)
-            since = published_since(self._lives.log.path, life.table)
+            since = self._lives.since(life.table)
             if not self._source.unchanged(seed.plan) or (since is not None and start < since):
                 raise _changed(life.table)
             cursor = replace(self._lives.cursor_at(start), load=seed.id)

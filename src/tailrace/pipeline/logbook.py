@@ -115,6 +115,7 @@ def _show(log: ChangeLog) -> LogOverview:
         big_bytes=retention.disk_bytes(log.path / "big"), cold_bytes=retention.disk_bytes(log.path / "cold"),
         lake_tables=sum(hold.kind == "table" for hold in holds),
         consumers=sum(hold.kind == "consumer" for hold in holds),
+        gaps=tuple(gap.commit for gap in log.gaps() if gone.commit < gap.commit <= newest),
         tables=_tables(log, gone, tallies),
     )  # fmt: skip
 

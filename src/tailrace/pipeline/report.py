@@ -314,6 +314,8 @@ class LogOverview:
     """Tables that say how far they are."""
     consumers: int
     """Readers that do."""
+    gaps: tuple[int, ...] = ()
+    """Commits before which changes are missing: the source had discarded them unread."""
     tables: tuple[LoggedTable, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

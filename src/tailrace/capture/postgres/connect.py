@@ -15,7 +15,7 @@ from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from tailrace.errors import (
-    NEW_LOG_HINT,
+    LOST_HINT,
     PositionLost,
     SlotBusy,
     SourceError,
@@ -212,7 +212,7 @@ _MEANINGS = (
         says=("is active for PID",), states=("55006",),
     ),
     _Meaning(
-        PositionLost, "the replication slot was invalidated", NEW_LOG_HINT,
+        PositionLost, "the replication slot was invalidated", LOST_HINT,
         says=("can no longer get changes from replication slot", "has been invalidated"),
     ),
     _Meaning(

@@ -21,7 +21,15 @@ from tailrace.capture.postgres.catalogue import KEY_OF_INDEX, Catalogue, SourceT
 from tailrace.capture.postgres.connect import command, connect_replication, explain
 from tailrace.capture.postgres.facts import AS_BYTES, TREE
 from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.errors import NEW_LOG_HINT, ConfigError, PositionLost, SlotBusy, SourceNotReady, SourceRefused
+from tailrace.errors import (
+    LOST_HINT,
+    NEW_LOG_HINT,
+    ConfigError,
+    PositionLost,
+    SlotBusy,
+    SourceNotReady,
+    SourceRefused,
+)
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId
 
@@ -371,7 +379,7 @@ def ensure_slot(
                 hint=f"Run SELECT pg_create_logical_replication_slot('{settings.slot}', 'pgoutput');",
             )
         return _create_slot(settings)
-    remedy = "Changes since then are gone. " + NEW_LOG_HINT
+    remedy = "Changes since then are gone. " + (LOST_HINT if settings.slot_create else NEW_LOG_HINT)
     if slot is None:
         raise PositionLost("the replication slot is gone", slot=settings.slot, position=position, hint=remedy)
     if slot["wal_status"] == "lost" or slot["confirmed"] is None:

@@ -1,0 +1,66 @@
+"""Where the log lacks changes, because the source had discarded them before they were read.
+
+    gaps.json   every such place, oldest first: the commit that passes it, and the source's positions on both sides
+
+Tables that stand before such a place are loaded anew, and readers are told. The record is written before the commit;
+one of a commit that never came counts for nothing, and the next one has its number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.changelog import files, records
+from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogGap
+from tailrace.model.position import Lsn
+
+FORMAT = 1
+NAME = "gaps.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Changes that ended after `start`, and not after `end`, are missing; `commit` leads from one to the other."""
+
+    commit: int
+    start: Lsn
+    end: Lsn
+
+    @property
+    def error(self) -> LogGap:
+        """What whoever follows the log is told."""
+        return LogGap(
+            "the source had discarded changes before they were read",
+            after=self.start,
+            upto=self.end,
+            hint=f"Read the tables as a whole, then go on after commit {self.commit}: `follow(after={self.commit})`.",
+        )
+
+
+def read_gaps(log: Path) -> tuple[Gap, ...]:
+    """All of them; a log without a record has none."""
+    path = log / NAME
+    try:
+        with files.explained_but_missing(path):
+            text = path.read_bytes()
+        return tuple(
+            Gap(commit=gap["commit"], start=Lsn.parse(gap["start"]), end=Lsn.parse(gap["end"]))
+            for gap in records.decode(text, FORMAT)["gaps"]
+        )
+    except FileNotFoundError:
+        return ()
+    except (ValueError, KeyError, TypeError) as error:
+        raise LogCorrupt(
+            f"the record of what the log lacks cannot be read: {error}",
+            path=path,
+            hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
+        ) from error
+
+
+def record_gap(log: Path, gap: Gap) -> None:
+    """Make it durable that the log's next commit leaves something out."""
+    known = [*(before for before in read_gaps(log) if before.commit < gap.commit), gap]
+    stored = [{"commit": item.commit, "start": str(item.start), "end": str(item.end)} for item in known]
+    with files.explained(log / NAME):
+        files.replace_durably(log / NAME, records.encode({"format": FORMAT, "gaps": stored}))

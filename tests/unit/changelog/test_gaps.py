@@ -1,0 +1,97 @@
+"""What the source had discarded unread: whoever follows is told at that very place, whatever became of the commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.gaps import NAME, Gap, read_gaps, record_gap
+from tailrace.changelog.reader import ChangeLog
+from tailrace.cli import renderlog
+from tailrace.errors import LogCorrupt, LogGap
+from tailrace.model.position import Lsn
+from tailrace.pipeline import logbook
+from tests.support.logs import STEP, Diary, inserts, seal
+
+
+def gap_before(diary: Diary) -> Gap:
+    """The log's next commit leaves something out."""
+    position = diary.writer.position
+    made = Gap(commit=diary.writer.commit + 1, start=position, end=Lsn(position.value + STEP))
+    record_gap(diary.path, made)
+    return made
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    """Rows 1 and 2, a gap, row 3."""
+    made = Diary(tmp_path / "log")
+    made.commit(inserts(1))
+    made.commit(inserts(2))
+    gap_before(made)
+    made.commit()
+    made.commit(inserts(3))
+    yield made
+    made.close()
+
+
+def followed(
+    path: Path, after: int | Lsn | None = None, consumer: str | None = None
+) -> tuple[list[int], LogGap | None]:
+    found: list[int] = []
+    try:
+        for batch in ChangeLog.open(path).follow(after, consumer=consumer):
+            found += batch.data.column("id").to_pylist()
+    except LogGap as told:
+        return found, told
+    return found, None
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_reader_gets_what_is_before_and_is_told(diary: Diary, sealed: bool) -> None:
+    if sealed:
+        seal(diary.path)
+    found, told = followed(diary.path)
+    assert found == [1, 2]
+    assert told is not None
+    assert "follow(after=3)" in told.hint
+    assert followed(diary.path, 2)[0] == [], "also one who had everything before"
+    assert followed(diary.path, 2)[1] is not None
+    assert followed(diary.path, 3) == ([3], None)
+    assert followed(diary.path, read_gaps(diary.path)[0].end) == ([3], None)
+
+
+def test_log_show_names_the_place(diary: Diary) -> None:
+    gap_before(diary)  # of a commit that never came
+    shown = logbook.show(diary.path)
+    assert shown.gaps == (3,)
+    assert "changes missing before commit 3" in renderlog.log_text(shown)
+
+
+def test_a_reader_with_a_name_is_told_until_it_says_where_to_go_on(diary: Diary) -> None:
+    assert followed(diary.path, consumer="me")[0] == [1, 2]
+    found, told = followed(diary.path, consumer="me")
+    assert found == []
+    assert told is not None
+    assert followed(diary.path, 3, consumer="me") == ([3], None)
+    assert followed(diary.path, consumer="me") == ([], None)
+
+
+def test_a_gap_whose_commit_never_came_counts_for_nothing(diary: Diary) -> None:
+    never = gap_before(diary)
+    assert followed(diary.path, 3) == ([3], None)
+    again = Gap(commit=never.commit, start=never.start, end=Lsn(never.end.value + STEP))
+    record_gap(diary.path, again)
+    assert [gap.commit for gap in read_gaps(diary.path)] == [3, 5]
+    assert read_gaps(diary.path)[-1] == again
+    diary.commit()
+    assert followed(diary.path, 3)[1] is not None
+
+
+def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
+    record = diary.path / NAME
+    record.write_bytes(record.read_bytes().replace(b'"commit": 3', b'"commit": 2'))
+    with pytest.raises(LogCorrupt, match="the record of what the log lacks cannot be read"):
+        followed(diary.path)
