@@ -137,7 +137,8 @@ def _pip_install(extras: str, failure: str) -> None:
     _run([PYTHON, "-m", "pip", "install", *_QUIET_PIP, "--editable", target], failure)
 
 
-_QUIET_PIP = ("--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--no-input")
+# Python compiles what it imports; to compile all that is installed took as long as to install it.
+_QUIET_PIP = ("--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--no-input", "--no-compile")
 
 
 def _get_java() -> None:
