@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,6 +118,22 @@ def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str
         ask(scene, "public.things")
         assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
         scene.assert_equal(applying, "things")
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_a_part_that_is_read_again_leaves_no_change_of_the_rest_out(filled: str, tmp_path: Path, way: str) -> None:
+    with Scene(tmp_path, filled, way=way) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        before, table = len(applying.chunks), life(applying, "things")
+        with table.lock:  # it is behind: what comes now is applied after the part has landed
+            execute(filled, "UPDATE things SET x = 1 WHERE id IN (5, 50)", "DELETE FROM things WHERE id = 60")
+            ask(scene, "public.things", "--where", "id <= 10")
+            assert eventually(lambda: len(applying.chunks) > before)
+            execute(filled, "UPDATE things SET x = 2 WHERE id IN (6, 51)")
+            assert eventually(lambda: any(load.landing for load in applying.loading._loads.values()))
+            time.sleep(0.5)  # until it waits for the table
+        scene.assert_equal(applying, "things")
+        assert not Seeds(scene.settings.log.path).wishes()
 
 
 def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from tailrace import failpoints
 from tailrace.capture.postgres.catalogue import SourceTable
@@ -99,6 +100,8 @@ class Beginning:
         """Begin a load of each; what cannot be begun has failed."""
         planned: Planned = []
         for life, wish in self._fed(waiting):
+            if wish is not None and wish.where is not None and (life.refresh is not None or self._lives.misses(life)):
+                wish = replace(wish, where=None)  # a part would not do
             mode = self._settings.mode_of(life.table)
             if wish is None and life.cursor is None and mode in ("schema_only", "never"):
                 self._make_empty(life, mode)

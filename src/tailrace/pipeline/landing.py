@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
-from tailrace.errors import TableFailed, TailraceError, Unsupported
+from tailrace.errors import SourceRewritten, TableFailed, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -50,6 +51,22 @@ def start_of(lives: Lives, seed: Seed) -> Lsn:
             if at > noted.floor and not noted.sees(pair[change.TX]):
                 starts.append(Lsn(at.value - 1))
     return min(starts)
+
+
+def cursor_after(lives: Lives, load: Load, start: Lsn) -> Cursor:
+    """Where the table stands once the load has landed; to be asked while nobody else is at work on it.
+
+    What a load leaves as it is, because only a part was read, is no newer than the table: the log is gone through
+    from there.
+    """
+    life, there = load.life, replace(lives.cursor_at(start), load=load.seed.id)
+    if load.where is None or life.cursor is None:
+        return there
+    if life.refresh is not None or lives.misses(life):
+        raise SourceRewritten(
+            "the table has to be loaded as a whole", table=life.table, hint="That is begun by itself."
+        )
+    return replace(life.cursor, load=load.seed.id) if life.cursor.position < start else there
 
 
 def last_seen(lives: Lives, load: Load, start: Lsn) -> Lsn:

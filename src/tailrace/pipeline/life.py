@@ -207,9 +207,7 @@ class Lives:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
-            since = self.since(table)
-            gap = life.cursor is not None and since is not None and life.cursor.position < since and not life.once
-            if life.cursor is not None and not gap and not _saw_too_little(life, source):
+            if life.cursor is not None and not self.misses(life) and not _saw_too_little(life, source):
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 _refuse_lost_identity(life, source)
                 _refuse_ahead(life, self.log)
@@ -336,6 +334,11 @@ class Lives:
         """A position that nothing of the table is missing after; None: nothing is missing at all."""
         published = published_since(self.log.path, table)
         return max([*(gap.end for gap in self._gaps()), *([published] if published else [])], default=None)
+
+    def misses(self, life: TableLife) -> bool:
+        """Whether changes are missing after where the table stands. One that is loaded only once takes none anyway."""
+        since = self.since(life.table) if life.cursor is not None and not life.once else None
+        return since is not None and life.cursor is not None and life.cursor.position < since
 
     def _gaps(self) -> list[Gap]:
         return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]

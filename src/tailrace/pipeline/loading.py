@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.filewatch import FileWatch
 from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.landing import Run, commit, last_seen, start_of
+from tailrace.pipeline.landing import Run, commit, cursor_after, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.reading import Reading
@@ -395,10 +394,10 @@ class Loading:
             since = self._lives.since(life.table)
             if not self._source.unchanged(seed.plan) or (since is not None and start < since):
                 raise _changed(life.table)
-            cursor = replace(self._lives.cursor_at(start), load=seed.id)
             with life.lock:
+                cursor = cursor_after(self._lives, load, start)
                 passed = last_seen(self._lives, load, start)
-                if passed > start:
+                if passed > cursor.position:
                     # It may be the end of a log that is not flushed yet, and the stream may never get there.
                     passed = min(passed, self._source.horizon())
                 self._seeds.land(seed.id, passed)
@@ -411,7 +410,7 @@ class Loading:
                 life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
                 life.last_load = load.done()
                 life.rows_loaded = life.last_load.rows
-                life.replay = seed.id if passed > start else None
+                life.replay = seed.id if passed > cursor.position else None
                 with self._lock:
                     before, self._landed[life.table] = self._landed.get(life.table), seed
                 if before is not None:
