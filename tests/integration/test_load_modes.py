@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
+from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
 from tailrace.errors import LogGap, PositionLost
+from tailrace.model.position import Lsn
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
-from tests.support.loads import Scene, life, rows_of, wait_for_state
+from tests.support.loads import Scene, life, once, rows_of, wait_for_state
 from tests.support.logs import seal
 from tests.support.pipelines import eventually, execute
 
@@ -231,6 +233,40 @@ def test_a_load_that_was_cut_off_before_the_position_was_lost_begins_anew(filled
     with scene, scene.loader() as applying:
         scene.assert_equal(applying, "t", "quiet")
         assert ("t", 0) in applying.chunks, "what was read before is read again"
+
+
+def test_a_log_that_was_put_back_is_not_gone_on_with(filled: str, tmp_path: Path) -> None:
+    scene = Scene(tmp_path, filled, mode="when_needed")
+    with scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t")
+    log = ChangeLog.open(scene.settings.log.path)
+    slot = f"tailrace_{log.log_id}"
+    execute(filled, *CHANGED, f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_lsn())")
+    with pytest.raises(PositionLost, match="the slot is ahead of the log"):
+        Capturing(scene.settings, until_caught_up=True)
+    # As if a start had been cut off between its new slot and its commit.
+    record_gap(log.path, Gap(commit=log.newest() + 1, start=Lsn(1), end=Lsn(1)))
+    with scene, scene.loader() as applying:
+        scene.assert_equal(applying, "t", "quiet")
+    (gap,) = log.gaps()
+    assert gap.end > gap.start > Lsn(1)
+
+
+@pytest.mark.parametrize("way", ["exact", "chunked"])
+def test_a_table_that_is_loaded_only_once_is_loaded_whole(filled: str, tmp_path: Path, way: str) -> None:
+    def move() -> None:
+        # Out of a chunk that was not read into one that was, and a row that is gone before its chunk is read.
+        execute(filled, "UPDATE t SET id = -1 WHERE id = 1000", "DELETE FROM t WHERE id = 999")
+
+    scene = Scene(tmp_path, filled, mode="initial_only", way=way)
+    with scene, scene.loader(before=once(move, at=4)) as applying:
+        wait_for_state(applying, "t", TableState.LOADED)
+        assert rows_of(applying, "t") == (1000 if way == "exact" else 999)
+        if way == "chunked":
+            scene.pipeline.assert_equal("t")
+        execute(filled, "DELETE FROM t")
+        scene.wait_for_capture()
+        assert rows_of(applying, "t") >= 999, "what comes later is not for it"
 
 
 def test_a_position_is_not_given_up_for_tables_that_are_not_loaded_by_themselves(filled: str, tmp_path: Path) -> None:

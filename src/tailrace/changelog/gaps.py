@@ -2,8 +2,9 @@
 
     gaps.json   every such place, oldest first: the commit that passes it, and the source's positions on both sides
 
-Tables that stand before such a place are loaded anew, and readers are told. The record is written before the commit;
-one of a commit that never came counts for nothing, and the next one has its number.
+Tables that stand before such a place are loaded anew, and readers are told. The record is written before the commit:
+one of a commit that is not there counts for nothing. It is first written before the slot is made, so that after a crash
+in between a slot that is ahead of the log is known to be ours.
 """
 
 from __future__ import annotations

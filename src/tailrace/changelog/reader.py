@@ -40,7 +40,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.model.system import is_system
+from tailrace.model.system import SCHEMA_NUMBER, is_system
 
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
@@ -464,7 +464,9 @@ class ChangeLog:
         heard = time.monotonic()
         while True:
             newest, before = self.newest(), reached.commit
-            gap = next((gap for gap in self.gaps() if before < gap.commit <= newest), None)
+            lossless = wanted is not None and wanted.numbers == {SCHEMA_NUMBER}  # shapes come with the next row
+            passed = (gap for gap in self.gaps() if before < gap.commit <= newest)
+            gap = None if lossless else next(passed, None)
             newest = gap.commit - 1 if gap is not None else newest
             for done, batch in self._read(before + 1, newest, wanted, reached.seq, covered=covered):
                 reached.up_to(done, reached.seq)

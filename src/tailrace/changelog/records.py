@@ -30,9 +30,10 @@ class Watched(Generic[_T]):
             stamp = (found.st_mtime_ns, found.st_ino)
         except FileNotFoundError:
             stamp = (0, 0)
-        if self._known is None or self._known[0] != stamp:
-            self._known = (stamp, self._read())
-        return self._known[1]
+        known = self._known
+        if known is None or known[0] != stamp:
+            known = self._known = (stamp, self._read())  # another thread may replace it before we return
+        return known[1]
 
 
 def encode(stored: dict[str, Any]) -> bytes:

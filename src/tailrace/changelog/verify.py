@@ -99,6 +99,8 @@ class _Verifier:
         if log is not None:
             self._log = log
             self._check_trimmed()
+            with self._noting(self._path):
+                log.gaps()
             self._check_shapes()
             self._look()
             self._walk()

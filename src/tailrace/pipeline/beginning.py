@@ -100,7 +100,7 @@ class Beginning:
         """Begin a load of each; what cannot be begun has failed."""
         planned: Planned = []
         for life, wish in self._fed(waiting):
-            if wish is not None and wish.where is not None and (life.refresh is not None or self._lives.misses(life)):
+            if wish is not None and wish.where is not None and self._lives.needs_all(life):
                 wish = replace(wish, where=None)  # a part would not do
             mode = self._settings.mode_of(life.table)
             if wish is None and life.cursor is None and mode in ("schema_only", "never"):
@@ -208,7 +208,9 @@ class Beginning:
             plan = self._source.plan(life.table, Cut.PLACE, self._settings.chunk)
             self._lives.grow()
             here = self._lives.cursor_at(self._lives.index.position)
-            cursor = Cursor(seq=0, commit=0, position=ZERO) if mode == "never" else here
+            since = self._lives.since(life.table)
+            begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
+            cursor = begin if mode == "never" else here
             DeltaRsTable(life.path, self._lives.log.log_id).land(plan.schema, [], cursor)
         except TailraceError as error:
             self._failed(life, error)

@@ -20,10 +20,17 @@ from pathlib import Path
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format import Header
-from tailrace.changelog.gaps import Gap, record_gap
+from tailrace.changelog.gaps import Gap, read_gaps, record_gap
 from tailrace.changelog.published import publish
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import LogBusy, LogFenced, LogUnusable, PositionLost, SourceUnreachable, TailraceError
+from tailrace.errors import (
+    LogBusy,
+    LogFenced,
+    LogUnusable,
+    PositionLost,
+    SourceUnreachable,
+    TailraceError,
+)
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.settings import PipelineSettings
@@ -133,14 +140,22 @@ class Capturing:
         try:
             return self.source.prepare(position, self._origin(), take_over=take_over)
         except PositionLost as error:
+            self.log.check()  # to one that has lost the log its successor's slot looks so
+            lost = Gap(commit=self.log.commit + 1, start=self.log.position, end=self.log.position)
+            begun = any(gap.commit == lost.commit for gap in read_gaps(self.log.path))
             modes = {settings.load.mode_of(table.table) for table in self.source.tables()}
             if not modes <= LOADED_ANEW or not self.source.settings.slot_create:
                 raise
+            if "confirmed" in error.fields and not begun:
+                raise  # a log that was put back: its numbers mean something else to whoever has read further
+            record_gap(self.log.path, lost)
             end = self.source.prepare(None, take_over=take_over)
             if end is None or end <= self.log.position:
                 raise
-            lost = Gap(commit=self.log.commit + 1, start=self.log.position, end=end)
+            self.log.check()
+            lost = replace(lost, end=end)
             record_gap(self.log.path, lost)
+            self._identity = identify(settings.source.url)
             self.log.timeline = self._identity.timeline  # what lies before a failover is left behind with it
             self.log.append(Window(start=lost.start, end=lost.end))
             log.warning(

@@ -62,7 +62,7 @@ def cursor_after(lives: Lives, load: Load, start: Lsn) -> Cursor:
     life, there = load.life, replace(lives.cursor_at(start), load=load.seed.id)
     if load.where is None or life.cursor is None:
         return there
-    if life.refresh is not None or lives.misses(life):
+    if lives.needs_all(life):
         raise SourceRewritten(
             "the table has to be loaded as a whole", table=life.table, hint="That is begun by itself."
         )

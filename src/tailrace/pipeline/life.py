@@ -97,7 +97,7 @@ class TableLife:
 
     def see(self, source: SourceTable) -> None:
         """What the source says of it now."""
-        self.note, self.insert_only = _identity_note(source), source.identity is Identity.NONE
+        self.note, self.insert_only = source.identity_note, source.identity is Identity.NONE
 
     def fail(self, error: TailraceError) -> None:
         """Stop the table, unless the failure may pass by itself and has not come too often."""
@@ -207,11 +207,12 @@ class Lives:
             life.path = table_path(self._lake, table)
             lake_table = DeltaRsTable(life.path, self.log.log_id)
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
+            self._recall(life)
             if life.cursor is not None and not self.misses(life) and not _saw_too_little(life, source):
-                life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
+                over = life.once and life.replay is None
+                life.state = TableState.LOADED if over else TableState.CATCHING_UP
                 _refuse_lost_identity(life, source)
                 _refuse_ahead(life, self.log)
-            self._recall(life)
         except TailraceError as error:
             life.fail(error)
 
@@ -281,6 +282,9 @@ class Lives:
             return None
         if self._refuse_trimmed(life) or self._notice_gap(life):
             return None
+        if life.once and self._replayed(life):
+            life.state, life.replay = TableState.LOADED, None
+            return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
         if (step := self._seen_step(life, reached, pending)) is not None:
@@ -336,9 +340,13 @@ class Lives:
         return max([*(gap.end for gap in self._gaps()), *([published] if published else [])], default=None)
 
     def misses(self, life: TableLife) -> bool:
-        """Whether changes are missing after where the table stands. One that is loaded only once takes none anyway."""
-        since = self.since(life.table) if life.cursor is not None and not life.once else None
+        """Whether changes are missing after where the table stands. One that is loaded only once takes none then."""
+        since = self.since(life.table) if not life.once or life.replay is not None else None
         return since is not None and life.cursor is not None and life.cursor.position < since
+
+    def needs_all(self, life: TableLife) -> bool:
+        """Whether nothing but a load of the whole table will do."""
+        return life.state is TableState.NEW or life.refresh is not None or self.misses(life)
 
     def _gaps(self) -> list[Gap]:
         return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
@@ -488,13 +496,3 @@ def _saw_too_little(life: TableLife, source: SourceTable | None) -> bool:
     """Whether updates went unseen until now, because the table had no replica identity; it is loaded anew."""
     before = life.shape is not None and life.shape.identity is Identity.NONE
     return before and source is not None and source.identity is not Identity.NONE
-
-
-def _identity_note(source: SourceTable) -> str | None:
-    if source.identity is not Identity.NONE:
-        return None
-    name = ".".join('"' + part.replace('"', '""') + '"' for part in (source.table.schema, source.table.name))
-    return (
-        "Only inserts and truncates are captured: the table has no usable replica identity. For updates and "
-        f"deletes run: ALTER TABLE {name} REPLICA IDENTITY FULL;"
-    )

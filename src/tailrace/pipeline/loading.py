@@ -407,7 +407,8 @@ class Loading:
                     self._seeds.fulfil(seed.wish)
                 life.moved(landed, seed.plan.schema)
                 self._lives.loaded_upto = self._lives.index.commit
-                life.state = TableState.LOADED if life.once else TableState.CATCHING_UP
+                over = life.once and passed <= cursor.position
+                life.state = TableState.LOADED if over else TableState.CATCHING_UP
                 life.last_load = load.done()
                 life.rows_loaded = life.last_load.rows
                 life.replay = seed.id if passed > cursor.position else None
@@ -433,7 +434,7 @@ class Loading:
         with suppress(TailraceError):
             discard(life.path, seed.id)
         log.info("load landed", extra={"table": str(life.table), "rows": life.rows_loaded})
-        if not life.once:
+        if not over:
             self._advance(life)
 
     # Ending.

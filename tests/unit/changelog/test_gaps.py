@@ -9,6 +9,7 @@ import pytest
 
 from tailrace.changelog.gaps import NAME, Gap, read_gaps, record_gap
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.verify import verify
 from tailrace.cli import renderlog
 from tailrace.errors import LogCorrupt, LogGap
 from tailrace.model.position import Lsn
@@ -95,3 +96,9 @@ def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
     record.write_bytes(record.read_bytes().replace(b'"commit": 3', b'"commit": 2'))
     with pytest.raises(LogCorrupt, match="the record of what the log lacks cannot be read"):
         followed(diary.path)
+    (flaw,) = verify(diary.path).flaws
+    assert "the record of what the log lacks" in flaw.message
+
+
+def test_shapes_are_followed_across(diary: Diary) -> None:
+    assert len(logbook.versions(diary.path)) == 1

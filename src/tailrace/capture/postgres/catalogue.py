@@ -158,6 +158,17 @@ class SourceTable:
     rows_estimated: int
     ancestors: tuple[int, ...]
 
+    @property
+    def identity_note(self) -> str | None:
+        """What its owner should know of changes that the server cannot describe."""
+        if self.identity is not Identity.NONE:
+            return None
+        name = ".".join('"' + part.replace('"', '""') + '"' for part in (self.table.schema, self.table.name))
+        return (
+            "Only inserts and truncates are captured: the table has no usable replica identity. For updates and "
+            f"deletes run: ALTER TABLE {name} REPLICA IDENTITY FULL;"
+        )
+
 
 _STAMPS = f"""
 select asked.place, md5(string_agg(

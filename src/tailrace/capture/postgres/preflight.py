@@ -390,7 +390,7 @@ def ensure_slot(
             slot=settings.slot,
             confirmed=slot["confirmed"],
             position=position,
-            hint=remedy,
+            hint=f"Was the log put back to an older state? {NEW_LOG_HINT}",
         )
     return None
 
