@@ -137,8 +137,7 @@ def _pip_install(extras: str, failure: str) -> None:
     _run([PYTHON, "-m", "pip", "install", *_QUIET_PIP, "--editable", target], failure)
 
 
-# Python compiles what it imports; to compile all that is installed took as long as to install it.
-_QUIET_PIP = ("--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--no-input", "--no-compile")
+_QUIET_PIP = ("--quiet", "--disable-pip-version-check", "--root-user-action=ignore", "--no-input")
 
 
 def _get_java() -> None:
