@@ -10,7 +10,8 @@ rows numbered, laid out as Arrow messages and checksummed, a header, and a name 
 For this to be fair:
 - both write to the same file system, in folders beside each other that grow alike, and take turns commit by
   commit, so that what the disk does in a moment is done to both;
-- every window is new: built just before its turn, outside the clock, with buffers nobody has read yet;
+- every window is new: built just before its turn, outside the clock, with buffers nobody has read yet, laid out as the
+  decoder lays them out: the columns of all tables converted together, a batch having slices of them;
 - the slower the disk, the less of our work shows: a figure taken beside other work that writes says nothing. So the
   CPU time of a commit stands in the set-up, for both sides: that part hardly depends on the disk;
 - a table's shape is recorded with its first row, once in the life of the table. These commits come before the
@@ -19,6 +20,7 @@ For this to be fair:
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
@@ -104,6 +106,8 @@ def _measure(folder: Path, tables: int, commits: int) -> tuple[Pair, Pair, int]:
     log, plain = folder / "log", folder / "plain"
     plain.mkdir(parents=True)
     writer = LogWriter(log, SOURCE)
+    gc.collect()
+    gc.freeze()  # as a capture does when it begins
     ours_took, peer_took = _Taken(), _Taken()
     size = 0
     for number in range(COMMITS_BEFORE + commits):
@@ -118,6 +122,7 @@ def _measure(folder: Path, tables: int, commits: int) -> tuple[Pair, Pair, int]:
         with peer_took:
             _write_plain(plain, f"{number:020d}", content)
     writer.close()
+    gc.unfreeze()
     (wall, cpu), (peer_wall, peer_cpu) = ours_took.medians(), peer_took.medians()
     return Pair(ours=wall, peer=peer_wall), Pair(ours=cpu, peer=peer_cpu), size
 

@@ -1,12 +1,14 @@
 """Windows of changes made up in memory, with the columns and the buffers that a capture hands to the log.
 
-They stand for what a decoder yields: every batch has arrays of its own, fresh from memory, in the table's
-shape; optional columns that are null throughout are left out. In a small window the rows of the tables take
-turns, as they do in a log of small transactions. A long one has values as a table of a shop has them: some
+They stand for what a decoder yields: it converts the cells of all tables at once, type by type, and a batch has
+slices of that; optional columns that are null throughout are left out. In a small window the rows of the tables
+take turns, as they do in a log of small transactions. A long one has values as a table of a shop has them: some
 repeat, most do not, and deletes have nothing but the key.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import pyarrow as pa
@@ -49,19 +51,26 @@ def window(schemas: list[TableSchema], start: Lsn, first_id: int, rows_per_table
     """A window of inserts that touches all of the tables; no two have the same values."""
     rows = rows_per_table * len(schemas)
     end = Lsn(start.value + WAL_BYTES_PER_ROW * rows)
+    seqs = np.arange(rows).reshape(rows_per_table, len(schemas)).T.reshape(-1)
+    columns = _columns(seqs, end, first_id)
+    batches = []
+    for place, schema in enumerate(schemas):
+        mine = [column.slice(place * rows_per_table, rows_per_table) for column in columns]
+        batches.append(ChangeBatch(
+            schema=schema, data=pa.RecordBatch.from_arrays(mine, schema=_fields(schema)),
+            ends=(place, place + (rows_per_table - 1) * len(schemas)),
+        ))  # fmt: skip
     return Window(
         start=start, end=end, transactions=rows_per_table, rows=rows, last_committed_at=BEGAN_AT + first_id,
-        batches=tuple(
-            _batch(schema, np.arange(rows_per_table) * len(schemas) + place, end, first_id)
-            for place, schema in enumerate(schemas)
-        ),
+        batches=tuple(batches),
     )  # fmt: skip
 
 
-def _batch(schema: TableSchema, seqs: np.ndarray, end: Lsn, first_id: int) -> ChangeBatch:
+def _columns(seqs: np.ndarray, end: Lsn, first_id: int) -> list[pa.Array]:
+    """Of all rows, table by table."""
     ids = seqs + first_id
     times = pa.array(BEGAN_AT + ids).view(pa.timestamp("us", "UTC"))
-    columns = [
+    return [
         pa.array(["insert"] * len(ids)),
         pa.array(seqs),
         pa.array([str(end)] * len(ids)),
@@ -77,11 +86,12 @@ def _batch(schema: TableSchema, seqs: np.ndarray, end: Lsn, first_id: int) -> Ch
         pa.array(ids % 2 == 0),
         pa.array(ids * 1.5),
     ]
-    fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
-    return ChangeBatch(
-        schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields)),
-        ends=(int(seqs[0]), int(seqs[-1])),
-    )  # fmt: skip
+
+
+@functools.cache
+def _fields(schema: TableSchema) -> pa.Schema:
+    """Of a batch; one object for all batches of a shape."""
+    return pa.schema([field for field in schema.change_schema() if field.name not in change.OPTIONAL])
 
 
 ROWS_PER_TRANSACTION = 10
@@ -118,8 +128,7 @@ def long_window(
         pa.array(random.random(rows) < 0.5, mask=gone),
         pa.array(random.random(rows) * 1000, mask=gone),
     ]
-    fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
-    data = pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+    data = pa.RecordBatch.from_arrays(columns, schema=_fields(schema))
     return Window(
         start=start, end=Lsn(int(ends[-1])), transactions=int(transactions[-1]) + 1, rows=rows,
         last_committed_at=int(times[-1]), batches=(ChangeBatch(schema=schema, data=data),),
