@@ -47,7 +47,7 @@ def pause(scene: Scene) -> None:
 
 def rows(applying: Local, **values: int) -> list[int]:
     """The ids of the lake table's rows that have these values."""
-    path = life(applying, "things").path
+    path = life(applying, "things").place.path
     files = DeltaRsTable(path, applying.lives.log.log_id).files()
     found = [row for file in files for row in pq.read_table(path / file).to_pylist()]
     return sorted(row["id"] for row in found if values.items() <= row.items())
@@ -151,7 +151,7 @@ def test_what_is_asked_while_nothing_runs_is_done_at_the_next_start(filled: str,
 def test_a_table_that_others_wrote_to_is_loaded_over_it(filled: str, tmp_path: Path) -> None:
     with Scene(tmp_path, filled) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "things")
-        DeltaTable(str(life(applying, "things").path)).delete("id < 500")
+        DeltaTable(str(life(applying, "things").place.path)).delete("id < 500")
         execute(filled, "UPDATE things SET x = 1 WHERE id = 700")
         wait_for_state(applying, "things", TableState.FAILED)
         ask(scene, "public.things")

@@ -31,7 +31,6 @@ from tailrace.pipeline.status import APPLIER
 from tailrace.pipeline.wiring import open_source
 from tailrace.runtime import loop
 from tailrace.spark.tasks import ChunkWork, Outcome
-from tailrace.tables.delta import DeltaRsTable
 from tests.support.pipelines import Pipeline, eventually
 
 CHUNK_BYTES = 64 << 10
@@ -188,7 +187,7 @@ def life(applying: Local, table: str) -> TableLife:
 
 
 def rows_of(applying: Local, table: str) -> int:
-    return DeltaRsTable(life(applying, table).path, applying.lives.log.log_id).rows()
+    return life(applying, table).place.open().rows()
 
 
 def once(action: Callable[[], None], *, at: int = 0) -> Hook:

@@ -8,7 +8,6 @@ from tailrace.cli.output import print_json, print_out
 from tailrace.errors import ExitCode
 from tailrace.pipeline.points import find_point
 from tailrace.pipeline.settings import PipelineSettings
-from tailrace.tables.paths import table_path
 
 
 def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
@@ -16,7 +15,7 @@ def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     point = find_point(settings, time=arguments.time, position=arguments.position)
     tables = [
         {"schema": table.schema, "table": table.name, "version": version,
-         "path": str(table_path(settings.tables.path, table))}
+         "path": str(settings.tables.layout.path(table))}
         for table, version in sorted(point.versions.items())
     ]  # fmt: skip
     if arguments.json:

@@ -59,7 +59,7 @@ class Applying:
         self._settings = settings
         self._log = change_log
         self._source = source
-        self.lives = Lives(change_log, settings.tables.path, settings.tables.evolution.policies, source.value_of)
+        self.lives = Lives(change_log, settings.tables.layout, settings.tables.evolution.policies, source.value_of)
         self.holding = Holding(self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
@@ -308,12 +308,10 @@ class Applying:
         if stretch.recast is not None:
             log.info("table evolves", extra={"table": str(life.table), "how": "; ".join(stretch.recast.said)})
             return EvolveWork(
-                table=life.table, lake=life.path, log_id=self._log.log_id, recast=stretch.recast, expected=life.cursor
+                table=life.table, place=life.place, recast=stretch.recast, expected=life.cursor
             )
         return ApplyWork(
-            table=life.table, log=self._log.path, lake=life.path, log_id=self._log.log_id,
-            slices=stretch.slices,
-            shape=life.shape,
+            table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
             reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
             seed=life.replay,

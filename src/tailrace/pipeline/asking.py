@@ -24,8 +24,6 @@ from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.status import APPLIER, read_note
 from tailrace.pipeline.wiring import open_source
 from tailrace.spark.seeds import Hold, LoadMode, Seed, Seeds, Wish
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.paths import table_path
 
 LOCK_SECONDS_MAX = 5
 """To wait for a table that somebody alters."""
@@ -173,7 +171,7 @@ class _Desk:
                 refuse_condition(connection, schema, where)
 
     def _shape(self, table: TableId) -> TableSchema | None:
-        return DeltaRsTable(table_path(self._settings.tables.path, table), self._log.log_id).shape()
+        return self._settings.tables.layout.place(table, self._log.log_id).open().shape()
 
     def _loaded(self, table: TableId) -> bool:
         try:

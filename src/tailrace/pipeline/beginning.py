@@ -28,7 +28,6 @@ from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.spark.seeds import LoadMode, Seed, Wish
 from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +127,7 @@ class Beginning:
         if self._wants_chunked(life.table):
             cut = Cut.KEY
         try:
-            DeltaRsTable(life.path, self._lives.log.log_id).refuse_foreign()
+            life.place.open().refuse_foreign()
             plan = self._source.plan(life.table, cut, self._settings.chunk)
             if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
                 raise Unsupported(
@@ -211,7 +210,7 @@ class Beginning:
             since = self._lives.since(life.table)
             begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
             cursor = begin if mode == "never" else here
-            DeltaRsTable(life.path, self._lives.log.log_id).land(plan.schema, [], cursor)
+            life.place.open().land(plan.schema, [], cursor)
         except TailraceError as error:
             self._failed(life, error)
             return

@@ -17,8 +17,7 @@ from tailrace.pipeline.life import Lives
 from tailrace.pipeline.loads import Load
 from tailrace.spark.seeds import LoadMode, Seed
 from tailrace.spark.tasks import Outcome, RefreshWork, refresh_table
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.base import Cursor, LakeTable
 
 Run = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
 """Runs a task for each piece of work, on Spark."""
@@ -85,7 +84,7 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
 
     A worker may die, or a disk fill up, just after the commit: what the table itself says is so.
     """
-    table = DeltaRsTable(load.life.path, lives.log.log_id)
+    table = load.life.place.open()
     try:
         _commit(table, lives, load, cursor, run)
     except TailraceError as error:
@@ -98,14 +97,14 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     return found
 
 
-def _commit(table: DeltaRsTable, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
+def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
     """As all that the table holds, or by writing what differs."""
     life, plan = load.life, load.seed.plan
     shape = table.shape() if load.mode is LoadMode.REFRESH or load.where else None
     if shape is not None and shape.same_rows(plan.schema):
         work = RefreshWork(
-            schema=plan.schema, lake=life.path, log=lives.log.path, log_id=lives.log.log_id,
-            seed=load.seed.id, partial=load.where is not None, cursor=cursor,
+            schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
+            partial=load.where is not None, cursor=cursor,
         )  # fmt: skip
         outcome = run_one(run, refresh_table, work, life.table)
         if outcome.error is not None:

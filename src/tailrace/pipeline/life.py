@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.gaps import Gap
@@ -28,9 +27,8 @@ from tailrace.pipeline.ledger import Point
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
-from tailrace.tables.paths import table_path
+from tailrace.tables.layout import Layout, Place
 from tailrace.tables.shapes import RELOAD_HINT
 
 log = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ class TableLife:
     """One table: where it stands, and why it stands still if it does."""
 
     table: TableId
-    path: Path
+    place: Place
     state: TableState = TableState.NEW
     cursor: Cursor | None = None
     loading: Cursor | None = None
@@ -151,13 +149,13 @@ class Lives:
     """The tables of a pipeline beside the log they are fed from."""
 
     def __init__(
-        self, log_reader: ChangeLog, lake: Path, policies: Policies = POLICIES, value_of: ValueOf = no_value
+        self, log_reader: ChangeLog, layout: Layout, policies: Policies = POLICIES, value_of: ValueOf = no_value
     ) -> None:
         self.log = log_reader
         self.index = LogIndex(log_reader)
         self.seeds = Seeds(log_reader.path)
         self._recorded: tuple[float, list[Seed]] | None = None
-        self._lake = lake
+        self._layout = layout
         self._policies = policies
         self._value_of = value_of
         self._growing = threading.Lock()
@@ -183,7 +181,8 @@ class Lives:
         self, table: TableId, source: SourceTable | None = None, mode: str = "initial"
     ) -> TableLife:
         """Begin to follow a table from what its own commit says."""
-        life = TableLife(table, self._lake / table.schema / table.name)
+        folder = self._layout.root / table.schema / table.name  # until it is known whether that can be one
+        life = TableLife(table, Place(path=folder, log_id=self.log.log_id))
         life.once, life.rereads = mode == "initial_only", mode in ("schema_only", "never")
         if source is not None:
             life.rows_estimated = source.rows_estimated
@@ -204,8 +203,8 @@ class Lives:
         """What the table's own commit says, and whether it can go on from there."""
         table = life.table
         try:
-            life.path = table_path(self._lake, table)
-            lake_table = DeltaRsTable(life.path, self.log.log_id)
+            life.place = self._layout.place(table, self.log.log_id)
+            lake_table = life.place.open()
             life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
             self._recall(life)
             if life.cursor is not None and not self.misses(life) and not _saw_too_little(life, source):
@@ -411,7 +410,7 @@ class Lives:
                 if not there or self.pending(life, commit) or self._lacks(life):
                     return None
                 if life.version is None:
-                    life.version = DeltaRsTable(life.path, self.log.log_id).version()
+                    life.version = life.place.open().version()
                 if life.version is None:
                     return None  # its folder was taken away
                 versions[life.table] = life.version

@@ -432,7 +432,7 @@ class Loading:
         self._replans.pop(life.table, None)
         self._again.pop(life.table, None)
         with suppress(TailraceError):
-            discard(life.path, seed.id)
+            discard(life.place.path, seed.id)
         log.info("load landed", extra={"table": str(life.table), "rows": life.rows_loaded})
         if not over:
             self._advance(life)
@@ -449,7 +449,7 @@ class Loading:
 
     def _give_up(self, seed: Seed, life: TableLife) -> None:
         with suppress(TailraceError):
-            discard(life.path, seed.id)
+            discard(life.place.path, seed.id)
         self._seeds.end(seed)
 
     def _fail(self, life: TableLife, error: TailraceError) -> None:

@@ -11,7 +11,6 @@ from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.settings import PipelineSettings, load_settings
-from tailrace.tables.paths import table_path
 from tailrace.tables.versions import files_at
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def tables_at(
     settings = load_settings(file)
     point = find_point(settings, time=time, position=position)
     return {
-        str(table): _frame(spark, table_path(settings.tables.path, table), version)
+        str(table): _frame(spark, settings.tables.layout.path(table), version)
         for table, version in point.versions.items()
     }
 

@@ -19,7 +19,7 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     """Every loaded table, and what would become of it; nothing is touched."""
     log = ChangeLog.open(settings.log.path)
     source = open_source(settings, log.log_id)
-    lives = Lives(log, settings.tables.path)
+    lives = Lives(log, settings.tables.layout)
     lives.grow()
     there = {table.table: table for table in source.tables()}
     gone = {shape.table for shape in _known(log) if matches(settings.source, shape.table)} - there.keys()

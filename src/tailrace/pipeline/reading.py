@@ -62,7 +62,7 @@ class Reading:
             return
         work = ChunkWork(
             schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
-            lake=load.life.path, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
+            lake=load.life.place.path, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
         )  # fmt: skip
         outcome = run_one(self._run, load_chunk, work, load.life.table)
         with self._under_way.lock:
@@ -70,7 +70,7 @@ class Reading:
             progress.unlink(missing_ok=True)
             if load.dropped:
                 with suppress(TailraceError):
-                    discard(load.life.path, load.seed.id)
+                    discard(load.life.place.path, load.seed.id)
                 return
             if self._stopping.is_set():
                 load.todo.append(chunk)

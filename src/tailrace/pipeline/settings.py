@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
     from tailrace.changelog.keeper import Keeping
     from tailrace.model.schema import TableId
+    from tailrace.tables.layout import Layout
 
 FILE_BYTES_MAX = 1 << 20
 VALUES_MAX = 10_000
@@ -444,6 +445,13 @@ class TablesSettings(BaseModel):
     path: Folder
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
+
+    @property
+    def layout(self) -> Layout:
+        """Where each table lies."""
+        from tailrace.tables.layout import Layout
+
+        return Layout(root=self.path)
 
 
 class LoadSettings(BaseModel):

@@ -106,7 +106,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         load = replace(load, waiting_for=lives.waiting_for)
     return TableStatus(
         schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
-        path=str(life.path),
+        path=str(life.place.path),
         reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
         hint=life.error.hint if life.error else None, note=life.trouble or life.note,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
@@ -142,7 +142,7 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     except LogUnusable:
         return _not_started(settings)
     source = open_source(settings, log.log_id)
-    lives = Lives(log, settings.tables.path, settings.tables.evolution.policies, source.value_of)
+    lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies, source.value_of)
     lives.grow()
     lag = SourceWatch(source).lag()
     noted = read_note(log.path)

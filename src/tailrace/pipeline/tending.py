@@ -72,7 +72,7 @@ class Tending:
             else:
                 self._removes_at[life.table] = started + REMOVE_SECONDS
             work = TendWork(
-                table=life.table, lake=life.path, log_id=self._lives.log.log_id, expected=life.cursor, upkeep=upkeep
+                table=life.table, place=life.place, expected=life.cursor, upkeep=upkeep
             )
             outcome = run_one(self._run, tend_table, work, life.table)
             life.version = None

@@ -32,9 +32,9 @@ from tailrace.model import change
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
+from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
 from tailrace.tables.upkeep import Tended, Upkeep
@@ -64,9 +64,8 @@ class RefreshWork:
     """Make a lake table equal to what a load has staged, by writing what differs."""
 
     schema: TableSchema
-    lake: Path
+    place: Place
     log: Path
-    log_id: str
     seed: str
     partial: bool
     """Whether only rows that fulfil a condition were read, beside all keys."""
@@ -79,8 +78,7 @@ class ApplyWork:
 
     table: TableId
     log: Path
-    lake: Path
-    log_id: str
+    place: Place
     slices: tuple[Slice, ...]
     """Which rows; where they lie is looked up when they are read, for the log may be sealed meanwhile."""
     shape: TableSchema
@@ -97,8 +95,7 @@ class EvolveWork:
     """Make one lake table one of a new shape, where it stands."""
 
     table: TableId
-    lake: Path
-    log_id: str
+    place: Place
     recast: Recast
     expected: Cursor
 
@@ -108,8 +105,7 @@ class TendWork:
     """Join a lake table's small files, where it stands."""
 
     table: TableId
-    lake: Path
-    log_id: str
+    place: Place
     expected: Cursor
     upkeep: Upkeep
 
@@ -165,7 +161,7 @@ def refresh_table(work: RefreshWork) -> Outcome:
     started = time.monotonic()
     try:
         chunks = Seeds(work.log).staged(work.seed).values()
-        table = DeltaRsTable(work.lake, work.log_id)
+        table = work.place.open()
         expected = table.cursor()
         assert expected is not None, "a table that is refreshed has been loaded"
         applied = table.refresh(
@@ -208,7 +204,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
-        table = DeltaRsTable(work.lake, work.log_id)
+        table = work.place.open()
         changes = _changes(work)
         # Where nothing is left to write the position is still committed: the driver goes on from it.
         folded = fold(work.shape, changes)
@@ -232,7 +228,7 @@ def tend_table(work: TendWork) -> Outcome:
     """What a table needs besides its changes."""
     started = time.monotonic()
     try:
-        tended = DeltaRsTable(work.lake, work.log_id).tend(work.upkeep, work.expected)
+        tended = work.place.open().tend(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
         return Outcome(table=work.table, error=_as_ours(error), seconds=time.monotonic() - started)
     return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
@@ -242,7 +238,7 @@ def evolve_table(work: EvolveWork) -> Outcome:
     """One commit that leaves every row as the new shape has it."""
     started = time.monotonic()
     try:
-        DeltaRsTable(work.lake, work.log_id).evolve(work.recast, work.expected)
+        work.place.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=_as_ours(error))
     return Outcome(

@@ -148,3 +148,7 @@ class LakeTable(Protocol):
     def rows(self) -> int:
         """How many rows it holds; 0 if there is no table."""
         ...
+
+    def version(self) -> int | None:
+        """The table's own number of its newest version; None if there is no table."""
+        ...

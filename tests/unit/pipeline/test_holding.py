@@ -23,6 +23,7 @@ from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
 from tailrace.tables.base import Cursor
+from tailrace.tables.layout import Layout, Place
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, STEP, THIRD, Diary, inserts, quick_folder, seal
 
@@ -44,7 +45,7 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 @pytest.fixture
 def lives(diary: Diary, tmp_path: Path) -> Lives:
-    found = Lives(ChangeLog.open(diary.path), tmp_path / "lake")
+    found = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path / "lake"))
     found.grow()
     return found
 
@@ -54,7 +55,9 @@ def at(commit: int, seq: int) -> Cursor:
 
 
 def live(lives: Lives, cursor: Cursor | None, state: TableState = TableState.CATCHING_UP) -> TableLife:
-    life = TableLife(THINGS, Path("lake"), state=state, cursor=cursor, shape=SHOP)
+    life = TableLife(
+        THINGS, Place(path=Path("lake"), log_id=lives.log.log_id), state=state, cursor=cursor, shape=SHOP
+    )
     lives.tables[THINGS] = life
     return life
 

@@ -11,6 +11,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.tables.base import Cursor
+from tailrace.tables.layout import Layout, Place
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, quick_folder
 
@@ -22,11 +23,12 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
         diary = Diary(folder / "log")
         diary.commit(inserts(1, 2))
         diary.close()
-        found = Lives(ChangeLog.open(diary.path), tmp_path / "lake")
+        found = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path / "lake"))
         commit = found.grow()
         there = Cursor(commit=commit, seq=found.index.next_seq(commit) - 1, position=found.index.end_of(commit))
         found.tables[SHOP.table] = TableLife(
-            SHOP.table, tmp_path / "lake" / "t", state=TableState.LIVE, cursor=there, shape=SHOP
+            SHOP.table, Place(path=tmp_path / "lake" / "t", log_id=found.log.log_id), state=TableState.LIVE,
+            cursor=there, shape=SHOP,
         )
         yield found
 

@@ -15,6 +15,7 @@ from tailrace.model.position import ZERO
 from tailrace.spark.tasks import ApplyWork, apply_changes
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.layout import Place
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, seal
 
@@ -47,8 +48,9 @@ def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: 
     table.load(SHOP, [], start)
 
     outcome = apply_changes(ApplyWork(
-        table=SHOP.table, log=diary.path, lake=tmp_path / "lake", log_id=log.log_id, slices=slices, shape=SHOP,
-        expected=start, cursor=replace(start, seq=slices[-1].last_seq, commit=slices[-1].last),
+        table=SHOP.table, log=diary.path, place=Place(path=tmp_path / "lake", log_id=log.log_id),
+        slices=slices, shape=SHOP, expected=start,
+        cursor=replace(start, seq=slices[-1].last_seq, commit=slices[-1].last),
     ))  # fmt: skip
 
     assert outcome.error is None

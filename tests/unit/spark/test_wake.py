@@ -13,6 +13,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.pipeline import life
 from tailrace.pipeline.life import Lives
 from tailrace.spark.wake import Wake
+from tailrace.tables.layout import Layout
 from tests.support.logs import Diary, inserts
 from tests.support.pipelines import eventually
 
@@ -51,7 +52,7 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 @pytest.fixture
 def speaking(diary: Diary, tmp_path: Path) -> Iterator[Wake]:
-    stopping, made = threading.Event(), Wake(Lives(ChangeLog.open(diary.path), tmp_path).bounded, 0)
+    stopping, made = threading.Event(), Wake(Lives(ChangeLog.open(diary.path), Layout(root=tmp_path)).bounded, 0)
     thread = threading.Thread(target=made.speak, args=(stopping,))
     thread.start()
     yield made

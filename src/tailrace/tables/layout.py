@@ -1,0 +1,37 @@
+"""How the lake is laid out: which table of the source becomes which table of the lake, and how that is opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.model.schema import TableId
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.paths import table_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One lake table of one change log. Plain data: Spark may send it to its workers."""
+
+    path: Path
+    log_id: str
+
+    def open(self) -> DeltaRsTable:
+        """The table, whether it is there or not."""
+        return DeltaRsTable(self.path, self.log_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the tables of one pipeline lie."""
+
+    root: Path
+
+    def place(self, table: TableId, log_id: str) -> Place:
+        """Of one table; refuses a name that no folder can have."""
+        return Place(path=self.path(table), log_id=log_id)
+
+    def path(self, table: TableId) -> Path:
+        """The folder of one table."""
+        return table_path(self.root, table)
