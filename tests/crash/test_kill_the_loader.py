@@ -22,7 +22,7 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.spark.seeds import Seeds
 from tests.support.pipelines import Pipeline, eventually, execute
 
-KILLS = int(os.environ.get("TAILRACE_LOAD_KILLS", "2"))
+KILLS = int(os.environ.get("TAILRACE_LOAD_KILLS", "1"))
 MASTERS = {"local": "local[2]", "cluster": "local-cluster[2,1,1024]"}
 TABLES = ("ints", "pairs", "uuids", "keyless")
 ROWS = 40_000 if KILLS >= 10 else 20_000

@@ -119,6 +119,11 @@ class Consumer:
         if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.save()
 
+    def go_to(self, commit: int, seq: int) -> None:
+        """Go on from here, wherever the reader was before."""
+        self.commit, self.seq = commit, seq
+        self.save()
+
     def save(self) -> None:
         """Write the place down."""
         stored = {

@@ -402,8 +402,8 @@ class ChangeLog:
         one shape over all versions (`changelog/merged.py` has the rules).
 
         With `consumer`, the log remembers under that name how far the reader is and keeps what it has not read. A
-        batch counts as read when the next one is asked for, and without `after` reading goes on there. A reader that
-        is not heard of for `expires_seconds` holds nothing any more.
+        batch counts as read when the next one is asked for, and without `after` reading goes on there; with it the
+        reader's place is moved there. One that is not heard of for `expires_seconds` holds nothing any more.
         """
         wanted = None if table is None else Wanted(self.schemas, table)
         position = after if isinstance(after, Lsn) else None
@@ -419,6 +419,8 @@ class ChangeLog:
             start = (gone.commit, 0)
             covered = {number: table.last_seq for number, table in gone.tables.items()}
         self._refuse_trimmed(gone, start[0] + 1, wanted, start[1], covered)
+        if place is not None and after is not None:
+            place.go_to(*start)
         reached = Reached(start, place)
         try:
             for batch in self._follow(reached, wanted, wait_seconds, covered):

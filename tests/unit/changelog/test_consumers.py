@@ -65,6 +65,16 @@ def test_readers_of_different_names_do_not_mind_each_other(diary: Diary) -> None
     assert seqs(log.follow(consumer="one")) == [2]
 
 
+def test_a_reader_that_is_told_where_to_begin_stays_there_also_if_nothing_came(diary: Diary) -> None:
+    log = ChangeLog.open(diary.path)
+    for key in range(3):
+        diary.commit(inserts(key))
+    assert read_and_die(diary.path, 1) == [1]
+    assert list(log.follow(3, consumer="reader")) == []
+    diary.commit(inserts(3))
+    assert seqs(log.follow(consumer="reader")) == [4]
+
+
 @pytest.mark.parametrize("sealed", [False, True])
 def test_a_batch_counts_as_read_when_the_next_one_is_asked_for(diary: Diary, sealed: bool) -> None:
     for key in range(4):
