@@ -97,6 +97,8 @@ class Header:
     """How many versions of shapes had been announced in the `schema` stream by then."""
     timeline: int = 0
     """Of the source's history, where it has such; 0 is unknown."""
+    gaps: int = 0
+    """How many places of `gaps.json` the log has passed by then: a log that lost that file is told by it."""
     bodies_at: int = 0
     """Where the bodies begin in the file; not stored."""
 

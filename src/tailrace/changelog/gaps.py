@@ -9,10 +9,12 @@ in between a slot that is ahead of the log is known to be ours.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.changelog import files, records
+from tailrace.changelog.format import commit_path, read_header
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogGap
 from tailrace.model.position import Lsn
 
@@ -52,11 +54,26 @@ def read_gaps(log: Path) -> tuple[Gap, ...]:
     except FileNotFoundError:
         return ()
     except (ValueError, KeyError, TypeError) as error:
-        raise LogCorrupt(
-            f"the record of what the log lacks cannot be read: {error}",
-            path=path,
-            hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
-        ) from error
+        raise _unreadable(log, f"cannot be read: {error}") from error
+
+
+def known_gaps(log: Path, newest: int) -> tuple[Gap, ...]:
+    """All of them, if the record tells of as many as the newest commit has passed."""
+    found, path, passed = read_gaps(log), commit_path(log, newest), 0
+    # There may be none yet, or a newer one in its place; one that is damaged is told when it is read.
+    with suppress(FileNotFoundError, LogCorrupt), files.explained_but_missing(path):
+        passed = read_header(path).gaps
+    if passed > sum(gap.commit <= newest for gap in found):
+        raise _unreadable(log, "is missing, or older than the log")
+    return found
+
+
+def _unreadable(log: Path, why: str) -> LogCorrupt:
+    return LogCorrupt(
+        f"the record of what the log lacks {why}",
+        path=log / NAME,
+        hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
+    )
 
 
 def record_gap(log: Path, gap: Gap) -> None:

@@ -28,7 +28,7 @@ from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
 from tailrace.changelog.format import Body, Header, commit_path, corrupt
 from tailrace.changelog.gaps import NAME as GAPS
-from tailrace.changelog.gaps import Gap, read_gaps
+from tailrace.changelog.gaps import Gap, known_gaps
 from tailrace.changelog.merged import conform, merged_shape
 from tailrace.changelog.rows import after_position, between, restore
 from tailrace.changelog.schemas import Schemas
@@ -73,7 +73,7 @@ class ChangeLog:
         self._checked: set[tuple[str, int]] = set()
         self._newest = 0
         self._trimmed = records.Watched(path / TRIMMED, lambda: read_trimmed(path))
-        self._gaps = records.Watched(path / GAPS, lambda: read_gaps(path))
+        self._gaps = records.Watched(path / GAPS, lambda: known_gaps(path, self.newest()))
         self._mapped: tuple[tuple[int, int], memoryview] = ((0, 0), memoryview(b""))
 
     @classmethod

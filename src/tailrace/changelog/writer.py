@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.base import SourceId
-from tailrace.changelog import files, format, records, spill
+from tailrace.changelog import files, format, gaps, records, spill
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
@@ -66,6 +66,8 @@ class LogWriter:
         self.timeline = last.timeline if last else source.timeline
         """Of the source's history, as the newest commit has it; the next one says what this says then."""
         self._announced = last.shapes if last else 0
+        self._gaps = last.gaps if last else 0
+        self._recorded_gaps = records.Watched(path / gaps.NAME, lambda: gaps.read_gaps(path))
         self._written_at = last.written_at if last else 0
         self._spill: Spill | None = None
         self._swept = self._doubtful = False
@@ -74,6 +76,7 @@ class LogWriter:
         """The newest commit, whole and durable: its writer may have died, or failed, before it knew that it was."""
         log = ChangeLog.open(self.path)
         newest = log.newest()
+        log.gaps()
         last = self._checked(log, newest) if newest else None
         if last is None:
             with files.explained(self.path):
@@ -173,15 +176,18 @@ class LogWriter:
         # A clock that was set back must not make a later commit look older than an earlier one.
         self._written_at = max(self._written_at, time.time_ns() // 1000)
         rows = spilled.rows + window.rows
+        number = self.commit + 1
+        passes = window.empty and any(gap.commit == number for gap in self._recorded_gaps.now())
         header = format.Header(
-            log=self.log_id, commit=self.commit + 1, start=window.start, end=window.end,
+            log=self.log_id, commit=number, start=window.start, end=window.end,
             transactions=window.transactions, rows=rows, next_seq=self.next_seq + rows,
             written_at=self._written_at, committed_at=window.last_committed_at,
             bodies=(*spilled.bodies, *bodies), big=pieces, shapes=shapes, timeline=self.timeline,
+            gaps=self._gaps + passes,
         )  # fmt: skip
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
-        self._announced = shapes
+        self._announced, self._gaps = shapes, header.gaps
         if not self._swept:
             self._sweep(header)
         return header

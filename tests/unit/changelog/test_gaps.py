@@ -102,3 +102,16 @@ def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
 
 def test_shapes_are_followed_across(diary: Diary) -> None:
     assert len(logbook.versions(diary.path)) == 1
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_log_that_lost_the_record_is_not_read_across_the_place(diary: Diary, sealed: bool) -> None:
+    if sealed:
+        seal(diary.path)
+    (diary.path / NAME).unlink()
+    with pytest.raises(LogCorrupt, match="is missing, or older than the log") as told:
+        followed(diary.path)
+    assert "Restore it" in told.value.hint
+    diary.close()
+    with pytest.raises(LogCorrupt, match="is missing"):
+        Diary(diary.path)
