@@ -21,15 +21,16 @@ from tests.support.logs import Diary, inserts, seal
 
 COMMITS = 150
 BIG = 100_000
+POOL = pa.proxy_memory_pool(pa.default_memory_pool())
+"""Never let go of: what outlives the test gives its memory back to it, and Arrow does not keep it alive for that."""
 
 
 @pytest.fixture
 def memory() -> Iterator[pa.MemoryPool]:
     """Where Arrow's memory of this test comes from; it knows the peak."""
     before = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(before)
-    pa.set_memory_pool(pool)
-    yield pool
+    pa.set_memory_pool(POOL)
+    yield POOL
     pa.set_memory_pool(before)
 
 
