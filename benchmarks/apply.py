@@ -77,7 +77,7 @@ class Apply:
         for size, rows in SIZES.items():
             with ours.new_folder() as folder:
                 try:
-                    _prepare(folder, scaled(rows, scale, least=2 * changes), changes)
+                    _prepare(folder, scaled(rows, scale, least=changes), changes)
                 except TailraceError as exc:
                     raise BenchError(f"the table could not be made: {exc}", hint="Is the disk full?") from exc
                 for engine in ENGINES:

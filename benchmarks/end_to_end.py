@@ -46,7 +46,7 @@ RATE_TIMES_MIN = 0.95
 TABLES = 5
 ROWS, ROWS_LARGE = 1_000_000, 10_000_000
 RATE = 10_000
-SECONDS = 300
+SECONDS, SECONDS_LARGE = 300, 60
 LATE_SECONDS_MAX = 300.0
 """After the load, for the last change to be seen; then the bench gives up."""
 LOAD_SECONDS_MAX = 3_600.0
@@ -68,6 +68,7 @@ class EndToEnd:
     about: str
     name: str = "end-to-end"
     rows: int = ROWS
+    seconds: int = SECONDS
     limits: dict[str, float] = field(
         default_factory=lambda: {KEEPS_UP: RATE_TIMES_MIN, **dict.fromkeys(LIMIT_SECONDS, 1.0)}
     )
@@ -76,7 +77,7 @@ class EndToEnd:
         """A server, a pipeline and tables of their own for every round."""
         described = machine.describe(ours.log_parent_folder())
         rows, rate = scaled(self.rows, scale, least=20_000), scaled(RATE, scale, least=1_000)
-        seconds = scaled(SECONDS, scale, least=6)
+        seconds = scaled(self.seconds, scale, least=6)
         try:
             found = [self._round(number, rows, rate, seconds) for number in range(1, rounds + 1)]
         except (ServerFailed, psycopg.Error) as exc:
@@ -144,12 +145,13 @@ def _check(server: EmbeddedPostgres, lake: Path) -> None:
 
 BENCH = EndToEnd(about=__doc__)
 LARGE = EndToEnd(
-    about="""end-to-end-large: the same load as in end-to-end, into five tables of 10 M rows; for information.
+    about="""end-to-end-large: a minute of the load of end-to-end, into five tables of 10 M rows; for information.
 
 Nothing is promised of it; what stands beside the values are the limits of end-to-end. It is not among `all`: every
 micro-batch writes all five tables anew and nothing is removed before the end, so it takes long and needs much disk.
 """,
     name="end-to-end-large",
     rows=ROWS_LARGE,
+    seconds=SECONDS_LARGE,
     limits={},
 )
