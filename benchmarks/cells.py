@@ -10,6 +10,7 @@ A bench answers with the cell that has the least to spare against its limit, so 
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,8 @@ class Cell:
 
     name: str
     unit: str
-    must_reach: float
+    must_reach: float | None
+    """None: it is told and held to nothing; `peer` says what it stands beside."""
     pairs: tuple[Pair, ...]
     costs: bool = True
     """Whether the values are costs, so that less is better; else they are rates."""
@@ -64,12 +66,12 @@ class Cell:
     @property
     def reached(self) -> bool:
         """Whether the figure that was promised holds, before any rounding."""
-        return self.ratio >= self.must_reach
+        return self.must_reach is None or self.ratio >= self.must_reach
 
     @property
     def to_spare(self) -> float:
         """How far from the limit: 1 is just reached."""
-        return self.ratio / self.must_reach
+        return math.inf if self.must_reach is None else self.ratio / self.must_reach
 
     def as_json(self) -> dict[str, Any]:
         low, high = self.spread
@@ -79,7 +81,7 @@ class Cell:
             "peer": _significant(self.peer),
             "ratio": round(self.ratio, 4),
             "unit": self.unit,
-            "must_reach": round(self.must_reach, 4),
+            "must_reach": None if self.must_reach is None else round(self.must_reach, 4),
             "reached": self.reached,
             "spread": {"min": round(low, 4), "max": round(high, 4)},
             "rounds": [
@@ -114,7 +116,7 @@ class CellsResult:
         return self.tightest.unit
 
     @property
-    def must_reach(self) -> float:
+    def must_reach(self) -> float | None:
         return self.tightest.must_reach
 
     @property

@@ -72,9 +72,8 @@ def _cells_lines(result: CellsResult) -> list[str]:
     for cell in result.cells:
         low, high = cell.spread
         lines.append(
-            f"  {cell.name}: {cell.ratio:.3f} × {result.peer_name} (rounds {low:.3f}–{high:.3f}), must reach "
-            f"{cell.must_reach:.4g}: {_verdict(cell.reached)}; ours {_value(cell.ours)}, "
-            f"{result.peer_name} {_value(cell.peer)} {cell.unit}"
+            f"  {cell.name}: {cell.ratio:.3f} × {result.peer_name} (rounds {low:.3f}–{high:.3f}), "
+            f"{_held_to(cell)}; ours {_value(cell.ours)}, {result.peer_name} {_value(cell.peer)} {cell.unit}"
         )
     return lines
 
@@ -89,9 +88,19 @@ def _overview_line(name: str, peer_name: str, figure: Cell | Result) -> str:
     low, high = figure.spread
     return (
         f"| {name} | {peer_name} | {_value(figure.ours)} | {_value(figure.peer)} {figure.unit} "
-        f"| **{figure.ratio:.2f}** | {low:.2f}–{high:.2f} | {figure.must_reach:.4g} "
-        f"| {'reached' if figure.reached else 'missed'} |"
+        f"| **{figure.ratio:.2f}** | {low:.2f}–{high:.2f} | {_limit(figure.must_reach)} "
+        f"| {'' if figure.must_reach is None else 'reached' if figure.reached else 'missed'} |"
     )
+
+
+def _held_to(cell: Cell) -> str:
+    return "held to nothing" if cell.must_reach is None else (
+        f"must reach {_limit(cell.must_reach)}: {_verdict(cell.reached)}"
+    )
+
+
+def _limit(must_reach: float | None) -> str:
+    return "–" if must_reach is None else f"{must_reach:.4g}"
 
 
 def _section(bench: Bench, result: Outcome) -> str:

@@ -9,6 +9,7 @@ repeat, most do not, and deletes have nothing but the key.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ import pyarrow.compute as pc
 from tailrace.capture.base import SourceId
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
 SOURCE = SourceId(kind="memory", system="bench", database="bench", timeline=1)
@@ -95,7 +96,9 @@ def _fields(schema: TableSchema) -> pa.Schema:
 
 
 ROWS_PER_TRANSACTION = 10
+ROWS_PER_BATCH = 250_000
 _OPERATIONS = pa.array(["insert", "update", "delete"])
+INSERTED, UPDATED, DELETED = range(3)
 _STATUSES = pa.array(["new", "paid", "packed", "shipped", "delivered", "returned", "cancelled"])
 _WORDS_MAX = 5_000
 
@@ -104,19 +107,28 @@ def long_window(
     schema: TableSchema, start: Lsn, first_id: int, rows: int, random: np.random.Generator
 ) -> Window:
     """A window of one table: 70 % inserts, 20 % updates of older rows, 10 % deletes."""
+    operations = random.choice(3, rows, p=[0.7, 0.2, 0.1])
+    fresh = first_id + np.arange(rows)
+    ids = np.where(operations == INSERTED, fresh, random.integers(1, first_id + 1, rows))
+    return changes_window(schema, start, first_id, operations, ids, random)
+
+
+def changes_window(
+    schema: TableSchema, start: Lsn, first_seq: int, operations: np.ndarray, ids: np.ndarray,
+    random: np.random.Generator,
+) -> Window:  # fmt: skip
+    """A window of these changes to one table; of a deleted row there is nothing but the key."""
+    rows = len(ids)
     seqs = np.arange(rows)
     transactions = seqs // ROWS_PER_TRANSACTION
     ends = start.value + (transactions + 1) * WAL_BYTES_PER_ROW * ROWS_PER_TRANSACTION
-    operations = random.choice(3, rows, p=[0.7, 0.2, 0.1])
-    fresh = first_id + seqs
-    ids = np.where(operations == 0, fresh, random.integers(1, first_id + 1, rows))
-    times = BEGAN_AT + (first_id + transactions * ROWS_PER_TRANSACTION) * 100
-    gone = operations == 2
+    times = BEGAN_AT + (first_seq + transactions * ROWS_PER_TRANSACTION) * 100
+    gone = operations == DELETED
     columns = [
         _OPERATIONS.take(pa.array(operations)),
         pa.array(seqs),
         _positions(ends),
-        pa.array(first_id + transactions),
+        pa.array(first_seq + transactions),
         pa.array((seqs % ROWS_PER_TRANSACTION).astype(np.int32)),
         pa.array(times).view(pa.timestamp("us", "UTC")),
         pa.array(ids),
@@ -133,6 +145,14 @@ def long_window(
         start=start, end=Lsn(int(ends[-1])), transactions=int(transactions[-1]) + 1, rows=rows,
         last_committed_at=int(times[-1]), batches=(ChangeBatch(schema=schema, data=data),),
     )  # fmt: skip
+
+
+def rows_of_table(schema: TableSchema, rows: int, random: np.random.Generator) -> Iterator[pa.RecordBatch]:
+    """Rows with such values and the keys from 1 on, as a load has them."""
+    for first in range(1, rows + 1, ROWS_PER_BATCH):
+        ids = np.arange(first, min(first + ROWS_PER_BATCH, rows + 1))
+        window = changes_window(schema, ZERO, first, np.full(len(ids), INSERTED), ids, random)
+        yield window.batches[0].data.select(schema.names)
 
 
 def _positions(ends: np.ndarray) -> pa.Array:

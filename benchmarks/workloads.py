@@ -34,6 +34,14 @@ _ORDERS_ROW = """
 STREAM_TRANSACTION_ROWS = 5_000
 
 
+def orders_table(name: str, rows: int) -> str:
+    """Make a table of pg-stream's columns, with so many rows."""
+    return (
+        f"create table {name} ({_ORDERS_COLUMNS}); "
+        f"insert into {name} select {_ORDERS_ROW} from generate_series(1, {rows}) g"
+    )
+
+
 def inserts(rows: int) -> Workload:
     """Inserts of 8 columns in transactions of 5,000."""
     transactions = _transactions(rows, STREAM_TRANSACTION_ROWS)

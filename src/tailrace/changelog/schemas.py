@@ -67,6 +67,8 @@ class Schemas:
         self._recorded: dict[int, tuple[TableSchema, Version]] = {}  # by the shape's id()
         self._facts: dict[int, Facts] = {}  # table -> what was told last of its latest version
         self._ordinal = 0
+        self._kept = 0
+        self._found: tuple[int, dict[TableId | int, set[int]]] = (0, {})  # as of so many kept
 
     def load(self) -> None:
         """Read everything there is and was not read before: a version's file never changes."""
@@ -107,6 +109,21 @@ class Schemas:
         """The newest known version of every table of the source."""
         found = [self._latest[table] for table in sorted(self._latest)]
         return [version for version in found if not is_system(version.schema)]
+
+    def called(self, table: TableId, relation: int | None) -> list[int]:
+        """The numbers of the tables of the source that are known last by this name, or have this relation.
+
+        Asked for every table of a pipeline in every micro-batch, so it must not look through all of them each time.
+        """
+        kept, found = self._found
+        if kept != self._kept:
+            kept, found = self._kept, {}  # counted before it is looked at: one that comes meanwhile is found next time
+            for version in self.latest():
+                for name in (version.schema.table, version.schema.relation):
+                    found.setdefault(name, set()).add(version.table)
+            self._found = (kept, found)
+        related = set() if relation is None else found.get(relation, set())
+        return sorted(found.get(table, set()) | related)
 
     def latest_of(self, table: int) -> Version:
         """The newest known version of one table."""
@@ -190,6 +207,7 @@ class Schemas:
         if known is None or known.version < version.version:
             self._latest[version.table] = version
             self._facts.pop(version.table, None)
+        self._kept += 1
 
     def _path(self, table: int, version: int) -> Path:
         return self._folder / str(table) / f"{version}.json"

@@ -262,18 +262,11 @@ class Lives:
 
     def numbers(self, life: TableLife) -> list[int]:
         """The log's numbers for the table: one, unless it was dropped and made again."""
-        return self._numbers(life.table, life.shape.relation if life.shape else None)
+        return self.log.schemas.called(life.table, life.shape.relation if life.shape else None)
 
     def numbers_of(self, shape: TableSchema) -> list[int]:
         """The same for a table of this shape."""
-        return self._numbers(shape.table, shape.relation)
-
-    def _numbers(self, table: TableId, relation: int | None) -> list[int]:
-        return [
-            version.table
-            for version in self.log.schemas.latest()
-            if version.schema.table == table or version.schema.relation == relation
-        ]
+        return self.log.schemas.called(shape.table, shape.relation)
 
     def stretch(self, life: TableLife, end: int) -> Stretch | None:
         """The next stretch the table can take; None when there is none, and then its state says why."""

@@ -1,0 +1,93 @@
+"""`tailrace run` as a user has it, in a process of its own, and a reader that looks when a row can be seen in the lake.
+
+The reader knows nothing of positions or of the log: it opens the Delta table anew, as one who has never seen it, and
+takes the largest key that the files of the newest version hold, from Delta's own statistics. A load that inserts keys
+in rising order, never deletes its newest, and commits them table by table is seen transaction by transaction that way.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+from deltalake.exceptions import TableNotFoundError
+
+from benchmarks import ours
+from benchmarks.measure import BenchError
+from tailrace.pipeline.status import read_note
+
+KEY = "id"
+LOOK_SECONDS = 0.5
+STOP_SECONDS_MAX = 60.0
+
+
+@contextmanager
+def running(folder: Path, url: str, tables: int, *, load_seconds_max: float) -> Iterator[Path]:
+    """The folder of the lake, from when all tables are live; started in the same folder again it goes on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings, log, lake, said = (folder / name for name in ("bench.yaml", "log", "lake", "run.log"))
+    settings.write_text(
+        f"name: bench\nsource:\n  url: {url}\n  tables: ['public.*']\nlog: {log}\n"
+        f"tables: {{format: delta, path: {lake}}}\n"
+    )
+    with said.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tailrace", "--log-level", "info", "run", str(settings)],
+            cwd=ours.REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        _wait_until_live(process, log, tables, load_seconds_max, said)
+        yield lake
+        if process.poll() is not None:
+            raise BenchError("the pipeline ended by itself", hint=said.read_text()[-2000:])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_live(
+    process: subprocess.Popen[bytes], log: Path, tables: int, seconds_max: float, said: Path
+) -> None:
+    begun, deadline = time.time(), time.monotonic() + seconds_max
+    states: Counter[str] = Counter()
+    while states["live"] != tables:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise BenchError(f"the tables are not live: {dict(states)}", hint=said.read_text()[-2000:])
+        time.sleep(LOOK_SECONDS)
+        note = log / "status" / "apply.json"
+        # One that an earlier process left says nothing of this one.
+        fresh = note.exists() and note.stat().st_mtime > begun
+        states = Counter(str(table["state"]) for table in read_note(log).values()) if fresh else Counter()
+
+
+class FreshReader:
+    """Looks at one Delta table; asking whether there is a new version costs next to nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._version = -1
+
+    def newest_key(self) -> int | None:
+        """The largest key of the newest version; None if that was seen before."""
+        if not (self._path / "_delta_log" / f"{self._version + 1:020d}.json").exists():
+            return None
+        try:
+            table = DeltaTable(str(self._path))
+        except TableNotFoundError:
+            return None
+        self._version = table.version()
+        adds = pa.table(table.get_add_actions(flatten=True))
+        return int(pc.max(adds.column(f"max.{KEY}")).as_py() or 0)

@@ -1,0 +1,47 @@
+"""The benches of the lake run: at a hundredth of their size, where what they find is no figure."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from benchmarks import end_to_end, report
+from benchmarks.__main__ import EXIT_MISSED, EXIT_REACHED, main
+from benchmarks.cells import Cell, CellsResult, Pair
+
+CELLS = {
+    "apply": ["delta-rs, 1 M rows", "delta-rs, 10 M rows"],
+    "many-tables": ["200 tables"],
+    "end-to-end": ["keeps up", "p50", "p99"],
+}
+
+
+# many-tables starts Spark twice: it runs where there is time.
+RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["apply", "end-to-end"]
+
+
+@pytest.mark.parametrize("bench", RUN)
+def test_a_bench_measures_every_cell(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([bench, "--rounds", "1", "--scale", "0.01", "--json"]) in (EXIT_REACHED, EXIT_MISSED)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [cell["name"] for cell in found["cells"]] == CELLS[bench]
+    assert all(cell["ours"] > 0 and cell["peer"] > 0 for cell in found["cells"])
+    assert found["scale"] == 0.01
+
+
+def test_a_cell_without_a_limit_is_told_and_misses_nothing() -> None:
+    free = Cell(name="p50", unit="s", must_reach=None, pairs=(Pair(ours=60.0, peer=6.0),))
+    held = Cell(name="p99", unit="s", must_reach=1.0, pairs=(Pair(ours=10.0, peer=15.0),))
+    about = {"cpu": "", "cores": 2, "memory_gib": 1, "kernel": "", "log_filesystem": "", "load_1min_at_start": 0}
+    result = CellsResult(
+        name="end-to-end-large", peer_name="limit", cells=(free, held), machine={**about, "versions": {}},
+        setup={"ours": "this"},
+    )  # fmt: skip
+    assert result.reached
+    assert result.tightest is held
+    assert "p50: 0.100 × limit (rounds 0.100–0.100), held to nothing; ours 60" in report.summary(result)
+    page = report.page([(end_to_end.LARGE, result)], [result.name])
+    assert "| end-to-end-large, p50 | limit | 60 | 6 s | **0.10** | 0.10–0.10 | – |  |" in page
+    assert "| end-to-end-large, p99 | limit | 10 | 15 s | **1.50** | 1.50–1.50 | 1 | reached |" in page

@@ -1,0 +1,38 @@
+"""Which numbers of the log are a table's, as names come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tailrace.changelog.schemas import Schemas
+from tailrace.model.schema import TableId
+from tests.support.changes import SHOP
+
+
+def test_a_table_is_found_by_its_name_and_by_its_relation(tmp_path: Path) -> None:
+    schemas = Schemas(tmp_path)
+    assert schemas.called(SHOP.table, SHOP.relation) == []
+    first = schemas.record(SHOP)
+    assert schemas.called(SHOP.table, None) == [first.table]
+    assert schemas.called(TableId("public", "nobody"), SHOP.relation) == [first.table]
+    assert schemas.called(TableId("public", "nobody"), None) == []
+
+
+def test_one_that_was_dropped_and_made_again_has_two_numbers(tmp_path: Path) -> None:
+    schemas = Schemas(tmp_path)
+    first = schemas.record(SHOP)
+    assert schemas.called(SHOP.table, SHOP.relation) == [first.table]
+    second = schemas.record(replace(SHOP, relation=SHOP.relation + 1))
+    assert schemas.called(SHOP.table, SHOP.relation) == [first.table, second.table]
+
+
+def test_after_a_rename_the_old_name_is_nobodys(tmp_path: Path) -> None:
+    schemas = Schemas(tmp_path)
+    first = schemas.record(SHOP)
+    renamed = replace(SHOP, table=TableId(SHOP.table.schema, "renamed"))
+    assert schemas.called(SHOP.table, None) == [first.table]
+    assert schemas.record(renamed).table == first.table
+    assert schemas.called(SHOP.table, None) == []
+    assert schemas.called(renamed.table, None) == [first.table]
+    assert schemas.called(SHOP.table, SHOP.relation) == [first.table]
