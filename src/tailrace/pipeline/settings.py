@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
     from tailrace.changelog.keeper import Keeping
     from tailrace.model.schema import TableId
+    from tailrace.tables.forms import Form
     from tailrace.tables.layout import Layout
 
 FILE_BYTES_MAX = 1 << 20
@@ -75,9 +76,10 @@ class Problem:
         return asdict(self)
 
 
-def _refusal(message: str, hint: str) -> PydanticCustomError:
+def _refusal(message: str, hint: str, at: Loc = ()) -> PydanticCustomError:
+    """`at`: where below the value that was looked at."""
     # The text travels as a value: a template would read braces in it as places to fill.
-    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint})
+    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint, "at": at})
 
 
 # ---- values ----------------------------------------------------------------------------------------------
@@ -298,6 +300,10 @@ Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
 Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
 """When a table is loaded; docs/guides/loading.md says what each means."""
+Kept = Literal["mirror", "history", "append"]
+"""What a lake table holds; docs/guides/modes.md."""
+MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
+"""As `tables.forms.METADATA`."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
@@ -437,21 +443,59 @@ class UpkeepSettings(BaseModel):
     remove_after: LongAgo = None
 
 
+class RuleSettings(BaseModel):
+    """What some tables are to be; where it says nothing, what `tables` says for all counts."""
+
+    model_config = _FROZEN
+    mode: Kept | None = None
+    soft_delete: bool | None = None
+    metadata: tuple[MetadataName, ...] | None = None
+
+
 class TablesSettings(BaseModel):
     """The lake tables: one at `<path>/<schema>/<table>`."""
 
     model_config = _FROZEN
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
     path: Folder
+    mode: Kept = "mirror"
+    soft_delete: bool = False
+    metadata: tuple[MetadataName, ...] = ()
+    rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
 
+    @model_validator(mode="after")
+    def _only_mirrors_mark(self) -> TablesSettings:
+        asked: list[tuple[Loc, bool | None, Kept]] = [((), self.soft_delete, self.mode)]
+        asked += [(("rules", glob), rule.soft_delete, rule.mode or self.mode) for glob, rule in self.rules.items()]
+        for at, marks, mode in asked:
+            if marks and mode != "mirror":
+                raise _refusal(
+                    f"is for `mode: mirror`: a table in `mode: {mode}` keeps what is deleted anyway",
+                    "Remove it, or write `mode: mirror`.", (*at, "soft_delete"),
+                )  # fmt: skip
+        return self
+
+    def form_of(self, table: TableId) -> Form:
+        """The last pattern that matches decides; what it does not say, and without one, is as for all."""
+        from tailrace.tables.forms import Form, TableMode
+
+        found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
+        rule = found[-1] if found else RuleSettings()
+        mode = rule.mode or self.mode
+        soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
+        metadata = self.metadata if rule.metadata is None else rule.metadata
+        return Form(
+            mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata)))
+        )
+
     @property
     def layout(self) -> Layout:
-        """Where each table lies."""
+        """Where each table lies, and what it is."""
         from tailrace.tables.layout import Layout
 
-        return Layout(root=self.path)
+        return Layout(root=self.path, form_of=self.form_of)
 
 
 class LoadSettings(BaseModel):
@@ -684,6 +728,10 @@ _EXAMPLES = {
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
     "tables.path": "`path: ./shop/lake`",
+    "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
+    "tables.soft_delete": "`soft_delete: true`",
+    "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
@@ -713,7 +761,8 @@ _WANTED = {
 
 
 def _keys(loc: Loc) -> list[str]:
-    shape = _SHAPES.get(loc)
+    is_rule = loc[:2] == ("tables", "rules") and len(loc) == 3
+    shape = RuleSettings if is_rule else _SHAPES.get(loc)
     fields = shape.model_fields.items() if shape else ()
     return [found.alias or name for name, found in fields if name != "file"]
 
@@ -941,11 +990,12 @@ class _Document:
             return
         if loc == ():
             return  # The rule about the two folders: `add_overlap` tells it.
+        context = detail.get("ctx", {})
+        loc = (*loc, *context.get("at", ()))
         while loc not in self.values:
             loc = loc[:-1]
         if detail["type"] == "too_short" and self.value(loc):
             return  # Pydantic counts only the globs that are well; the file does hold some.
-        context = detail.get("ctx", {})
         message = context.get("message") or _WANTED.get(detail["type"], detail["msg"])
         if detail["type"] == "literal_error":
             message += f": there are {context['expected'].replace(' or ', ' and ')}"
