@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
-from tailrace.model.schema import Column, Identity
+from tailrace.model.schema import Column, Identity, TableId
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.formed import loaded
@@ -423,6 +423,52 @@ def test_what_a_source_table_cannot_be_is_refused(
         Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", schema)
     assert refused.value.hint
     assert not (tmp_path / "t").exists()
+
+
+# --- other names -------------------------------------------------------------------------------------------
+
+NAMED = (("big", "large"), ("id", "number"))
+
+
+@pytest.mark.parametrize("form", [PLAIN, *EVERY], ids=str)
+def test_columns_have_the_names_that_were_asked_for(made: Any, form: Form) -> None:
+    table = made(replace(form, columns=NAMED))
+    table.apply(tx(2000, update(1, name="b", unchanged=BIG)), tx(3000, *move(2, 8, unchanged=BIG), delete(3)))
+    assert "id" not in table.content()[0]
+    rows = {(row["number"], row["name"], row["large"]) for row in table.content("number", "name", "large")}
+    if form is APPEND:
+        unchanged = [row["_unchanged"] for row in table.content("_unchanged", "_seq") if row["_seq"] in (100, 102)]
+        assert unchanged == [["large"], ["large"]]
+    else:
+        assert rows >= {(1, "b", "large 1"), (8, None, "large 2")}
+        again(table, [{"id": 1, "name": "b", "big": "large 1", "n": None}], "again", 4000)
+    recast = Recast(schema=replace(SHOP, columns=(SHOP.columns[0], SHOP.columns[2])), dropped=("name",))
+    table.table.evolve(recast, table.cursor(table.seq))
+    assert {"number", "large", "n"} <= table.content()[0].keys()
+    assert "name" not in table.content()[0]
+
+
+def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made: Any) -> None:
+    table = made(Form(columns=(("a", "b"), ("b", "a"))), rows=[{"a": 1, "b": "x"}] * 2, schema=KEYLESS)
+    table.apply(tx(1, delete({"a": 1}, b="x")))
+    assert table.content() == [{"b": 1, "a": "x"}]
+
+
+def test_two_columns_of_one_name_are_refused(made: Any) -> None:
+    with pytest.raises(TableUnusable, match="would have one name") as refused:
+        made(Form(columns=(("big", "NAME"),)))
+    assert "columns:" in refused.value.hint
+
+
+def test_a_folder_of_another_source_table_is_never_written(open_table: OpenTable, tmp_path: Path) -> None:
+    first = Formed(open_table(tmp_path / "t", PLAIN), PLAIN, tmp_path / "t", rows=ROWS)
+    other = replace(SHOP, table=TableId("public", "other"))
+    load, look = lambda: first.table.load(other, [], first.cursor(200)), lambda: first.table.refuse_foreign(other.table)
+    for use in (load, look):
+        with pytest.raises(TableUnusable, match="another table of the source") as refused:
+            use()
+        assert "tables.names" in refused.value.hint
+    assert len(first.content()) == 3
 
 
 # --- the guide ---------------------------------------------------------------------------------------------

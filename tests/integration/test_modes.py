@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,74 @@ def test_a_source_table_that_cannot_have_the_mode_says_so_and_holds_back_only_it
             assert error.hint
         assert scene.settled(applying)
         assert len(rows(applying, "t", "id")) == 3
+
+
+def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_for(
+    database: str, tmp_path: Path
+) -> None:
+    make(database, "t", "u")
+    lines = ("names: '{pipeline}/{schema}_{table}'", 'rules: {"public.t": {name: gold, columns: {x: amount}}}')
+    with Scene(tmp_path, database).tables_are(*lines) as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        execute(database, "UPDATE t SET x = 5 WHERE id = 1", "ALTER TABLE t ADD y int")
+        execute(database, "INSERT INTO t VALUES (9, 9, 'l', 9)")
+        assert scene.settled(applying)
+        assert life(applying, "t").place.path == scene.pipeline.lake / "gold"
+        assert life(applying, "u").place.path == scene.pipeline.lake / "test" / "public_u"
+        assert rows(applying, "t", "id, amount, y, length(large)") == [
+            (1, 5, None, 5000), (2, 2, None, 5000), (3, 3, None, 5000), (9, 9, 9, 1),
+        ]  # fmt: skip
+
+
+def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, "CREATE SCHEMA other")
+    make(database, "t", "u")
+    met = Scene(tmp_path, database, tables='["public.*", "other.*"]').tables_are("names: '{table}'")
+    with met as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        execute(database, "CREATE TABLE other.t (id int PRIMARY KEY)", "INSERT INTO other.t VALUES (1)")
+        assert eventually(lambda: any(found.table.schema == "other" for found in applying.lives.tables.values()))
+        (late,) = [found for found in applying.lives.tables.values() if found.table.schema == "other"]
+        assert eventually(lambda: late.state is TableState.FAILED)
+        assert late.error is not None
+        assert (late.error.code, str(late.error.fields["other"])) == ("table-unusable", "public.t")
+        execute(database, "UPDATE t SET x = 9 WHERE id = 1")
+        assert scene.settled(applying)
+        assert rows(applying, "t", "id, x") == [(1, 9), (2, 2), (3, 3)]
+    with Scene(tmp_path / "new", database, tables='["*.t"]').tables_are("names: '{table}'") as scene:
+        with scene.loader() as applying:
+            assert eventually(lambda: all(found.state is TableState.FAILED for found in applying.lives.tables.values()))
+        assert not scene.pipeline.lake.exists()
+
+
+def test_two_pipelines_share_a_lake_if_their_names_do_not_meet(database: str, tmp_path: Path) -> None:
+    make(database, "t", "u")
+    lake = f"path: {tmp_path / 'lake'}"
+    with ExitStack() as stack:
+        scenes = [stack.enter_context(shared(tmp_path / name, database, name, lake)) for name in ("one", "two")]
+        for scene in scenes:
+            with scene.loader() as applying:
+                assert scene.settled(applying)
+                assert len(rows(applying, "t", "id")) == 3
+        late = stack.enter_context(shared(tmp_path / "three", database, "one", lake))
+        with late.loader() as applying:
+            wait_for_state(applying, "t", TableState.FAILED)
+            error = life(applying, "t").error
+            assert error is not None
+            assert error.code == "foreign-write"
+            assert "tables.names" in error.hint
+        with scenes[0].loader() as applying:
+            execute(database, "DELETE FROM t WHERE id = 1")
+            assert scenes[0].settled(applying)
+            assert len(rows(applying, "t", "id")) == 2
+
+
+def shared(folder: Path, database: str, name: str, lake: str) -> Scene:
+    """A pipeline of this name in a lake that it does not have for itself."""
+    scene = Scene(folder, database)
+    scene.pipeline.file.write_text(
+        scene.pipeline.file.read_text().replace("name: test", f"name: {name}").replace("path: ./lake", lake)
+    )
+    return scene.reread().tables_are("names: '{pipeline}/{table}'")

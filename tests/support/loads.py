@@ -89,10 +89,15 @@ class Scene:
         self.settings: PipelineSettings = settings.model_copy(
             update={"load": settings.load.model_copy(update=given)}
         )
-        self._file = self.pipeline.file.read_text()
+        self.reread()
         self._stop = threading.Event()
         self._capture: threading.Thread | None = None
         self._failed: list[TailraceError] = []
+
+    def reread(self) -> Scene:
+        """Take the file as it stands now for the one to go by."""
+        self._file = self.pipeline.file.read_text()
+        return self.tables_are()
 
     def tables_are(self, *lines: str) -> Scene:
         """Say this below `tables:`, instead of what was said there before; whoever loads next goes by it."""

@@ -35,6 +35,7 @@ from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.spark.seeds import LoadMode, Seed, Wish
 from tailrace.tables.base import Cursor
+from tailrace.tables.paths import anothers, meet
 from tailrace.tables.shapes import difference
 
 log = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ class Beginning:
         if self._wants_chunked(life):
             cut = Cut.KEY
         try:
-            life.place.open().refuse_foreign()
+            _refuse_meeting(life, self._lives)
+            life.place.open().refuse_foreign(life.table)
             plan = self._source.plan(life.table, cut, self._settings.chunk)
             if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
                 raise Unsupported(
@@ -213,6 +215,7 @@ class Beginning:
     def _make_empty(self, life: TableLife, mode: str) -> None:
         """A table that is never loaded begins empty: now, or where the log begins."""
         try:
+            _refuse_meeting(life, self._lives)
             plan = self._source.plan(life.table, Cut.PLACE, self._settings.chunk)
             self._lives.grow()
             here = self._lives.cursor_at(self._lives.index.position)
@@ -252,6 +255,13 @@ class Beginning:
                 stage="waiting", way=way, mode=wish.mode.value if wish else LoadMode.REPLACE.value,
                 chunks=len(plan.chunks), bytes_total=plan.bytes,
             )  # fmt: skip
+
+
+def _refuse_meeting(life: TableLife, lives: Lives) -> None:
+    """Refuse to make a table where another one is, or is to be."""
+    for other in list(lives.tables.values()) if life.cursor is None else ():
+        if other is not life and meet(other.place.path, life.place.path):
+            raise anothers(life.place.path, other.table, life.table)
 
 
 def _refuse_form(life: TableLife, schema: TableSchema, wish: Wish | None) -> None:

@@ -27,6 +27,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     model_validator,
@@ -188,6 +189,29 @@ def _check_format(name: object) -> object:
     return name
 
 
+_NAMES_HINT = "For example: `{schema}/{table}`, `{pipeline}/{table}` or `{pipeline}/{schema}/{table}`."
+
+
+def _check_template(template: str) -> str:
+    """Folders' names, at most three deep. What a table's name brings in is encoded where it must be."""
+    parts = re.sub(r"\{(schema|table|pipeline)\}", "x", template).split("/")
+    if len(parts) > 3 or not all(re.fullmatch(r"[A-Za-z0-9_=-][A-Za-z0-9_.=-]*", part) for part in parts):
+        raise _refusal(
+            "must be one to three folders' names of letters, digits, `_-=.`, {schema}, {table} and {pipeline}",
+            _NAMES_HINT,
+        )  # fmt: skip
+    if "_delta_log" in parts:
+        raise _refusal("names `_delta_log`, which is Delta's own", _NAMES_HINT)
+    return template
+
+
+def _check_templates(template: str) -> str:
+    """One for many tables."""
+    if "{table}" not in _check_template(template):
+        raise _refusal("lacks {table}, so that all tables would have one folder", _NAMES_HINT)
+    return template
+
+
 def _check_folder(given: object) -> object:
     if not isinstance(given, str):
         return given
@@ -309,6 +333,8 @@ SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
 Url = Annotated[SecretStr, AfterValidator(lambda secret: SecretStr(_check_url(secret.get_secret_value())))]
 Glob = Annotated[str, AfterValidator(_check_glob)]
+Template = Annotated[str, AfterValidator(_check_template)]
+Templates = Annotated[str, AfterValidator(_check_templates)]
 PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
 Folder = Annotated[Path, BeforeValidator(_check_folder)]
 
@@ -450,17 +476,29 @@ class RuleSettings(BaseModel):
     mode: Kept | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
+    name: Template | None = None
+    columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
+
+    @model_validator(mode="after")
+    def _names_are_apart(self) -> RuleSettings:
+        seen: dict[str, str] = {}
+        for old, new in self.columns.items():
+            if (other := seen.setdefault(new.lower(), old)) != old:
+                raise _refusal(f"is what `{other}` is called, too", "Give each its own name.", ("columns", old))
+        return self
 
 
 class TablesSettings(BaseModel):
-    """The lake tables: one at `<path>/<schema>/<table>`."""
+    """The lake tables: each in its folder, `<path>/<schema>/<table>` unless named otherwise."""
 
     model_config = _FROZEN
+    _pipeline: str = PrivateAttr(default="")
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
     path: Folder
     mode: Kept = "mirror"
     soft_delete: bool = False
     metadata: tuple[MetadataName, ...] = ()
+    names: Templates = "{schema}/{table}"
     rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
@@ -481,21 +519,28 @@ class TablesSettings(BaseModel):
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
         from tailrace.tables.forms import Form, TableMode
 
-        found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
-        rule = found[-1] if found else RuleSettings()
+        rule = self._rule_of(table)
         mode = rule.mode or self.mode
         soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
         metadata = self.metadata if rule.metadata is None else rule.metadata
         return Form(
-            mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata)))
-        )
+            mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata))),
+            columns=tuple(sorted(rule.columns.items())),
+        )  # fmt: skip
+
+    def _name_of(self, table: TableId) -> str:
+        return self._rule_of(table).name or self.names
+
+    def _rule_of(self, table: TableId) -> RuleSettings:
+        found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
+        return found[-1] if found else RuleSettings()
 
     @property
     def layout(self) -> Layout:
         """Where each table lies, and what it is."""
         from tailrace.tables.layout import Layout
 
-        return Layout(root=self.path, form_of=self.form_of)
+        return Layout(root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline)
 
 
 class LoadSettings(BaseModel):
@@ -556,6 +601,11 @@ class PipelineSettings(BaseModel):
     @classmethod
     def _anchor_paths(cls, given: Any) -> Any:
         return _anchored(given) if isinstance(given, dict) and "file" in given else given
+
+    @model_validator(mode="after")
+    def _tables_know_the_name(self) -> PipelineSettings:
+        self.tables._pipeline = self.name
+        return self
 
     @model_validator(mode="after")
     def _folders_are_apart(self) -> PipelineSettings:
@@ -731,6 +781,7 @@ _EXAMPLES = {
     "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
     "tables.soft_delete": "`soft_delete: true`",
     "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
     "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",

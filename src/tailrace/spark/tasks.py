@@ -259,16 +259,18 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
     Whoever waits for the replay to pass the last chunk must hear of it before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
+    form, shape = work.place.form, work.shape
+    keys = keys.rename_columns([name for name in shape.names if name in shape.key])
     transactions = pc.unique(changes.column(change.TX)).to_pylist()
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with work.reader as reader:
             if reader.sees(transactions):
-                fields = pa.schema(work.shape.row_fields())
-                rows = pa.Table.from_batches(reader.rows_of(work.shape, keys), fields)
+                fields = pa.schema(shape.row_fields())
+                rows = pa.Table.from_batches(reader.rows_of(shape, keys), fields)
                 if work.seed is not None:
                     Seeds(work.log).reread(work.seed, reader.position())
-                return rows
+                return rows.rename_columns([form.name_of(name) for name in rows.column_names])
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
         "a commit is in the server's log and cannot be seen yet", table=work.table,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import Folded
 from tailrace.tables.upkeep import Tended, Upkeep
@@ -95,8 +95,8 @@ class LakeTable(Protocol):
         """
         ...
 
-    def refuse_foreign(self) -> None:
-        """Raise what `load` and `land` would raise before they begin; nothing is touched."""
+    def refuse_foreign(self, table: TableId) -> None:
+        """Raise what `load` and `land` of this source table would raise before they begin; nothing is touched."""
         ...
 
     def land(

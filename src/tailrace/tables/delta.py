@@ -34,7 +34,7 @@ from tailrace.errors import (
     TailraceError,
     Unsupported,
 )
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
     REPLACE_HINT,
@@ -45,6 +45,7 @@ from tailrace.tables.deltalog import (
     last_position,
     make_durable,
     position_of,
+    source_of,
 )
 from tailrace.tables.deltashape import NTZ, add_action, create_table, delta_fields, is_naive, refuse_features
 from tailrace.tables.evolving import Recast
@@ -56,6 +57,7 @@ from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import with_bases, without
 from tailrace.tables.merge import merge_of, only_new, operations, upserts_of
+from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
 from tailrace.tables.refresh import all_rows, compare
@@ -81,12 +83,10 @@ class DeltaRsTable:
         self._form = form
 
     def cursor(self) -> Cursor | None:
-        opened = self._open()
-        return None if opened is None else opened.position.cursor
+        return None if (opened := self._open()) is None else opened.position.cursor
 
     def shape(self) -> TableSchema | None:
-        opened = self._open()
-        return None if opened is None else opened.position.schema
+        return None if (opened := self._open()) is None else opened.position.schema
 
     def rows(self) -> int:
         """From the files' statistics, which every writer of ours adds."""
@@ -108,7 +108,7 @@ class DeltaRsTable:
     ) -> int:
         stored = self._form.stored(schema)
         refuse_names(stored)
-        table = self._own_table()
+        table = self._own_table(schema.table)
         name = f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         files = stage(self._path, name, stored, loaded(self._form, schema, batches, origin))
@@ -122,10 +122,10 @@ class DeltaRsTable:
         self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None
     ) -> int:
         refuse_names(self._form.stored(schema))
-        return self._land(self._own_table(), schema, files, cursor, origin)
+        return self._land(self._own_table(schema.table), schema, files, cursor, origin)
 
-    def refuse_foreign(self) -> None:
-        self._own_table()
+    def refuse_foreign(self, table: TableId) -> None:
+        self._own_table(table)
 
     def _land(
         self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
@@ -468,8 +468,8 @@ class DeltaRsTable:
             )
         return _Opened(folder=folder, table=table, position=position)
 
-    def _own_table(self) -> DeltaTable | None:
-        """What a load may replace; None where there is nothing. Others' changes to our table do not hinder it."""
+    def _own_table(self, source: TableId) -> DeltaTable | None:
+        """What a load of this source table may replace, whoever changed it; None where there is nothing."""
         newest = self._newest()
         if newest is None:
             return None
@@ -479,8 +479,10 @@ class DeltaRsTable:
             raise ForeignWrite(
                 "a table that this change log did not make already stands here", path=self._path,
                 **({"log": other.log} if other else {}),
-                hint="Move it away, or choose another `tables.path`.",
+                hint="Move it away, or choose another `tables.path` or `tables.names`.",
             )  # fmt: skip
+        if (made_of := source_of(folder, table.version())) not in (None, source):
+            raise anothers(self._path, made_of, source)
         return table
 
     def _adds(self) -> pa.Table | None:

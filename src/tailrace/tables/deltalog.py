@@ -18,7 +18,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 
 from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.forms import PLAIN, Form
 
@@ -99,6 +99,15 @@ def last_position(folder: Path, version: int) -> Position | None:
         if found is None or found.position is not None:
             return None if found is None else found.position
     return None
+
+
+def source_of(folder: Path, version: int) -> TableId | None:
+    """The source table that the lake table was last made of; None where that cannot be told."""
+    try:
+        found = last_position(folder, version)
+    except TableUnusable:
+        return None
+    return None if found is None else found.schema.table
 
 
 def position_of(folder: Path, version: int, log_id: str) -> Position:

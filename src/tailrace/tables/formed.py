@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.change import Operation
@@ -64,6 +65,8 @@ def _fold_changes(form: Form, schema: TableSchema, stored: TableSchema, changes:
     batch = Batch(schema, changes, operation_codes(changes), empty_before=False)
     refuse_unfit(batch, [np.arange(size)] * len(batch.own), np.ones(size, np.bool_))
     added = [_column(changes, column) for column in form.added]
+    at = [column.name for column in form.added].index(change.UNCHANGED)
+    added[at] = _renamed(form, added[at])
     return Folded(truncated=False, rows=folded_rows(stored, [*batch.own, *added], np.full(size, UPSERT, np.int8)))
 
 
@@ -71,6 +74,19 @@ def _column(changes: pa.Table, column: Column) -> Any:
     if column.name not in changes.column_names:
         return pa.nulls(changes.num_rows, column.type)
     return as_type(changes.column(column.name), column.type)
+
+
+def _renamed(form: Form, unchanged: Any) -> Any:
+    """Lists of columns, by their names in the lake."""
+    if not form.columns or unchanged.null_count == len(unchanged):
+        return unchanged
+    lists = unchanged.combine_chunks()
+    old, new = (pa.array(names, pa.string()) for names in zip(*form.columns, strict=True))
+    at = pc.index_in(lists.flatten(), value_set=old)
+    names = pc.coalesce(new.take(at), lists.flatten())
+    counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy()
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+    return pa.ListArray.from_arrays(pa.array(offsets), names, mask=lists.is_null())
 
 
 def _fold_marked(form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table) -> Folded:
@@ -141,7 +157,13 @@ def recast_into(form: Form, recast: Recast) -> Recast:
         return recast
     # A change tells what it brought: a column that came later is not among it.
     filled = () if form.mode is TableMode.APPEND else recast.filled
-    return replace(recast, schema=form.stored(recast.schema), filled=filled)
+    return Recast(
+        schema=form.stored(recast.schema),
+        added=tuple(map(form.name_of, recast.added)),
+        renamed=tuple((form.name_of(old), form.name_of(new)) for old, new in recast.renamed),
+        filled=tuple((form.name_of(name), value) for name, value in filled),
+        dropped=tuple(map(form.name_of, recast.dropped)),
+    )
 
 
 def _scalar(column: Column, said: Mapping[str, Any]) -> pa.Scalar:

@@ -62,6 +62,8 @@ class Form:
     """Of a mirror: rows that are deleted stay, marked."""
     metadata: tuple[str, ...] = ()
     """Which of `METADATA` stand with each row, besides those that the mode needs."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Columns that have another name in the lake: the source's, the lake's."""
 
     def __post_init__(self) -> None:
         if self.soft_delete and self.mode is not TableMode.MIRROR:
@@ -93,20 +95,27 @@ class Form:
         if self == PLAIN:
             return schema
         self._refuse_keyless(schema)
-        added, names = self.added, {name.lower() for name in schema.names}
-        for column in added:
-            if column.name.lower() in names:
+        own = [replace(column, name=self.name_of(column.name)) for column in schema.columns]
+        taken: set[str] = set()
+        for column in (*own, *self.added):
+            if column.name.lower() in taken:
+                what = "a column has the name of one that the table's form adds"
                 raise TableUnusable(
-                    "a column has the name of one that the table's form adds", table=schema.table,
-                    column=column.name, hint=_COLLISION_HINT,
+                    what if column in self.added else "two columns of the lake table would have one name",
+                    table=schema.table, column=column.name, hint=_COLLISION_HINT,
                 )  # fmt: skip
-        key = () if self.mode is TableMode.APPEND else schema.key
-        return replace(schema, columns=(*schema.columns, *added), key=key, facts=None)
+            taken.add(column.name.lower())
+        key = () if self.mode is TableMode.APPEND else tuple(map(self.name_of, schema.key))
+        return replace(schema, columns=(*own, *self.added), key=key, facts=None)
+
+    def name_of(self, column: str) -> str:
+        """What a column of the source is called in the lake."""
+        return dict(self.columns).get(column, column)
 
     def _refuse_keyless(self, schema: TableSchema) -> None:
         if self.mode is TableMode.APPEND:
             return
-        if not schema.key:
+        if not schema.key and (self.retains or self.metadata):
             what = "a history" if self.mode is TableMode.HISTORY else "a mirror with columns of its own"
             raise TableUnusable(f"{what} needs a table with a key", table=schema.table, hint=_KEYLESS_HINT)
         if schema.identity is Identity.NONE and self.retains:
@@ -115,13 +124,17 @@ class Form:
             )
 
     def to_json(self) -> dict[str, Any]:
-        return {"mode": self.mode.value, "soft_delete": self.soft_delete, "metadata": list(self.metadata)}
+        return {
+            "mode": self.mode.value, "soft_delete": self.soft_delete, "metadata": list(self.metadata),
+            "columns": [list(pair) for pair in self.columns],
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Form:
         return cls(
-            mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"])
-        )
+            mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"]),
+            columns=tuple((old, new) for old, new in stored["columns"]),
+        )  # fmt: skip
 
     def __str__(self) -> str:
         """In a word or two, for people."""
@@ -131,7 +144,7 @@ class Form:
     @property
     def described(self) -> str:
         """All of it, for people."""
-        return ", ".join([str(self), *self.metadata])
+        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.columns)])
 
 
 PLAIN = Form()

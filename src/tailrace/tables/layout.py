@@ -9,7 +9,7 @@ from pathlib import Path
 from tailrace.model.schema import TableId
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.forms import PLAIN, Form
-from tailrace.tables.paths import table_path
+from tailrace.tables.paths import TEMPLATE, table_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,10 @@ class Layout:
 
     root: Path
     form_of: Callable[[TableId], Form] = lambda _: PLAIN
-    """What each table is to be."""
+    """What each table is to be,"""
+    name_of: Callable[[TableId], str] = lambda _: TEMPLATE
+    """and the template of its folder."""
+    pipeline: str = ""
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
@@ -39,4 +42,4 @@ class Layout:
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""
-        return table_path(self.root, table)
+        return table_path(self.root, table, self.name_of(table), self.pipeline)

@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import MetadataName, PipelineSettings, check_settings, load_settings
 from tailrace.tables.forms import METADATA, PLAIN, Form, TableMode
@@ -51,6 +52,19 @@ def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path:
     assert form(settings, "plain") == PLAIN
 
 
+def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Path) -> None:
+    rule = '  "public.orders": {name: gold/sales, columns: {a: b}}'
+    settings = settings_of(tmp_path, "names: '{pipeline}/{schema}.{table}'", "rules:", rule)
+    layout, root = settings.tables.layout, tmp_path / "lake"
+    assert layout.path(TableId("public", "x/y")) == root / "shop" / "public.x%2Fy"
+    assert layout.path(TableId("public", "orders")) == root / "gold" / "sales"
+    assert form(settings, "orders") == Form(columns=(("a", "b"),))
+    flat = settings_of(tmp_path, "names: '{table}'").tables.layout
+    assert flat.path(TableId("public", "orders")) == root / "orders"
+    with pytest.raises(TableUnusable, match="right in the lake's folder"):
+        flat.path(TableId("public", "x/y"))
+
+
 def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> None:
     assert get_args(MetadataName) == METADATA
 
@@ -64,6 +78,12 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["mode: append", "rules:", '  "a.b": {soft_delete: true}'], 10, "tables.rules.a.b.soft_delete", "is for"),
         (["rules:", '  "a.b": {mod: append}'], 9, "tables.rules.a.b.mod", "not a key we know"),
         (["rules:", '  "orders": {mode: append}'], 9, "tables.rules.orders", "names no schema"),
+        (["names: all"], 8, "tables.names", "lacks {table}"),
+        (["names: ../{table}"], 8, "tables.names", "one to three folders' names"),
+        (["names: '{schema}/{name}/{table}'"], 8, "tables.names", "one to three folders' names"),
+        (["names: a/b/c/{table}"], 8, "tables.names", "one to three folders' names"),
+        (["rules:", '  "a.b": {name: a/_delta_log}'], 9, "tables.rules.a.b.name", "Delta's own"),
+        (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
 )  # fmt: skip
