@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import duckdb
 import polars as pl
 
 from tailrace.pipeline.report import TableState
-from tests.support.loads import Local, Scene, life, wait_for_state
-from tests.support.pipelines import eventually, execute
+from tailrace.spark.tasks import ChunkWork
+from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.pipelines import Pipeline, eventually, execute
 
 EVERY = (
     "metadata: [_op]",
@@ -31,12 +33,12 @@ def make(database: str, *names: str) -> None:
         )
 
 
-def rows(applying: Local, name: str, columns: str) -> list[tuple[Any, ...]]:
+def rows(applying: Local, name: str, columns: str, where: str = "") -> list[tuple[Any, ...]]:
     """What Polars reads of the table, and DuckDB of its files."""
     path, table = life(applying, name).place.path, life(applying, name).place.open()
     frame = pl.read_delta(str(path))
     names = str([str(path / file) for file in table.files()])
-    asked = (f"select {columns} from {source} order by all"
+    asked = (f"select {columns} from {source} {where} order by all"
              for source in ("frame", f"read_parquet({names}, union_by_name = true)"))  # fmt: skip
     with duckdb.connect() as connection:
         connection.register("frame", frame.to_arrow())
@@ -109,7 +111,10 @@ def test_the_past_is_never_taken_away_unasked(database: str, tmp_path: Path) -> 
         assert scene.settled(applying)
         execute(database, "UPDATE h SET x = 5 WHERE id = 1")
         assert scene.settled(applying)
-        execute(database, "ALTER TABLE h ALTER x TYPE bigint", "UPDATE h SET x = 6 WHERE id = 1")
+        execute(database, "ALTER TABLE h ALTER x TYPE bigint")
+        told = scene.pipeline.ask("evolve", "--dry-run").stdout
+        assert "stop" in told
+        execute(database, "UPDATE h SET x = 6 WHERE id = 1")
         wait_for_state(applying, "h", TableState.FAILED)
         error = life(applying, "h").error
         assert error is not None
@@ -157,6 +162,45 @@ def test_a_source_table_that_cannot_have_the_mode_says_so_and_holds_back_only_it
             assert error.hint
         assert scene.settled(applying)
         assert len(rows(applying, "t", "id")) == 3
+
+
+def test_a_load_that_was_cut_off_is_not_gone_on_with_in_another_form(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, large text)")
+    execute(database, "INSERT INTO t SELECT g, repeat('l', 500) FROM generate_series(1, 1000) g")
+    with Scene(tmp_path, database, way="chunked") as scene:
+        leave = threading.Event()
+
+        def wait(_: ChunkWork) -> None:
+            leave.wait(60)
+
+        with scene.loader(after=wait) as applying:
+            assert eventually(lambda: len(applying.chunks) == 1)
+            applying._stopping.set()
+            leave.set()
+        scene.tables_are("metadata: [_op]")
+        with scene.loader() as applying:
+            assert scene.settled(applying)
+            assert rows(applying, "t", "count(*), count(_op)") == [(1000, 1000)]
+
+
+def test_rows_that_change_while_they_are_read_are_marked_as_they_should_be(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, x int, large text)")
+    execute(database, "ALTER TABLE t ALTER large SET STORAGE EXTERNAL")
+    execute(database, "INSERT INTO t SELECT g, g, repeat('l', 3000) FROM generate_series(1, 200) g")
+
+    def write() -> None:
+        execute(database, "UPDATE t SET x = -1 WHERE id = 150", "DELETE FROM t WHERE id IN (1, 150)")
+        execute(database, "UPDATE t SET id = 1000 WHERE id = 199", "UPDATE t SET x = -2 WHERE id = 2")
+        execute(database, "INSERT INTO t VALUES (1, 7, 'again')", "DELETE FROM t WHERE id = 1000")
+
+    loaded = Scene(tmp_path, database, way="chunked").tables_are("soft_delete: true", "metadata: [_op, _tx]")
+    with loaded as scene, scene.loader(after=once(write)) as applying:
+        assert scene.settled(applying)
+        assert len(applying.chunks) > 2
+        assert rows(applying, "t", "count(*)  filter (not _deleted)") == [(198,)]
+        assert rows(applying, "t", "id, x, length(large), _op", "where id in (1, 2) and not _deleted") == [
+            (1, 7, 5, "insert"), (2, -2, 3000, "update"),
+        ]  # fmt: skip
 
 
 def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_for(
@@ -228,3 +272,21 @@ def shared(folder: Path, database: str, name: str, lake: str) -> Scene:
         scene.pipeline.file.read_text().replace("name: test", f"name: {name}").replace("path: ./lake", lake)
     )
     return scene.reread().tables_are("names: '{pipeline}/{table}'")
+
+
+def test_a_pipeline_on_spark_writes_tables_in_every_mode(database: str, tmp_path: Path) -> None:
+    make(database, *NAMES)
+    pipeline = Pipeline(tmp_path, database)
+    pipeline.file.write_text(pipeline.file.read_text() + "".join(f"  {line}\n" for line in EVERY))
+    pipeline.catch_up()
+    for name in NAMES:
+        execute(database, f"UPDATE {name} SET x = 20 WHERE id = 2", f"DELETE FROM {name} WHERE id = 1")
+    pipeline.catch_up()
+    found = {name: pl.read_delta(str(pipeline.lake / "public" / name)).sort("id", "_op") for name in NAMES}
+    assert found["m"]["id", "x", "_op"].rows() == [(2, 20, "update"), (3, 3, "read")]
+    assert found["s"]["id", "_deleted"].rows() == [(1, True), (2, False), (3, False)]
+    assert found["h"]["id", "_current", "_op"].rows() == [
+        (1, False, "read"), (2, False, "read"), (2, True, "update"), (3, True, "read"),
+    ]  # fmt: skip
+    assert found["a"]["id", "_op"].rows() == [(1, "delete"), (1, "read"), (2, "read"), (2, "update"), (3, "read")]
+    assert all(frame["large"].str.len_chars().max() == 5000 for frame in found.values())

@@ -36,7 +36,7 @@ from tailrace.pipeline.settings import LoadSettings
 from tailrace.spark.seeds import LoadMode, Seed, Wish
 from tailrace.tables.base import Cursor
 from tailrace.tables.paths import anothers, meet
-from tailrace.tables.shapes import difference
+from tailrace.tables.shapes import REPLACED_HINT, difference
 
 log = logging.getLogger(__name__)
 
@@ -276,9 +276,7 @@ def _refuse_form(life: TableLife, schema: TableSchema, wish: Wish | None) -> Non
     if form.retains and wish is None and life.shape is not None and not life.shape.same_rows(schema):
         raise SchemaChanged(
             "the table must be loaded anew, and what it keeps of the past would be lost", table=life.table,
-            change=difference(life.shape, schema),
-            hint="Copy its folder if you need the past. Then run `tailrace snapshot FILE TABLE`: all that it holds is "
-            "replaced.",
+            change=difference(life.shape, schema), hint=REPLACED_HINT,
         )  # fmt: skip
 
 
