@@ -32,6 +32,7 @@ TailraceError
     ├── ValueUnfit              a value the column's type cannot hold
     ├── BaseRowMissing          a partial change without the row it changes
     ├── TableUnusable           the table's folder or format cannot be used
+    ├── FormChanged             it was made in another form than the settings say
     ├── TableAhead              it has applied what the log does not have
     ├── TableUnpublished        the source does not publish its changes
     └── TableFailed             a failure nobody foresaw
@@ -310,6 +311,12 @@ class TableUnusable(TableError):
     """The table's folder or format cannot be used."""
 
     code = "table-unusable"
+
+
+class FormChanged(TableError):
+    """The table was made in another form than the settings ask for now."""
+
+    code = "form-changed"
 
 
 class TableAhead(TableError):

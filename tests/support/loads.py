@@ -89,9 +89,22 @@ class Scene:
         self.settings: PipelineSettings = settings.model_copy(
             update={"load": settings.load.model_copy(update=given)}
         )
+        self.reread()
         self._stop = threading.Event()
         self._capture: threading.Thread | None = None
         self._failed: list[TailraceError] = []
+
+    def reread(self) -> Scene:
+        """Take the file as it stands now for the one to go by."""
+        self._file = self.pipeline.file.read_text()
+        return self.tables_are()
+
+    def tables_are(self, *lines: str) -> Scene:
+        """Say this below `tables:`, instead of what was said there before; whoever loads next goes by it."""
+        self.pipeline.file.write_text(self._file + "".join(f"  {line}\n" for line in lines))
+        tables = load_settings(self.pipeline.file).tables
+        self.settings = self.settings.model_copy(update={"tables": tables})
+        return self
 
     def __enter__(self) -> Scene:
         with ExitStack() as undo:

@@ -90,12 +90,16 @@ def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -
         shown = sorted(shown, key=_urgency)[:rows_max]
     view = Table(box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("table", overflow="fold", min_width=10)
+    modes = any(table.mode != "mirror" for table in tables)
+    if modes:
+        view.add_column("mode", no_wrap=True)
     view.add_column("state", no_wrap=True)
     for title in ("loaded", "captured", "applied", "behind", "lag"):
         view.add_column(title, justify="right", no_wrap=True)
     for table in shown:
         view.add_row(
             Text(one_line(table.name)),
+            *([Text(table.mode)] if modes else []),
             Text(table.state.value, style=_STYLES[table.state]),
             load_cell(table),
             human_count(table.rows_captured),

@@ -17,7 +17,7 @@ from tailrace.capture.postgres.connect import connect
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import ConfigError, TailraceError
+from tailrace.errors import ConfigError, FormChanged, TailraceError
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
@@ -171,7 +171,10 @@ class _Desk:
                 refuse_condition(connection, schema, where)
 
     def _shape(self, table: TableId) -> TableSchema | None:
-        return self._settings.tables.layout.place(table, self._log.log_id).open().shape()
+        try:
+            return self._settings.tables.layout.place(table, self._log.log_id).open().shape()
+        except FormChanged:
+            return None  # there is none of the form that is asked for
 
     def _loaded(self, table: TableId) -> bool:
         try:

@@ -17,10 +17,17 @@ from tailrace import failpoints
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.errors import SourceTableMissing, TableFailed, TableUnpublished, TailraceError, Unsupported
+from tailrace.errors import (
+    SchemaChanged,
+    SourceTableMissing,
+    TableFailed,
+    TableUnpublished,
+    TailraceError,
+    Unsupported,
+)
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
-from tailrace.model.schema import TableId
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load, Shared
@@ -28,6 +35,8 @@ from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.spark.seeds import LoadMode, Seed, Wish
 from tailrace.tables.base import Cursor
+from tailrace.tables.paths import anothers, meet
+from tailrace.tables.shapes import REPLACED_HINT, difference
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +115,7 @@ class Beginning:
                 self._make_empty(life, mode)
             elif (plan := self._plan(life, wish)) is not None:
                 planned.append((life, plan, wish))
-        chunked = [item for item in planned if item[1].schema.key and self._wants_chunked(item[0].table)]
+        chunked = [item for item in planned if item[1].schema.key and self._wants_chunked(item[0])]
         exact = [item for item in planned if item not in chunked]
         for some, begin in ((exact, self._begin_exact), (chunked, self._begin_chunked)):
             if some:
@@ -116,24 +125,26 @@ class Beginning:
                     for life, _, _ in some:
                         self._failed(life, error)
 
-    def _wants_chunked(self, table: TableId) -> bool:
-        if self._settings.way == "exact":
+    def _wants_chunked(self, life: TableLife) -> bool:
+        if self._settings.way == "exact" or life.place.form.exact:
             return False
-        return self._settings.way == "chunked" or self._settings.standby is not None or table in self.chunked
+        return self._settings.way == "chunked" or self._settings.standby is not None or life.table in self.chunked
 
     def _plan(self, life: TableLife, wish: Wish | None) -> Plan | None:
         """Cut the table; before the snapshot is made, so that a rewrite in between is noticed."""
-        cut = Cut.PLACE if self._settings.way == "exact" else Cut.EITHER
-        if self._wants_chunked(life.table):
+        cut = Cut.PLACE if self._settings.way == "exact" or life.place.form.exact else Cut.EITHER
+        if self._wants_chunked(life):
             cut = Cut.KEY
         try:
-            life.place.open().refuse_foreign()
+            _refuse_meeting(life, self._lives)
+            life.place.open().refuse_foreign(life.table)
             plan = self._source.plan(life.table, cut, self._settings.chunk)
             if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
                 raise Unsupported(
                     "a table without a key can only be replaced as a whole", table=life.table,
                     hint="Leave out --where and --mode refresh, or give the table a primary key.",
                 )  # fmt: skip
+            _refuse_form(life, plan.schema, wish)
             return plan
         except TailraceError as error:
             self._failed(life, error)
@@ -146,7 +157,7 @@ class Beginning:
         try:
             self._lives.grow()
             for life, plan, wish in self._as_planned(planned):
-                seed = Seed(plan=plan, point=snapshot.point, wish=wish)
+                seed = Seed(plan=plan, point=snapshot.point, wish=wish, form=life.place.form)
                 self._record(life, seed)
                 shared.join()
                 self._begun(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=shared))
@@ -165,7 +176,7 @@ class Beginning:
         if noted is None:  # told to stop
             return
         for life, plan, wish in self._as_planned(planned):
-            seed = Seed(plan=plan, point=None, noted=noted, wish=wish)
+            seed = Seed(plan=plan, point=None, noted=noted, wish=wish, form=life.place.form)
             self._record(life, seed)
             self._begun(Load(
                 life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None, at_least=noted.upto
@@ -204,6 +215,7 @@ class Beginning:
     def _make_empty(self, life: TableLife, mode: str) -> None:
         """A table that is never loaded begins empty: now, or where the log begins."""
         try:
+            _refuse_meeting(life, self._lives)
             plan = self._source.plan(life.table, Cut.PLACE, self._settings.chunk)
             self._lives.grow()
             here = self._lives.cursor_at(self._lives.index.position)
@@ -243,6 +255,29 @@ class Beginning:
                 stage="waiting", way=way, mode=wish.mode.value if wish else LoadMode.REPLACE.value,
                 chunks=len(plan.chunks), bytes_total=plan.bytes,
             )  # fmt: skip
+
+
+def _refuse_meeting(life: TableLife, lives: Lives) -> None:
+    """Refuse to make a table where another one is, or is to be."""
+    for other in list(lives.tables.values()) if life.cursor is None else ():
+        if other is not life and meet(other.place.path, life.place.path):
+            raise anothers(life.place.path, other.table, life.table)
+
+
+def _refuse_form(life: TableLife, schema: TableSchema, wish: Wish | None) -> None:
+    """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
+    form = life.place.form
+    form.stored(schema)
+    if form.exact and wish is not None and wish.where is not None:
+        raise Unsupported(
+            f"a part of a table in `mode: {form.mode.value}` cannot be read again", table=life.table,
+            hint="Run it without --where.",
+        )  # fmt: skip
+    if form.retains and wish is None and life.shape is not None and not life.shape.same_rows(schema):
+        raise SchemaChanged(
+            "the table must be loaded anew, and what it keeps of the past would be lost", table=life.table,
+            change=difference(life.shape, schema), hint=REPLACED_HINT,
+        )  # fmt: skip
 
 
 def _unpublished(table: TableId, publication: str) -> TableUnpublished:

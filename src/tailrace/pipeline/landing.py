@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.errors import SourceRewritten, TableFailed, TailraceError, Unsupported
+from tailrace.errors import FormChanged, SourceRewritten, TableFailed, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -98,13 +98,17 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
 
 
 def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
-    """As all that the table holds, or by writing what differs."""
+    """As all that the table holds, or by writing what differs; of a table that keeps the past never instead of that,
+    unless it is of another shape or form and a person has asked for it."""
     life, plan = load.life, load.seed.plan
-    shape = table.shape() if load.mode is LoadMode.REFRESH or load.where else None
+    shape = None
+    if load.mode is LoadMode.REFRESH or load.where or life.place.form.retains:
+        with suppress(FormChanged):
+            shape = table.shape()
     if shape is not None and shape.same_rows(plan.schema):
         work = RefreshWork(
             schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
-            partial=load.where is not None, cursor=cursor,
+            partial=load.where is not None, cursor=cursor, origin=load.origin,
         )  # fmt: skip
         outcome = run_one(run, refresh_table, work, life.table)
         if outcome.error is not None:
@@ -116,6 +120,5 @@ def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run
             table=life.table, hint="Run it without --where: the whole table is loaded.",
         )  # fmt: skip
     assert load.complete, "a load lands with all its chunks"
-    table.land(
-        plan.schema, [file for number in sorted(load.staged) for file in load.staged[number].files], cursor
-    )
+    files = [file for number in sorted(load.staged) for file in load.staged[number].files]
+    table.land(plan.schema, files, cursor, origin=load.origin)

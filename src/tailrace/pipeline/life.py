@@ -29,6 +29,7 @@ from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
 from tailrace.tables.layout import Layout, Place
+from tailrace.tables.paths import anothers
 from tailrace.tables.shapes import RELOAD_HINT
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class Lives:
         return life
 
     def again(self, life: TableLife, source: SourceTable) -> None:
-        """Look anew where a table stands that has failed, as at a start."""
+        """Look anew where a failed table stands, as at a start."""
         with life.lock:
             life.see(source)
             life.error, life.failures, life.refresh, life.announced, life.gone = None, 0, None, None, False
@@ -205,7 +206,9 @@ class Lives:
         try:
             life.place = self._layout.place(table, self.log.log_id)
             lake_table = life.place.open()
-            life.cursor, life.shape = lake_table.cursor(), lake_table.shape()
+            if (shape := lake_table.shape()) is not None and shape.table != table:
+                raise anothers(life.place.path, shape.table, table)
+            life.cursor, life.shape = lake_table.cursor(), shape
             self._recall(life)
             if life.cursor is not None and not self.misses(life) and not _saw_too_little(life, source):
                 over = life.once and life.replay is None

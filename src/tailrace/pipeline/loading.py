@@ -185,6 +185,7 @@ class Loading:
                 seed.table not in seen
                 and (since is None or seed.floor >= since)
                 and seed.plan.cut is Cut.KEY
+                and seed.form == life.place.form
                 and self._lives.index.commit_at(seed.floor) + 1 >= self._lives.index.first
             )
             seen.add(seed.table)
@@ -323,15 +324,15 @@ class Loading:
             return
         if not self._drop(load):
             return
-        if load.seed.plan.schema.key and self._settings.load.way != "exact":
+        if load.seed.plan.schema.key and self._settings.load.way != "exact" and not load.seed.form.exact:
             log.warning("load begins again in chunks", extra={"table": str(load.life.table), "why": why})
             self._begins.chunked.add(load.life.table)
             self._begin_again(load.life, load.seed)
             return
         self._fail(load.life, TableFailed(
             "the load could not be finished in one snapshot", table=load.life.table, why=why,
-            hint="It is tried again. A table without a key is read in one snapshot: raise `load.time_limit` or "
-            "`load.connections`, load at a quieter time, or give the table a primary key.",
+            hint="It is tried again. A table without a key, in `mode: append` or `history` is read in one snapshot. "
+            "Raise `load.time_limit` or `load.connections`, or load at a quieter time.",
         ))  # fmt: skip
 
     def _begin_again(self, life: TableLife, seed: Seed) -> None:

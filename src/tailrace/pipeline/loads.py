@@ -16,6 +16,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk
+from tailrace.tables.forms import Origin
 
 LOOK_SECONDS = 0.3
 """Between two looks at what there is to do."""
@@ -81,6 +82,14 @@ class Load:
     @property
     def where(self) -> str | None:
         return self.seed.wish.where if self.seed.wish else None
+
+    @property
+    def origin(self) -> Origin:
+        """What rows that it reads say of where they come from, where the table's form asks for that."""
+        here = self.life.loading
+        return Origin(
+            seq=here.seq if here else 0, position=str(self.seed.floor), read_at=int(self.seed.made_at * 1_000_000)
+        )
 
     def leave_snapshot(self) -> None:
         with self.lock:  # once, whoever comes first

@@ -12,7 +12,7 @@ from tailrace.pipeline.report import TableEvolution
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.wiring import open_source
 from tailrace.tables.evolving import Recast, Refresh, ValueOf, plan
-from tailrace.tables.shapes import RELOAD_HINT
+from tailrace.tables.shapes import RELOAD_HINT, REPLACED_HINT
 
 
 def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
@@ -66,8 +66,10 @@ def _evolution(
             steps += step.said or ("note the new shape; no row changes",)
         elif isinstance(step, Refresh):
             action, why = "refresh", step.why
-            if life.rereads:
-                action, why, hint = "stop", f"it must be loaded anew: {step.why}", RELOAD_HINT
+            keeps = life.place.form.retains and not life.shape.same_rows(step.schema)
+            if life.rereads or keeps:
+                action, why = "stop", f"it must be loaded anew: {step.why}"
+                hint = REPLACED_HINT if keeps else RELOAD_HINT
             break
         else:
             action, why, hint = "stop", str(step.fields["change"]), step.hint

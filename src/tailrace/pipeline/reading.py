@@ -63,6 +63,7 @@ class Reading:
         work = ChunkWork(
             schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
             lake=load.life.place.path, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
+            form=load.seed.form, origin=load.origin,
         )  # fmt: skip
         outcome = run_one(self._run, load_chunk, work, load.life.table)
         with self._under_way.lock:

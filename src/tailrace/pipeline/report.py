@@ -112,6 +112,8 @@ class TableStatus:
     state: TableState
     path: str
     """Where its lake table lies."""
+    mode: str = "mirror"
+    """What it holds: `mirror`, `mirror, soft delete`, `append` or `history`."""
     reason: str | None = None
     """The code of the error that stopped it, e.g. `schema-changed`."""
     detail: str | None = None

@@ -27,6 +27,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     model_validator,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
     from tailrace.changelog.keeper import Keeping
     from tailrace.model.schema import TableId
+    from tailrace.tables.forms import Form
     from tailrace.tables.layout import Layout
 
 FILE_BYTES_MAX = 1 << 20
@@ -75,9 +77,10 @@ class Problem:
         return asdict(self)
 
 
-def _refusal(message: str, hint: str) -> PydanticCustomError:
+def _refusal(message: str, hint: str, at: Loc = ()) -> PydanticCustomError:
+    """`at`: where below the value that was looked at."""
     # The text travels as a value: a template would read braces in it as places to fill.
-    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint})
+    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint, "at": at})
 
 
 # ---- values ----------------------------------------------------------------------------------------------
@@ -184,6 +187,29 @@ def _check_format(name: object) -> object:
     if isinstance(name, str) and name != "delta":
         raise _refusal(f"names `{name}`, which is no table format", "Use `format: delta`.")
     return name
+
+
+_NAMES_HINT = "For example: `{schema}/{table}`, `{pipeline}/{table}` or `{pipeline}/{schema}/{table}`."
+
+
+def _check_template(template: str) -> str:
+    """Folders' names, at most three deep. What a table's name brings in is encoded where it must be."""
+    parts = re.sub(r"\{(schema|table|pipeline)\}", "x", template).split("/")
+    if len(parts) > 3 or not all(re.fullmatch(r"[A-Za-z0-9_=-][A-Za-z0-9_.=-]*", part) for part in parts):
+        raise _refusal(
+            "must be one to three folders' names of letters, digits, `_-=.`, {schema}, {table} and {pipeline}",
+            _NAMES_HINT,
+        )  # fmt: skip
+    if "_delta_log" in parts:
+        raise _refusal("names `_delta_log`, which is Delta's own", _NAMES_HINT)
+    return template
+
+
+def _check_templates(template: str) -> str:
+    """One for many tables."""
+    if "{table}" not in _check_template(template):
+        raise _refusal("lacks {table}, so that all tables would have one folder", _NAMES_HINT)
+    return template
 
 
 def _check_folder(given: object) -> object:
@@ -298,11 +324,17 @@ Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
 Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
 """When a table is loaded; docs/guides/loading.md says what each means."""
+Kept = Literal["mirror", "history", "append"]
+"""What a lake table holds; docs/guides/modes.md."""
+MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
+"""As `tables.forms.METADATA`."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
 Url = Annotated[SecretStr, AfterValidator(lambda secret: SecretStr(_check_url(secret.get_secret_value())))]
 Glob = Annotated[str, AfterValidator(_check_glob)]
+Template = Annotated[str, AfterValidator(_check_template)]
+Templates = Annotated[str, AfterValidator(_check_templates)]
 PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
 Folder = Annotated[Path, BeforeValidator(_check_folder)]
 
@@ -437,21 +469,78 @@ class UpkeepSettings(BaseModel):
     remove_after: LongAgo = None
 
 
-class TablesSettings(BaseModel):
-    """The lake tables: one at `<path>/<schema>/<table>`."""
+class RuleSettings(BaseModel):
+    """What some tables are to be; where it says nothing, what `tables` says for all counts."""
 
     model_config = _FROZEN
+    mode: Kept | None = None
+    soft_delete: bool | None = None
+    metadata: tuple[MetadataName, ...] | None = None
+    name: Template | None = None
+    columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
+
+    @model_validator(mode="after")
+    def _names_are_apart(self) -> RuleSettings:
+        seen: dict[str, str] = {}
+        for old, new in self.columns.items():
+            if (other := seen.setdefault(new.lower(), old)) != old:
+                raise _refusal(f"is what `{other}` is called, too", "Give each its own name.", ("columns", old))
+        return self
+
+
+class TablesSettings(BaseModel):
+    """The lake tables: each in its folder, `<path>/<schema>/<table>` unless named otherwise."""
+
+    model_config = _FROZEN
+    _pipeline: str = PrivateAttr(default="")
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
     path: Folder
+    mode: Kept = "mirror"
+    soft_delete: bool = False
+    metadata: tuple[MetadataName, ...] = ()
+    names: Templates = "{schema}/{table}"
+    rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
 
+    @model_validator(mode="after")
+    def _only_mirrors_mark(self) -> TablesSettings:
+        asked: list[tuple[Loc, bool | None, Kept]] = [((), self.soft_delete, self.mode)]
+        asked += [(("rules", glob), rule.soft_delete, rule.mode or self.mode) for glob, rule in self.rules.items()]
+        for at, marks, mode in asked:
+            if marks and mode != "mirror":
+                raise _refusal(
+                    f"is for `mode: mirror`: a table in `mode: {mode}` keeps what is deleted anyway",
+                    "Remove it, or write `mode: mirror`.", (*at, "soft_delete"),
+                )  # fmt: skip
+        return self
+
+    def form_of(self, table: TableId) -> Form:
+        """The last pattern that matches decides; what it does not say, and without one, is as for all."""
+        from tailrace.tables.forms import Form, TableMode
+
+        rule = self._rule_of(table)
+        mode = rule.mode or self.mode
+        soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
+        metadata = self.metadata if rule.metadata is None else rule.metadata
+        return Form(
+            mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata))),
+            columns=tuple(sorted(rule.columns.items())),
+        )  # fmt: skip
+
+    def _name_of(self, table: TableId) -> str:
+        return self._rule_of(table).name or self.names
+
+    def _rule_of(self, table: TableId) -> RuleSettings:
+        found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
+        return found[-1] if found else RuleSettings()
+
     @property
     def layout(self) -> Layout:
-        """Where each table lies."""
+        """Where each table lies, and what it is."""
         from tailrace.tables.layout import Layout
 
-        return Layout(root=self.path)
+        return Layout(root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline)
 
 
 class LoadSettings(BaseModel):
@@ -512,6 +601,11 @@ class PipelineSettings(BaseModel):
     @classmethod
     def _anchor_paths(cls, given: Any) -> Any:
         return _anchored(given) if isinstance(given, dict) and "file" in given else given
+
+    @model_validator(mode="after")
+    def _tables_know_the_name(self) -> PipelineSettings:
+        self.tables._pipeline = self.name
+        return self
 
     @model_validator(mode="after")
     def _folders_are_apart(self) -> PipelineSettings:
@@ -684,6 +778,11 @@ _EXAMPLES = {
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
     "tables.path": "`path: ./shop/lake`",
+    "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
+    "tables.soft_delete": "`soft_delete: true`",
+    "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
+    "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
@@ -713,7 +812,8 @@ _WANTED = {
 
 
 def _keys(loc: Loc) -> list[str]:
-    shape = _SHAPES.get(loc)
+    is_rule = loc[:2] == ("tables", "rules") and len(loc) == 3
+    shape = RuleSettings if is_rule else _SHAPES.get(loc)
     fields = shape.model_fields.items() if shape else ()
     return [found.alias or name for name, found in fields if name != "file"]
 
@@ -941,11 +1041,12 @@ class _Document:
             return
         if loc == ():
             return  # The rule about the two folders: `add_overlap` tells it.
+        context = detail.get("ctx", {})
+        loc = (*loc, *context.get("at", ()))
         while loc not in self.values:
             loc = loc[:-1]
         if detail["type"] == "too_short" and self.value(loc):
             return  # Pydantic counts only the globs that are well; the file does hold some.
-        context = detail.get("ctx", {})
         message = context.get("message") or _WANTED.get(detail["type"], detail["msg"])
         if detail["type"] == "literal_error":
             message += f": there are {context['expected'].replace(' or ', ' and ')}"

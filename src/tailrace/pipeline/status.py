@@ -106,7 +106,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         load = replace(load, waiting_for=lives.waiting_for)
     return TableStatus(
         schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
-        path=str(life.place.path),
+        path=str(life.place.path), mode=str(life.place.form),
         reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
         hint=life.error.hint if life.error else None, note=life.trouble or life.note,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,

@@ -8,6 +8,8 @@ from tailrace.capture.postgres.warm import warm_kernels as warm_capture
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.fold import fold
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import Form, TableMode
 
 
 def warm_kernels() -> None:
@@ -20,6 +22,8 @@ def warm_kernels() -> None:
     rows = [_row(1, "insert", None), _row(2, "update", ["large"])]
     folded = fold(schema, pa.Table.from_pylist(rows, schema.change_schema()))
     assert folded.rows.num_rows == 1, folded.rows.num_rows
+    versions = fold_into(Form(mode=TableMode.HISTORY), schema, pa.Table.from_pylist(rows, schema.change_schema()))
+    assert versions.rows.num_rows == 1, versions.rows.num_rows
 
 
 def _row(seq: int, operation: str, unchanged: list[str] | None) -> dict[str, object]:

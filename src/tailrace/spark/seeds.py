@@ -32,6 +32,7 @@ from tailrace.changelog.published import token
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
+from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.staging import StagedFile
 
 FOLDER = "seed"
@@ -88,6 +89,8 @@ class Seed:
     noted: Noted | None = None
     """What it began with otherwise."""
     wish: Wish | None = None
+    form: Form = PLAIN
+    """Of the lake table: what is staged has its shape."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     made_at: float = field(default_factory=time.time)
 
@@ -108,6 +111,7 @@ class Seed:
             "id": self.id, "made_at": self.made_at, "plan": self.plan.to_json(),
             "point": None if self.point is None else str(self.point),
             "noted": self.noted.to_json() if self.noted else None, "wish": self.wish.to_json() if self.wish else None,
+            "form": self.form.to_json(),
         }  # fmt: skip
 
     @classmethod
@@ -117,6 +121,7 @@ class Seed:
             point=None if stored["point"] is None else Lsn.parse(stored["point"]),
             noted=Noted.from_json(stored["noted"]) if stored["noted"] else None,
             wish=Wish.from_json(stored["wish"]) if stored["wish"] else None,
+            form=Form.from_json(stored["form"]) if "form" in stored else PLAIN,
         )  # fmt: skip
 
 

@@ -33,7 +33,8 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import fold
+from tailrace.tables.formed import fold_into, loaded
+from tailrace.tables.forms import NOWHERE, PLAIN, Form, Origin
 from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
@@ -57,6 +58,10 @@ class ChunkWork:
     seed: str
     progress: Path
     """Where to note how many rows are in."""
+    form: Form = PLAIN
+    """Of the lake table,"""
+    origin: Origin = NOWHERE
+    """and what its rows then say of where they come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,7 @@ class RefreshWork:
     partial: bool
     """Whether only rows that fulfil a condition were read, beside all keys."""
     cursor: Cursor
+    origin: Origin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +145,12 @@ def load_chunk(work: ChunkWork) -> Outcome:
             failpoints.hit("load.snapshot_open")
             seen = reader.hold(work.schema, work.chunk)
             rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
-            staged = stage(work.lake, name, work.schema, rows)
+            stored = work.form.stored(work.schema)
+            staged = stage(work.lake, name, stored, loaded(work.form, work.schema, rows, work.origin))
             keys: tuple[StagedFile, ...] = ()
             if work.condition is not None:
                 key = _key_shape(work.schema)
-                keys = stage(work.lake, f"{name}-keys", key, reader.rows(key, work.chunk))
+                keys = stage(work.lake, f"{name}-keys", _key_shape(stored), reader.rows(key, work.chunk))
         failpoints.hit("load.before_record")
         done = StagedChunk(
             chunk=work.chunk.number, files=staged, keys=keys, rows=sum(file.rows for file in staged),
@@ -166,7 +173,7 @@ def refresh_table(work: RefreshWork) -> Outcome:
         assert expected is not None, "a table that is refreshed has been loaded"
         applied = table.refresh(
             work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None,
+            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None, origin=work.origin,
         )  # fmt: skip
     except Exception as error:  # the task's boundary
         return Outcome(table=work.schema.table, error=_as_ours(error))
@@ -200,14 +207,14 @@ def advance_table(work: ApplyWork | EvolveWork) -> Outcome:
 
 
 def apply_changes(work: ApplyWork) -> Outcome:
-    """Fold the slices to the last state of each key and merge that, with the new position, in one commit."""
+    """Fold the slices to what the table's form makes of them and write that, with the new position, in one commit."""
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
         table = work.place.open()
         changes = _changes(work)
         # Where nothing is left to write the position is still committed: the driver goes on from it.
-        folded = fold(work.shape, changes)
+        folded = fold_into(work.place.form, work.shape, changes)
         again = partial(_read_again, work, changes) if work.reader is not None else None
         applied = table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
     except Exception as error:  # the task's boundary: the table fails, the others go on
@@ -252,16 +259,18 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
     Whoever waits for the replay to pass the last chunk must hear of it before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
+    form, shape = work.place.form, work.shape
+    keys = keys.rename_columns([name for name in shape.names if name in shape.key])
     transactions = pc.unique(changes.column(change.TX)).to_pylist()
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with work.reader as reader:
             if reader.sees(transactions):
-                fields = pa.schema(work.shape.row_fields())
-                rows = pa.Table.from_batches(reader.rows_of(work.shape, keys), fields)
+                fields = pa.schema(shape.row_fields())
+                rows = pa.Table.from_batches(reader.rows_of(shape, keys), fields)
                 if work.seed is not None:
                     Seeds(work.log).reread(work.seed, reader.position())
-                return rows
+                return rows.rename_columns([form.name_of(name) for name in rows.column_names])
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
         "a commit is in the server's log and cannot be seen yet", table=work.table,

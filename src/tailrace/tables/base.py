@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import Folded
 from tailrace.tables.upkeep import Tended, Upkeep
 
 if TYPE_CHECKING:
+    from tailrace.tables.forms import Origin
     from tailrace.tables.staging import StagedFile
 
 
@@ -57,7 +58,10 @@ is gone is not among them."""
 
 
 class LakeTable(Protocol):
-    """A mirror of one source table, written on behalf of one change log.
+    """What one source table is in the lake, in one form, written on behalf of one change log.
+
+    A `schema` is the source's shape everywhere in here; rows that are staged or folded have the table's own, which the
+    form makes of it. A table that was made in another form is refused (`FormChanged`), and replaced by a load.
 
     Order: changes are applied in `_seq` order and `expected` names the position they start from, so a gap is
     refused, not applied. Repetition: an apply that the table already covers does nothing, so any call may be
@@ -80,8 +84,10 @@ class LakeTable(Protocol):
         """The source's shape as of the last commit of this log; None where `cursor` is None."""
         ...
 
-    def load(self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor) -> int:
-        """Make these rows, the table's own columns, all that it holds, at this position; return how many.
+    def load(
+        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
+        """Make these rows of the source all that the table holds, at this position; return how many.
 
         Streams: memory does not grow with the table. Replaces whatever this log put here before, even after
         others changed it, and refuses a table this log did not make (`ForeignWrite`). An exception out of
@@ -89,11 +95,13 @@ class LakeTable(Protocol):
         """
         ...
 
-    def refuse_foreign(self) -> None:
-        """Raise what `load` and `land` would raise before they begin; nothing is touched."""
+    def refuse_foreign(self, table: TableId) -> None:
+        """Raise what `load` and `land` of this source table would raise before they begin; nothing is touched."""
         ...
 
-    def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
+    def land(
+        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
         """Make these staged files all that the table holds, at this position, in one commit; return their rows.
 
         Replaces and refuses what `load` does. Files that are in the table already are not landed again: the call
@@ -121,10 +129,10 @@ class LakeTable(Protocol):
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
-        keys: Sequence[StagedFile] | None = None,
+        keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
     ) -> Applied:  # fmt: skip
         """Make the rows of a table with a key those of the staged files, in one commit, and leave alone what holds
-        them already.
+        them already. A table that keeps what the source no longer has keeps it; one of changes gets the rows added.
 
         With `keys`, staged files that hold the key's columns of all rows at the source, the staged rows are a part
         of the table: other rows stay as they are if their key is listed, and go if it is not. Starts from

@@ -1,8 +1,10 @@
 """Delta tables written by delta-rs: no jar, no JVM, one machine.
 
 Every commit is a compare-and-swap on the version that was read, and carries our position; there is no other
-way to write in here. Whatever can be refused is refused before the commit. An object holds two names and
-nothing else, so Spark may send it to its workers.
+way to write in here. Whatever can be refused is refused before the commit. An object holds two names and a form
+and nothing else, so Spark may send it to its workers.
+
+Callers speak of the source's shape; what is written has the table's own, which its form makes of it (`stored`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -20,11 +23,18 @@ import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable, TableFeatures, write_deltalake
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
+from deltalake.transaction import AddAction, RemoveAction
 
 from tailrace import failpoints
-from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, TailraceError, Unsupported
-from tailrace.model.schema import Column, TableSchema
+from tailrace.errors import (
+    ForeignWrite,
+    FormChanged,
+    SchemaChanged,
+    TableUnusable,
+    TailraceError,
+    Unsupported,
+)
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
     REPLACE_HINT,
@@ -32,17 +42,22 @@ from tailrace.tables.deltalog import (
     Written,
     app_id,
     file_names,
-    has_commits,
     last_position,
     make_durable,
     position_of,
+    source_of,
 )
+from tailrace.tables.deltashape import NTZ, add_action, create_table, delta_fields, is_naive, refuse_features
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import UPSERT, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
+from tailrace.tables.formed import compared, keeping, loaded, recast_into
+from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
+from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import with_bases, without
-from tailrace.tables.merge import merge_of, operations, upserts_of
+from tailrace.tables.merge import merge_of, only_new, operations, upserts_of
+from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
 from tailrace.tables.refresh import all_rows, compare
@@ -60,19 +75,18 @@ class _Opened:
 
 
 class DeltaRsTable:
-    """A mirror table of one change log; keeps the promises of `LakeTable`."""
+    """A table of one change log; keeps the promises of `LakeTable`."""
 
-    def __init__(self, path: Path, log_id: str) -> None:
+    def __init__(self, path: Path, log_id: str, form: Form = PLAIN) -> None:
         self._path = path.absolute()
         self._log_id = log_id
+        self._form = form
 
     def cursor(self) -> Cursor | None:
-        opened = self._open()
-        return None if opened is None else opened.position.cursor
+        return None if (opened := self._open()) is None else opened.position.cursor
 
     def shape(self) -> TableSchema | None:
-        opened = self._open()
-        return None if opened is None else opened.position.schema
+        return None if (opened := self._open()) is None else opened.position.schema
 
     def rows(self) -> int:
         """From the files' statistics, which every writer of ours adds."""
@@ -89,73 +103,66 @@ class DeltaRsTable:
         newest = self._newest()
         return [] if newest is None else file_names(newest[1])
 
-    def load(self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor) -> int:
-        refuse_names(schema)
-        table = self._own_table()
+    def load(
+        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
+        stored = self._form.stored(schema)
+        refuse_names(stored)
+        table = self._own_table(schema.table)
         name = f"load-{uuid.uuid4().hex}"
-        files = stage(self._path, name, schema, batches)
+        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        files = stage(self._path, name, stored, loaded(self._form, schema, batches, origin))
         try:
-            return self._land(table, schema, files, cursor)
+            return self._land(table, schema, files, cursor, origin)
         except TailraceError:
             self._discard(name)
             raise
 
-    def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
-        refuse_names(schema)
-        return self._land(self._own_table(), schema, files, cursor)
+    def land(
+        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
+        refuse_names(self._form.stored(schema))
+        return self._land(self._own_table(schema.table), schema, files, cursor, origin)
 
-    def refuse_foreign(self) -> None:
-        self._own_table()
+    def refuse_foreign(self, table: TableId) -> None:
+        self._own_table(table)
 
     def _land(
-        self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor
-    ) -> int:
+        self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
+        origin: Origin | None,
+    ) -> int:  # fmt: skip
         """Swap what was there when the table was looked at for these files."""
         rows = sum(file.rows for file in files)
-        held = set() if table is None else set(file_names(table))
-        if any(file.path in held for file in files):
-            return rows  # a load's files are landed once, and all at once
+        if table is not None and _holds(table, files):
+            return rows
         folder = make_folder(self._path)
-        properties = self._properties(schema, cursor)
+        stored = self._form.stored(schema)
+        properties = self._properties(schema, cursor, origin.read_at if origin else 0)
         if table is None:
-            adds, fields = [self._add(folder, file) for file in files], _delta_fields(schema)
-            self._commit(lambda: _create(folder, fields, adds, properties))
+            adds, fields = self._adds_of(folder, files), delta_fields(stored)
+            self._commit(lambda: create_table(folder, fields, adds, properties))
             self._make_durable(folder, 0)
             return rows
-        self._swap(folder, table, schema, files, properties)
+        self._swap(folder, table, stored, files, properties)
         # The object does not follow its own commit, but that one can only be the next.
         self._make_durable(folder, table.version() + 1)
         return rows
 
     def _swap(
         self, folder: Path, table: DeltaTable, schema: TableSchema, files: Sequence[StagedFile],
-        properties: CommitProperties,
+        properties: CommitProperties, mode: Literal["append", "overwrite"] = "overwrite",
     ) -> None:  # fmt: skip
-        """Make the files all that the table holds, with these columns."""
-        adds = [self._add(folder, file) for file in files]
+        """Make the files all that the table holds, with these columns; or add them."""
+        adds = self._adds_of(folder, files)
         self._add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
-                [*adds], mode="overwrite", schema=_delta_fields(schema), commit_properties=properties
+                [*adds], mode=mode, schema=delta_fields(schema), commit_properties=properties
             )
         )
 
-    def _add(self, folder: Path, file: StagedFile) -> AddAction:
-        try:
-            found = (folder / file.path).stat()
-        except FileNotFoundError:
-            found = None
-        except OSError as exc:
-            raise unreadable(self._path, exc) from exc
-        if found is None or found.st_size != file.size:
-            raise TableUnusable(
-                "a staged file is gone, or not what was written",
-                path=self._path, file=file.path, hint=_LOAD_AGAIN,
-            )  # fmt: skip
-        return AddAction(
-            path=file.path, size=file.size, partition_values={}, modification_time=found.st_mtime_ns // 1_000_000,
-            data_change=True, stats=file.stats,
-        )  # fmt: skip
+    def _adds_of(self, folder: Path, files: Sequence[StagedFile]) -> list[AddAction]:
+        return [add_action(self._path, folder, file) for file in files]
 
     def _add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
         """Allow the table timestamps without a zone, a feature that a new schema does not bring along.
@@ -163,10 +170,10 @@ class DeltaRsTable:
         A commit of its own that changes no rows. It repeats the position, unless others wrote since: what a crash
         leaves behind it is neither more nor less ours than it was.
         """
-        if _NTZ in (table.protocol().writer_features or ()) or not any(map(_is_naive, schema.columns)):
+        if NTZ in (table.protocol().writer_features or ()) or not any(map(is_naive, schema.columns)):
             return
         try:
-            opened = self._open()
+            opened = self._open_any()
             position = None if opened is None else opened.position
         except (ForeignWrite, TableUnusable):
             position = None
@@ -186,13 +193,16 @@ class DeltaRsTable:
     ) -> Applied:  # fmt: skip
         opened = self._loaded()
         here = opened.position.cursor
-        idle = not folded.truncated and not folded.rows.num_rows
-        if here.seq >= cursor.seq or (idle and not touch):
+        if here.seq >= cursor.seq or (folded.empty and not touch):
             return Applied(committed=False, cursor=here)
         self._refuse_elsewhere(opened.position, schema, expected)
+        stored, clock = self._form.stored(schema), opened.position.clock
+        folded = timed(stored, folded, clock)
         if not folded.truncated:
-            folded = replace(folded, rows=with_bases(schema, opened.table, folded.rows, reread))
-        self._write(opened, schema, folded, self._properties(schema, cursor))
+            only = CURRENT if self._form.mode is TableMode.HISTORY else None
+            rows = with_bases(stored, opened.table, folded.rows, None if only else reread, only=only)
+            folded = replace(folded, rows=rows)
+        self._write(opened, stored, folded, self._properties(schema, cursor, folded.clock or clock))
         version = opened.table.version()
         written = self._make_durable(opened.folder, version)
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
@@ -203,26 +213,35 @@ class DeltaRsTable:
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
-        keys: Sequence[StagedFile] | None = None,
+        keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
     ) -> Applied:  # fmt: skip
-        if not schema.key:
+        appends = self._form.mode is TableMode.APPEND
+        if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
         opened = self._loaded()
-        here = opened.position.cursor
-        if here != expected and here.seq >= cursor.seq:
+        here, clock, before = opened.position.cursor, opened.position.clock, opened.table.version()
+        if (here != expected and here.seq >= cursor.seq) or (appends and _holds(opened.table, files)):
             return Applied(committed=False, cursor=here)
         self._refuse_elsewhere(opened.position, schema, expected)
-        self._refuse_features(opened.table)
-        properties, before = self._properties(schema, cursor), opened.table.version()
+        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        properties = self._properties(schema, cursor, max(clock, origin.read_at))
+        if appends:
+            self._swap(opened.folder, opened.table, self._form.stored(schema), files, properties, mode="append")
+            self._make_durable(opened.folder, before + 1)
+            return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
+        refuse_features(self._path, opened.table)
+        shape, others = compared(self._form, schema)
         try:
             found = compare(
-                opened.folder, schema, table=file_names(opened.table), staged=[file.path for file in files],
-                keys=None if keys is None else [file.path for file in keys], kept=kept_columns(opened.table, schema),
+                opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
+                keys=None if keys is None else [file.path for file in keys],
+                kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
+                keeping=keeping(self._form, origin, clock),
             )  # fmt: skip
             if not found.empty:
                 self._exchange(opened, found.stored, found.rows(), found.kept, properties, changes_rows=True)
             elif cursor != here:
-                self._append(opened.table, pa.schema(schema.row_fields()).empty_table(), properties)
+                self._append(opened.table, pa.schema(shape.row_fields()).empty_table(), properties)
             else:
                 return Applied(committed=False, cursor=here)
         except (OSError, pa.ArrowException) as exc:
@@ -231,15 +250,6 @@ class DeltaRsTable:
         upserted, deleted = found.counts()
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
 
-    def _refuse_features(self, table: DeltaTable) -> None:
-        """Refuse files that do not say by themselves which rows the table holds."""
-        others = set(table.protocol().reader_features or ()) - {_NTZ}
-        if others:
-            raise TableUnusable(
-                "the table uses features that a refresh does not know", path=self._path,
-                features=", ".join(sorted(others)), hint=REPLACE_HINT,
-            )  # fmt: skip
-
     def _exchange(
         self, opened: _Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
@@ -247,10 +257,10 @@ class DeltaRsTable:
         """Swap some files for others with these rows."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
         name = f"exchange-{uuid.uuid4().hex}"
-        adds = [self._add(folder, file) for file in stage(self._path, name, stored, rows)]
+        adds = self._adds_of(folder, stage(self._path, name, stored, rows))
         actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
         actions += [RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, {}) for old in gone]
-        fields = _delta_fields(stored)
+        fields = delta_fields(stored)
         try:
             self._commit(
                 lambda: opened.table.create_write_transaction(
@@ -273,12 +283,13 @@ class DeltaRsTable:
             return Applied(committed=False, cursor=here)
         if here != expected:
             raise self._elsewhere(here, expected)
-        self._refuse_features(opened.table)
+        refuse_features(self._path, opened.table)
         before = opened.table.version()
-        laid = lay_out(opened.table, recast)
-        shape = replace(recast.schema, columns=laid.columns, facts=None)
+        own = recast_into(self._form, recast)
+        laid = lay_out(opened.table, own)
+        shape = replace(own.schema, columns=laid.columns, facts=None)
         refuse_names(shape)
-        properties = self._properties(recast.schema, here)
+        properties = self._properties(recast.schema, here, opened.position.clock)
         if not only_adds(opened.table, laid):
             self._recast(opened, shape, laid, properties)
         elif laid.added:
@@ -310,8 +321,8 @@ class DeltaRsTable:
         adds = pa.table(table.get_add_actions(flatten=True))
         sizes = dict(zip(adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist(), strict=True))
         if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes)):
-            self._refuse_features(table)
-            shape, before = opened.position.schema, table.version()
+            refuse_features(self._path, table)
+            shape, before = self._form.stored(opened.position.schema), table.version()
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
             rows = all_rows(opened.folder, some, stored.columns)
             self._exchange(opened, stored, rows, some, properties, changes_rows=False)
@@ -362,8 +373,8 @@ class DeltaRsTable:
                     table, upserts, mode="overwrite", schema_mode="merge", commit_properties=properties
                 )
             )
-        elif schema.key and folded.rows.num_rows:
-            self._commit(merge_of(schema, table, folded.rows, properties))
+        elif schema.key and not only_new(self._form, folded):
+            self._commit(merge_of(self._form, schema, table, folded, properties))
         elif (operations(folded) == UPSERT).all():
             self._append(table, upserts, properties)
         else:
@@ -393,15 +404,7 @@ class DeltaRsTable:
         def write(kept: pa.RecordBatchReader) -> None:
             write_deltalake(opened.table, kept, mode="overwrite", commit_properties=properties)
 
-        self._stream(upserts.schema, rows(), write)
-
-    def _stream(
-        self,
-        fields: pa.Schema,
-        batches: Iterator[pa.RecordBatch],
-        write: Callable[[pa.RecordBatchReader], None],
-    ) -> None:
-        pump(fields, batches, lambda reader: self._commit(lambda: write(reader), streams=True))
+        pump(upserts.schema, rows(), lambda reader: self._commit(lambda: write(reader), streams=True))
 
     def _commit(self, write: Callable[[], object], *, streams: bool = False) -> None:
         """Run the one call that commits. A stream passes the first failpoint itself, at its end."""
@@ -423,8 +426,10 @@ class DeltaRsTable:
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
-    def _properties(self, schema: TableSchema, cursor: Cursor) -> CommitProperties:
-        return Position(log=self._log_id, cursor=cursor, schema=schema).properties()
+    def _properties(self, schema: TableSchema, cursor: Cursor, clock: int) -> CommitProperties:
+        return Position(
+            log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock
+        ).properties()
 
     def _newest(self) -> tuple[Path, DeltaTable] | None:
         folder = find_folder(self._path)
@@ -439,6 +444,16 @@ class DeltaRsTable:
 
     def _open(self) -> _Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
+        opened = self._open_any()
+        if opened is not None and opened.position.form != self._form:
+            raise FormChanged(
+                "the table was made in another form than the settings ask for", path=self._path,
+                made=opened.position.form.described, asked=self._form.described, hint=_FORM_HINT,
+            )  # fmt: skip
+        return opened
+
+    def _open_any(self) -> _Opened | None:
+        """The same, in whatever form."""
         newest = self._newest()
         if newest is None:
             return None
@@ -453,8 +468,8 @@ class DeltaRsTable:
             )
         return _Opened(folder=folder, table=table, position=position)
 
-    def _own_table(self) -> DeltaTable | None:
-        """What a load may replace; None where there is nothing. Others' changes to our table do not hinder it."""
+    def _own_table(self, source: TableId) -> DeltaTable | None:
+        """What a load of this source table may replace, whoever changed it; None where there is nothing."""
         newest = self._newest()
         if newest is None:
             return None
@@ -464,8 +479,10 @@ class DeltaRsTable:
             raise ForeignWrite(
                 "a table that this change log did not make already stands here", path=self._path,
                 **({"log": other.log} if other else {}),
-                hint="Move it away, or choose another `tables.path`.",
+                hint="Move it away, or choose another `tables.path` or `tables.names`.",
             )  # fmt: skip
+        if (made_of := source_of(folder, table.version())) not in (None, source):
+            raise anothers(self._path, made_of, source)
         return table
 
     def _adds(self) -> pa.Table | None:
@@ -473,25 +490,11 @@ class DeltaRsTable:
         return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
 
-_NTZ = "timestampNtz"
-_LOAD_AGAIN = "Load the table again; nobody else may write or remove files in its folder meanwhile."
 _ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
+_FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 
 
-def _create(folder: Path, fields: DeltaSchema, adds: list[AddAction], properties: CommitProperties) -> None:
-    """A new table; one that was made meanwhile is not overwritten."""
-    try:
-        create_table_with_add_actions(str(folder), fields, adds, mode="error", commit_properties=properties)
-    except DeltaError as exc:
-        if has_commits(folder):
-            raise CommitFailedError("a table was made here meanwhile") from exc
-        raise
-
-
-def _delta_fields(schema: TableSchema) -> DeltaSchema:
-    return DeltaSchema.from_arrow(pa.schema(schema.row_fields()))
-
-
-def _is_naive(column: Column) -> bool:
-    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
-    return pa.types.is_timestamp(kind) and kind.tz is None
+def _holds(table: DeltaTable, files: Sequence[StagedFile]) -> bool:
+    """Whether the files are in the table already: a load's files are landed once, and all at once."""
+    held = set(file_names(table))
+    return any(file.path in held for file in files)

@@ -18,8 +18,9 @@ from deltalake import CommitProperties, DeltaTable, Transaction
 
 from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
+from tailrace.tables.forms import PLAIN, Form
 
 METADATA_KEY = "tailrace"
 FORMAT = 1
@@ -39,6 +40,9 @@ class Position:
     log: str
     cursor: Cursor
     schema: TableSchema
+    form: Form = PLAIN
+    clock: int = 0
+    """The latest time that a version of a row begins or ends at, µs since 1970."""
 
     def properties(self) -> CommitProperties:
         """What makes a commit ours. No retries: a commit made by anyone since the table was read fails it."""
@@ -51,6 +55,8 @@ class Position:
             "load": self.cursor.load,
             "schema": self.schema.to_json(),
         }
+        if self.form != PLAIN:
+            stored |= {"form": self.form.to_json(), "clock": self.clock}
         return CommitProperties(
             custom_metadata={METADATA_KEY: json.dumps(stored)},
             app_transactions=[Transaction(app_id(self.log), self.cursor.seq)],
@@ -69,7 +75,10 @@ class Position:
             seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]),
             load=stored.get("load"),
         )  # fmt: skip
-        return cls(log=stored["log"], cursor=cursor, schema=TableSchema.from_json(stored["schema"]))
+        return cls(
+            log=stored["log"], cursor=cursor, schema=TableSchema.from_json(stored["schema"]),
+            form=Form.from_json(stored["form"]) if "form" in stored else PLAIN, clock=stored.get("clock", 0),
+        )  # fmt: skip
 
 
 def app_id(log_id: str) -> str:
@@ -90,6 +99,15 @@ def last_position(folder: Path, version: int) -> Position | None:
         if found is None or found.position is not None:
             return None if found is None else found.position
     return None
+
+
+def source_of(folder: Path, version: int) -> TableId | None:
+    """The source table that the lake table was last made of; None where that cannot be told."""
+    try:
+        found = last_position(folder, version)
+    except TableUnusable:
+        return None
+    return None if found is None else found.schema.table
 
 
 def position_of(folder: Path, version: int, log_id: str) -> Position:

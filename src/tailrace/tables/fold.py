@@ -26,15 +26,16 @@ from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.identity import Ints, image_numbers, key_numbers
 
-UPSERT, DELETE = 0, 1
-"""What stands in `op`."""
+UPSERT, DELETE, CLOSE, MARK = 0, 1, 2, 3
+"""What stands in `op`. The last two are of tables that keep what the source no longer has: end the row's current
+version, and mark the row as deleted; each only if it is there."""
 
 Codes = npt.NDArray[np.int8]
 Flags = npt.NDArray[np.bool_]
 
 _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
 _UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
-_NOWHERE = -1
+NOWHERE = -1
 
 _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
@@ -47,11 +48,33 @@ _TEXT_HINT = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What becomes of rows that a TRUNCATE took away, in a table that keeps them: all that no folded row is about."""
+
+    values: dict[str, pa.Scalar]
+    """By the names of the lake table's own columns."""
+    tx: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Folded:
     """What a batch comes to. `rows` follows `folded_schema`; when `truncated`, they are all the table holds."""
 
     truncated: bool
     rows: pa.Table
+    ended: Ended | None = None
+    clock: int | None = None
+    """The latest time of commit among the changes, µs since 1970, where the table's form asks for it."""
+
+    @property
+    def empty(self) -> bool:
+        return not self.truncated and self.ended is None and not self.rows.num_rows
+
+    @property
+    def partial(self) -> bool:
+        """Whether values are to be taken from the table's rows."""
+        absent = self.rows.column("absent")
+        return bool(absent.null_count < len(absent))
 
 
 def folded_schema(schema: TableSchema) -> pa.Schema:
@@ -79,17 +102,17 @@ def key_ordinals(schema: TableSchema) -> list[int]:
 
 def fold(schema: TableSchema, changes: pa.Table) -> Folded:
     """Fold changes that stand in `_seq` order; optional columns may be missing, foreign ones are ignored."""
-    operations = _operations(changes)
+    operations = operation_codes(changes)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     if truncates.size:
         after = int(truncates[-1]) + 1
         changes, operations = changes.slice(after), operations[after:]
-    batch = _Batch(schema, changes, operations, empty_before=truncates.size > 0)
+    batch = Batch(schema, changes, operations, empty_before=truncates.size > 0)
     rows = _fold_keyed(batch) if schema.key else _fold_keyless(batch)
     return Folded(truncated=truncates.size > 0, rows=rows)
 
 
-class _Batch:
+class Batch:
     """The changes after the last TRUNCATE, by column."""
 
     def __init__(
@@ -99,7 +122,7 @@ class _Batch:
         self.empty_before = empty_before
         self._changes = changes
         self.own = [
-            _typed(changes.column(change.stored_name(column.name)), column.type) for column in schema.columns
+            as_type(changes.column(change.stored_name(column.name)), column.type) for column in schema.columns
         ]
 
     def optional(self, name: str) -> Any | None:
@@ -116,49 +139,49 @@ class _Batch:
         return BaseRowMissing(what, table=self.schema.table, position=self.position(row), hint=LOAD_ANEW_HINT)
 
 
-def _operations(changes: pa.Table) -> Codes:
-    codes = pc.index_in(_typed(changes.column(change.OP), pa.string()), value_set=OPERATION_NAMES)
+def operation_codes(changes: pa.Table) -> Codes:
+    codes = pc.index_in(as_type(changes.column(change.OP), pa.string()), value_set=OPERATION_NAMES)
     if codes.null_count:
         raise ValueError("a table's changes hold an operation that is not one of a row")
     return np.asarray(codes.to_numpy(), dtype=np.int8)
 
 
-def _typed(column: Any, kind: pa.DataType) -> Any:
+def as_type(column: Any, kind: pa.DataType) -> Any:
     return column if column.type == kind else column.cast(kind)
 
 
 # --- tables with a key -------------------------------------------------------------------------------------
 
 
-def _fold_keyed(batch: _Batch) -> pa.Table:
-    keys = _Keys(batch)
+def _fold_keyed(batch: Batch) -> pa.Table:
+    keys = Keys(batch)
     rows = np.arange(batch.size)
-    last = np.full(keys.limit, _NOWHERE, np.int64)
+    last = np.full(keys.limit, NOWHERE, np.int64)
     last[keys.own] = rows
     final = np.sort(last[last >= 0])
     alive = batch.operations[final] != _DELETED
     picked = [final] * len(batch.own)
-    gaps = _Gaps.of(batch)
+    gaps = Gaps.of(batch)
     if gaps is None:
-        _refuse_unfit(batch, picked, alive)
-        return _result(batch.schema, _take(batch.own, picked), ~alive)
+        refuse_unfit(batch, picked, alive)
+        return folded_rows(batch.schema, take_places(batch.own, picked), ~alive)
     source, root, moved = _follow_all(batch, keys, gaps)
     at = keys.own[final]
     for place, ordinal in enumerate(gaps.ordinals):
         picked[ordinal] = np.where(alive, source[at, place], final)
-    _refuse_unfit(batch, picked, alive)
-    missing = (source[at] == _NOWHERE) & alive[:, None]
-    absent = _lists(missing, np.array(gaps.ordinals, np.int16))
+    refuse_unfit(batch, picked, alive)
+    missing = (source[at] == NOWHERE) & alive[:, None]
+    absent = ordinal_lists(missing, np.array(gaps.ordinals, np.int16))
     partial = missing.any(axis=1)
-    base = keys.structs(np.where(partial, root[at], _NOWHERE))
-    taken = _take(batch.own, picked)
-    return _result(batch.schema, taken, ~alive, absent=absent, base=base, moved=moved[at] & partial)
+    base = keys.structs(np.where(partial, root[at], NOWHERE))
+    taken = take_places(batch.own, picked)
+    return folded_rows(batch.schema, taken, ~alive, absent=absent, base=base, moved=moved[at] & partial)
 
 
-class _Keys:
+class Keys:
     """Every key of the batch as a number: each row's own, and the one it moved from (-1: it did not)."""
 
-    def __init__(self, batch: _Batch) -> None:
+    def __init__(self, batch: Batch) -> None:
         ordinals = key_ordinals(batch.schema)
         moved = batch.optional(change.MOVED_FROM)
         self._columns = [batch.own[i] for i in ordinals]
@@ -168,13 +191,13 @@ class _Keys:
             old = moved.take(pa.array(movers))
             fields = [pc.struct_field(old, [i]) for i in range(len(ordinals))]
             self._columns = [
-                pa.chunked_array([*own.chunks, _typed(field, own.type)], own.type)
+                pa.chunked_array([*own.chunks, as_type(field, own.type)], own.type)
                 for own, field in zip(self._columns, fields, strict=True)
             ]
         numbered = key_numbers(self._columns)
         self.limit = numbered.limit
         self.own = numbered.numbers[: batch.size]
-        self.old = np.full(batch.size, _NOWHERE, np.int64)
+        self.old = np.full(batch.size, NOWHERE, np.int64)
         self.old[movers] = numbered.numbers[batch.size :]
         self._numbers = numbered.numbers
         self._fields = [folded_schema(batch.schema).field(i) for i in ordinals]
@@ -183,26 +206,26 @@ class _Keys:
         """The keys with these numbers, as `base` holds them; null for -1."""
         somewhere = np.zeros(self.limit, np.int64)
         somewhere[self._numbers] = np.arange(self._numbers.size)
-        none = numbers == _NOWHERE
+        none = numbers == NOWHERE
         places = pa.array(somewhere[np.where(none, 0, numbers)], mask=none)
         columns = [column.take(places).combine_chunks() for column in self._columns]
         return pa.StructArray.from_arrays(columns, fields=self._fields, mask=pa.array(none))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Gaps:
+class Gaps:
     """Which values the server did not send: a flag per row for each column that has any."""
 
     ordinals: list[int]
     flags: Flags
 
     @classmethod
-    def of(cls, batch: _Batch) -> _Gaps | None:
+    def of(cls, batch: Batch) -> Gaps | None:
         unchanged = batch.optional(change.UNCHANGED)
         if unchanged is None:
             return None
         names = pa.array(batch.schema.names, pa.string())
-        which = pc.index_in(_typed(unchanged.flatten(), pa.string()), value_set=names)
+        which = pc.index_in(as_type(unchanged.flatten(), pa.string()), value_set=names)
         if which.null_count:
             raise ValueError("a change names a column that its table does not have")
         rows, columns = pc.list_parent_indices(unchanged).to_numpy(), which.to_numpy()
@@ -215,20 +238,20 @@ class _Gaps:
         found._refuse_keys(batch)
         return found
 
-    def _refuse_keys(self, batch: _Batch) -> None:
+    def _refuse_keys(self, batch: Batch) -> None:
         for place, ordinal in enumerate(self.ordinals):
             if batch.schema.columns[ordinal].name in batch.schema.key:
                 row = int(np.argmax(self.flags[:, place]))
                 raise batch.base_missing(row, "a change came without a part of its key")
 
 
-def _follow_all(batch: _Batch, keys: _Keys, gaps: _Gaps) -> tuple[Ints, Ints, Flags]:
+def _follow_all(batch: Batch, keys: Keys, gaps: Gaps) -> tuple[Ints, Ints, Flags]:
     """Per key and gappy column the row that gives the value (-1: the table does); the table row's key, and
     whether the row had another since."""
-    source = np.full((keys.limit, len(gaps.ordinals)), _NOWHERE, np.int64)
+    source = np.full((keys.limit, len(gaps.ordinals)), NOWHERE, np.int64)
     root = np.arange(keys.limit)
     state = np.zeros(keys.limit, np.int8)
-    left_at = np.full(keys.limit, _NOWHERE, np.int64)
+    left_at = np.full(keys.limit, NOWHERE, np.int64)
     moved = np.zeros(keys.limit, np.bool_)
     wrong = _follow(
         batch.operations,
@@ -262,7 +285,7 @@ def _follow(
         k = own[i]
         known = state[k] == _ALIVE or (state[k] == _UNTOUCHED and not empty_before)
         if operations[i] == _DELETED:
-            left_at[k] = i if known else _NOWHERE
+            left_at[k] = i if known else NOWHERE
             state[k] = _GONE
             continue
         base = -1
@@ -286,20 +309,20 @@ def _follow(
 # --- tables without a key ----------------------------------------------------------------------------------
 
 
-def _fold_keyless(batch: _Batch) -> pa.Table:
+def _fold_keyless(batch: Batch) -> pa.Table:
     """Net copies per image: +1 for a row that came, -1 for one that went."""
-    gaps = _Gaps.of(batch)
+    gaps = Gaps.of(batch)
     if gaps is not None:
         row = int(np.argmax(gaps.flags.any(axis=1)))
         raise batch.base_missing(row, "a partial change arrived for a table without a key")
     images, weights = _images(batch)
     if not weights.size:
-        return _result(batch.schema, batch.own, np.zeros(0, np.bool_))
+        return folded_rows(batch.schema, batch.own, np.zeros(0, np.bool_))
     unfit = images.pop()
     numbered = image_numbers([*images, unfit] if unfit.null_count < weights.size else images)
     net = np.zeros(numbered.limit, np.int64)
     np.add.at(net, numbered.numbers, weights)
-    last = np.full(numbered.limit, _NOWHERE, np.int64)
+    last = np.full(numbered.limit, NOWHERE, np.int64)
     last[numbered.numbers] = np.arange(weights.size)
     rows = np.sort(last[net != 0])
     surviving = unfit.take(pa.array(rows))
@@ -307,11 +330,11 @@ def _fold_keyless(batch: _Batch) -> pa.Table:
         at = int(np.argmax(surviving.is_valid().to_numpy()))
         raise _unfit(batch, int(rows[at]), str(surviving[at][0]["column"].as_py()))
     copies = net[numbered.numbers[rows]]
-    columns = _take(images, [rows] * len(images))
-    return _result(batch.schema, columns, copies < 0, copies=copies)
+    columns = take_places(images, [rows] * len(images))
+    return folded_rows(batch.schema, columns, copies < 0, copies=copies)
 
 
-def _images(batch: _Batch) -> tuple[list[Any], Ints]:
+def _images(batch: Batch) -> tuple[list[Any], Ints]:
     """The image of every change, then of every row an update replaced; `_unfit` last; and their weights."""
     updates = np.flatnonzero(batch.operations == _UPDATED)
     weights = np.where(batch.operations == _DELETED, -1, 1)
@@ -327,7 +350,7 @@ def _images(batch: _Batch) -> tuple[list[Any], Ints]:
             int(updates[at]), "an update of a table without a key came without the old row"
         )
     images = [
-        pa.chunked_array([*own.chunks, _typed(pc.struct_field(old, [i]), own.type)], own.type)
+        pa.chunked_array([*own.chunks, as_type(pc.struct_field(old, [i]), own.type)], own.type)
         for i, own in enumerate(batch.own)
     ]
     unfits = pa.chunked_array([unfit, pa.nulls(updates.size, change.UNFIT_TYPE)])
@@ -337,7 +360,7 @@ def _images(batch: _Batch) -> tuple[list[Any], Ints]:
 # --- shared ------------------------------------------------------------------------------------------------
 
 
-def _refuse_unfit(batch: _Batch, picked: list[Ints], alive: Flags) -> None:
+def refuse_unfit(batch: Batch, picked: list[Ints], alive: Flags) -> None:
     """Refuse if a value that stays, or any row's key, is one that the column's type cannot hold."""
     unfit = batch.optional(change.UNFIT)
     if unfit is None:
@@ -348,8 +371,8 @@ def _refuse_unfit(batch: _Batch, picked: list[Ints], alive: Flags) -> None:
     _refuse_unfit_moves(batch, rows, names)
     found = pc.index_in(names, value_set=pa.array(batch.schema.names))
     # What stands in `_before` is not used for a table with a key.
-    columns = found.fill_null(_NOWHERE).to_numpy()
-    for ordinal in np.unique(columns[columns != _NOWHERE]).tolist():
+    columns = found.fill_null(NOWHERE).to_numpy()
+    for ordinal in np.unique(columns[columns != NOWHERE]).tolist():
         name = batch.schema.columns[ordinal].name
         bad = rows[columns == ordinal]
         if name not in batch.schema.key:
@@ -358,7 +381,7 @@ def _refuse_unfit(batch: _Batch, picked: list[Ints], alive: Flags) -> None:
             raise _unfit(batch, int(bad[0]), name)
 
 
-def _refuse_unfit_moves(batch: _Batch, rows: Ints, names: Any) -> None:
+def _refuse_unfit_moves(batch: Batch, rows: Ints, names: Any) -> None:
     """A key that a row moved from is needed whole."""
     moved = pc.starts_with(names, f"{change.MOVED_FROM}.").to_numpy(zero_copy_only=False)
     if moved.any():
@@ -366,7 +389,7 @@ def _refuse_unfit_moves(batch: _Batch, rows: Ints, names: Any) -> None:
         raise _unfit(batch, int(rows[at]), str(names[at].as_py()))
 
 
-def _unfit(batch: _Batch, row: int, column: str) -> ValueUnfit:
+def _unfit(batch: Batch, row: int, column: str) -> ValueUnfit:
     own = column.rpartition(".")[2]
     is_text = any(
         item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns
@@ -377,12 +400,12 @@ def _unfit(batch: _Batch, row: int, column: str) -> ValueUnfit:
     )  # fmt: skip
 
 
-def _take(columns: Sequence[Any], places: Sequence[Ints]) -> list[Any]:
+def take_places(columns: Sequence[Any], places: Sequence[Ints]) -> list[Any]:
     """The rows at these places, column by column; null for -1."""
     taken, indices = [], {}
     for column, rows in zip(columns, places, strict=True):
         if id(rows) not in indices:
-            indices[id(rows)] = pa.array(rows, mask=rows == _NOWHERE)
+            indices[id(rows)] = pa.array(rows, mask=rows == NOWHERE)
         whole = rows.size == len(column) and not indices[id(rows)].null_count
         taken.append(column if whole and _in_place(rows) else column.take(indices[id(rows)]))
     return taken
@@ -392,17 +415,18 @@ def _in_place(rows: Ints) -> bool:
     return bool((rows == np.arange(rows.size)).all())
 
 
-def _lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
+def ordinal_lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
     rows, places = np.nonzero(missing)
     counts = np.bincount(rows, minlength=missing.shape[0])
     offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ordinals[places]), mask=pa.array(counts == 0))
 
 
-def _result(
-    schema: TableSchema, columns: list[Any], deleted: Flags, *,
+def folded_rows(
+    schema: TableSchema, columns: list[Any], deleted: Flags | Codes, *,
     absent: Any = None, base: Any = None, moved: Flags | None = None, copies: Ints | None = None,
 ) -> pa.Table:  # fmt: skip
+    """Rows as `folded_schema` has them; where `deleted` holds codes they are what is done with each."""
     fields = folded_schema(schema)
     size = deleted.size
     rest = [

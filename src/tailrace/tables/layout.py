@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.model.schema import TableId
 from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.paths import table_path
+from tailrace.tables.forms import PLAIN, Form
+from tailrace.tables.paths import TEMPLATE, table_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +18,11 @@ class Place:
 
     path: Path
     log_id: str
+    form: Form = PLAIN
 
     def open(self) -> DeltaRsTable:
         """The table, whether it is there or not."""
-        return DeltaRsTable(self.path, self.log_id)
+        return DeltaRsTable(self.path, self.log_id, self.form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +30,16 @@ class Layout:
     """Where the tables of one pipeline lie."""
 
     root: Path
+    form_of: Callable[[TableId], Form] = lambda _: PLAIN
+    """What each table is to be,"""
+    name_of: Callable[[TableId], str] = lambda _: TEMPLATE
+    """and the template of its folder."""
+    pipeline: str = ""
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
-        return Place(path=self.path(table), log_id=log_id)
+        return Place(path=self.path(table), log_id=log_id, form=self.form_of(table))
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""
-        return table_path(self.root, table)
+        return table_path(self.root, table, self.name_of(table), self.pipeline)

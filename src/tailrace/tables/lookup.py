@@ -26,13 +26,13 @@ CHUNK_BYTES_MAX = 64 << 20
 
 
 def with_bases(
-    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread | None = None
+    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread | None = None, *, only: str | None = None
 ) -> pa.Table:
     """The folded rows, once it is known that every row they take values from stands in the table.
 
     Where one does not, the row that needs it is taken whole from `reread`, which is asked for the key that it has
     after the batch, or left out if it is not given; without `reread` that is an error. Costs a scan of the key's
-    columns.
+    columns. With `only`, a flag among the columns, rows of the table count only where it is set.
     """
     partial = _Partial.of(schema, rows)
     if partial is None:
@@ -40,7 +40,7 @@ def with_bases(
     if reread is None:
         # What a row that moved takes is fetched later, and missed then.
         still = pa.array(partial.still)
-        find_rows(schema, table, [column.filter(still) for column in partial.bases], [])
+        find_rows(schema, table, [column.filter(still) for column in partial.bases], [], only=only)
         return rows
     # Of a row that moved nothing in the table can be trusted: it may have been read after the move, when another
     # row already had the old key. A row that kept its key is brought up to date by the changes still to come.
@@ -74,6 +74,8 @@ def _replaced(schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table,
     kept = np.flatnonzero(places >= 0)
     result = rows.take(pa.array(kept))
     for ordinal, column in enumerate(schema.columns):
+        if column.name not in given.column_names:
+            continue  # of the change that asks for the row
         both = _joined(rows.column(ordinal), _as(given.column(column.name), column.type))
         result = result.set_column(ordinal, rows.schema.field(ordinal), both.take(pa.array(places[kept])))
     whole = pa.array(places[kept] >= rows.num_rows)
@@ -84,23 +86,27 @@ def _replaced(schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table,
     return result
 
 
-def merge_source(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> tuple[pa.Table, set[int]]:
+def merge_source(
+    schema: TableSchema, table: DeltaTable, rows: pa.Table, *, only: str | None = None
+) -> tuple[pa.Table, set[int]]:
     """The folded rows as a merge takes them: `c0…cN`, `op`, and a flag `k<i>` for each column in the returned
     set, true where the table's own row keeps its value. Values of rows that moved are fetched. Bases are known to
-    be there (`with_bases`)."""
+    be there (`with_bases`). With `only`, a flag among the columns, the table's rows count only where it is set, and
+    rows that come stand beside them: then all values are fetched."""
     plain = rows.select([*(f"c{i}" for i in range(len(schema.columns))), "op"])
     partial = _Partial.of(schema, rows)
     if partial is None:
         return plain, set()
     absent = rows.column("absent").combine_chunks()
+    still = partial.still if only is None else np.zeros(partial.rows.size, np.bool_)
     stays = np.zeros(rows.num_rows, np.bool_)
-    stays[partial.rows] = partial.still
+    stays[partial.rows] = still
     row_of, ordinal_of = pc.list_parent_indices(absent).to_numpy(), absent.flatten().to_numpy()
     moves = ~stays[row_of]
-    moved = partial.rows[~partial.still]
+    moved = partial.rows[~still]
     if moved.size:
-        wanted = [column.filter(pa.array(~partial.still)) for column in partial.bases]
-        plain = _fetch(schema, table, plain, moved, wanted, row_of[moves], ordinal_of[moves])
+        wanted = [column.filter(pa.array(~still)) for column in partial.bases]
+        plain = _fetch(schema, table, plain, moved, wanted, row_of[moves], ordinal_of[moves], only)
     kept = set(np.unique(ordinal_of[~moves]).tolist())
     for ordinal in sorted(kept):
         flags = np.zeros(rows.num_rows, np.bool_)
@@ -136,11 +142,11 @@ class _Partial:
 
 def _fetch(
     schema: TableSchema, table: DeltaTable, plain: pa.Table, moved: Ints, wanted: Sequence[Any],
-    row_of: Ints, ordinal_of: Ints,
+    row_of: Ints, ordinal_of: Ints, only: str | None,
 ) -> pa.Table:  # fmt: skip
     """Put the values of the old rows into the rows that moved."""
     ordinals = np.unique(ordinal_of).tolist()
-    found = find_rows(schema, table, wanted, ordinals)
+    found = find_rows(schema, table, wanted, ordinals, only=only)
     for ordinal in ordinals:
         values = plain.column(ordinal)
         places = np.arange(plain.num_rows)
@@ -151,9 +157,11 @@ def _fetch(
     return plain
 
 
-def find_rows(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordinals: list[int]) -> pa.Table:
-    """The named columns of the rows with these keys, in the keys' order. Each key is asked for once."""
-    located = _locate(schema, table, wanted, ordinals)
+def find_rows(
+    schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordinals: list[int], *, only: str | None = None
+) -> pa.Table:
+    """The named columns of the rows with these keys, in the keys' order."""
+    located = _locate(schema, table, wanted, ordinals, only)
     if (located.found < 0).any():
         raise _missing(schema, located.found >= 0)
     return located.rows.take(pa.array(located.found))
@@ -174,15 +182,20 @@ class _Located:
     found: Ints
 
 
-def _locate(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordinals: list[int]) -> _Located:
-    count = len(wanted[0])
+def _locate(
+    schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordinals: list[int], only: str | None = None
+) -> _Located:
+    asked_for = key_numbers(wanted).numbers if len(wanted[0]) else np.empty(0, np.int64)
+    _, once, which = np.unique(asked_for, return_index=True, return_inverse=True)
+    count = once.size
     found = np.full(count, -1, np.int64)
+    sought = [column.take(pa.array(once)) for column in wanted]
     keys = [schema.columns[i] for i in key_ordinals(schema)]
     columns = [schema.columns[i] for i in ordinals]
     pieces, total = [pa.schema([(column.name, column.type) for column in columns]).empty_table()], 0
     names = [column.name for column in [*keys, *columns]]
-    for chunk in _chunks(table, schema, names, count) if count else ():
-        pairs = zip(wanted, keys, strict=True)
+    for chunk in _chunks(table, schema, names, count, only) if count else ():
+        pairs = zip(sought, keys, strict=True)
         numbered = key_numbers([_joined(value, chunk.column(key.name)) for value, key in pairs])
         place = np.full(numbered.limit, -1, np.int64)
         place[numbered.numbers[:count]] = np.arange(count)
@@ -191,7 +204,7 @@ def _locate(schema: TableSchema, table: DeltaTable, wanted: Sequence[Any], ordin
         found[asked[hits]] = total + np.arange(hits.size)
         pieces.append(chunk.select([column.name for column in columns]).take(pa.array(hits)))
         total += hits.size
-    return _Located(rows=pa.concat_tables(pieces), found=found)
+    return _Located(rows=pa.concat_tables(pieces), found=found[which])
 
 
 def without(schema: TableSchema, table: DeltaTable, removals: pa.Table) -> Iterator[pa.RecordBatch]:
@@ -239,15 +252,19 @@ def _joined(first: Any, second: Any) -> Any:
     return pa.chunked_array([*parts[0], *parts[1]], first.type)
 
 
-def _chunks(table: DeltaTable, schema: TableSchema, names: list[str], rows_wanted: int) -> Iterator[pa.Table]:
+def _chunks(
+    table: DeltaTable, schema: TableSchema, names: list[str], rows_wanted: int, only: str | None = None
+) -> Iterator[pa.Table]:
     """A scan in pieces large enough that looking for the wanted rows in each costs little more than reading it."""
     types = {column.name: column.type for column in schema.columns}
     fields = pa.schema([(name, types[name]) for name in names])
     pending: list[pa.Table] = []
     rows = size = 0
-    for batch in pa.RecordBatchReader.from_stream(table.scan(columns=names)):
+    scanned = names if only is None else list(dict.fromkeys([*names, only]))
+    for batch in pa.RecordBatchReader.from_stream(table.scan(columns=scanned)):
         plain = [batch.column(name).cast(types[name]) for name in names]
-        pending.append(pa.Table.from_arrays(plain, schema=fields))
+        piece = pa.Table.from_arrays(plain, schema=fields)
+        pending.append(piece if only is None else piece.filter(batch.column(only)))
         rows, size = rows + batch.num_rows, size + pending[-1].nbytes
         if rows >= max(CHUNK_ROWS_MIN, rows_wanted) or size >= CHUNK_BYTES_MAX:
             yield pa.concat_tables(pending)

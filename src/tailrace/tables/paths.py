@@ -1,7 +1,8 @@
-"""Where a table lies: `<root>/<schema>/<table>`, names verbatim but for what a path cannot hold.
+"""Where a table lies: `<root>/<schema>/<table>` or as a template says, names verbatim but for what a path cannot hold.
 
-Two tables never share a folder and no folder leaves its root: `/`, `%`, control characters and a leading dot
-are percent-encoded, so `..` and `a/b` become ordinary names and the encoding reads back.
+No folder leaves its root: `/`, `%`, control characters and a leading dot are percent-encoded, so `..` and `a/b` become
+ordinary names and the encoding reads back. With the usual template two tables never share a folder; with another they
+may (`meet`), and whoever opens them sees to that.
 """
 
 from __future__ import annotations
@@ -15,18 +16,50 @@ from tailrace.model.schema import TableId
 NAME_BYTES_MAX = 255
 """What ext4, XFS, APFS and NTFS allow for one name."""
 
+TEMPLATE = "{schema}/{table}"
+_PLACE = re.compile(r"\{(schema|table|pipeline)\}")
+_ALONE = re.compile(r"%[0-9A-Fa-f]{2}|[\[\]\\^|]")
+"""What `folder` puts aside, and for that it needs a folder around the table's that is not the lake's."""
 # C0 and C1 controls, DEL, and the two characters that carry meaning in an encoded path.
 _ENCODED = re.compile(r"^\.|[/%\x00-\x1f\x7f-\x9f]")
 
 
-def table_path(root: Path, table: TableId) -> Path:
-    """The folder of the table's mirror."""
-    return root / _folder(table.schema, table) / _folder(table.name, table)
+def table_path(root: Path, table: TableId, template: str = TEMPLATE, pipeline: str = "") -> Path:
+    """The folder of the lake table. A template is folders' names in which `{schema}`, `{table}` and `{pipeline}` stand
+    for those."""
+    said = {"schema": table.schema, "table": table.name, "pipeline": pipeline}
+    encoded = {name: _encoded(value, table) for name, value in said.items()}
+    parts = [_folder(_PLACE.sub(lambda found: encoded[found.group(1)], part), table) for part in template.split("/")]
+    if len(parts) == 1 and _ALONE.search(parts[0]):
+        raise TableUnusable(
+            "a table with this name cannot lie right in the lake's folder", table=table,
+            hint="Choose a `tables.names` with a folder, such as `{schema}/{table}`, or rename it in `tables.rules`.",
+        )  # fmt: skip
+    return root.joinpath(*parts)
 
 
-def _folder(name: str, table: TableId) -> str:
+def meet(one: Path, other: Path) -> bool:
+    """Whether tables in these folders would be in each other's way."""
+    return one == other or one in other.parents or other in one.parents
+
+
+def anothers(path: Path, other: TableId | None, table: TableId) -> TableUnusable:
+    """Why a table cannot lie here."""
+    return TableUnusable(
+        "another table of the source has this folder, or one in it or around it", table=table, other=other, path=path,
+        hint="Give one of them another name: `tables.names`, or `name:` in `tables.rules`.",
+    )  # fmt: skip
+
+
+def _encoded(name: str, table: TableId) -> str:
     try:
-        folder = _ENCODED.sub(lambda found: _percent(found.group()), name)
+        return _ENCODED.sub(lambda found: _percent(found.group()), name)
+    except UnicodeEncodeError as exc:
+        raise TableUnusable("the name is not valid Unicode", table=table, hint=_RENAME) from exc
+
+
+def _folder(folder: str, table: TableId) -> str:
+    try:
         size = len(folder.encode())
     except UnicodeEncodeError as exc:
         raise TableUnusable("the name is not valid Unicode", table=table, hint=_RENAME) from exc

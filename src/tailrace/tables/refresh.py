@@ -9,13 +9,14 @@ a list of keys 16 bytes more per staged row and per key. Sorting these takes 24 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace.model.schema import Column, TableSchema
@@ -23,6 +24,46 @@ from tailrace.tables.fingerprints import Prints, PrintSet, image_prints, key_pri
 from tailrace.tables.fold import Flags, key_ordinals
 
 READ_ROWS = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """How a table keeps rows that the source no longer has."""
+
+    flag: str
+    """The column that tells them,"""
+    past: bool
+    """and what it says of one."""
+    replaces: bool
+    """Whether a row that comes takes the place of what the table has of its key; otherwise it stands beside it."""
+    values: Mapping[str, pa.Scalar]
+    """What is written into a row that the source no longer has."""
+    least: Mapping[str, pa.Scalar] = field(default_factory=dict)
+    """What rows that come have at least."""
+
+    def is_past(self, batch: pa.RecordBatch) -> Flags:
+        flags: Flags = batch.column(self.flag).to_numpy(zero_copy_only=False).astype(np.bool_) == self.past
+        return flags
+
+    def retire(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows that go, as they stay."""
+        return _with(batch, {name: pa.repeat(value, batch.num_rows) for name, value in self.values.items()})
+
+    def lift(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows that come, as they come."""
+        return _with(batch, {
+            name: at_least(batch.column(name), value) for name, value in self.least.items()
+        })  # fmt: skip
+
+
+def at_least(column: Any, least: pa.Scalar) -> Any:
+    """The column with no value below another; null stays null."""
+    return pc.if_else(pc.less(column, least), least, column)
+
+
+def _with(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    given = [columns.get(name, batch.column(name)) for name in batch.schema.names]
+    return pa.RecordBatch.from_arrays(given, schema=batch.schema)
 
 
 @dataclass(kw_only=True)
@@ -38,6 +79,9 @@ class Difference:
     images: PrintSet
     held: Flags
     """Per number in `images`, whether the table holds that row."""
+    keeping: Keeping | None = None
+    retired: dict[str, Flags] = field(default_factory=dict)
+    """Of the table's files in which rows go, those that go and are kept all the same."""
     kept: dict[str, Flags] = field(default_factory=dict)
     """The table's files in which rows go, and which of their rows stay."""
     gone: list[Prints] = field(default_factory=list)
@@ -54,12 +98,15 @@ class Difference:
         for name, stays in self.kept.items():
             for batch, flags in _beside(read_rows(self.folder / name, self.stored.columns), stays):
                 yield batch.filter(pa.array(flags))
+            if self.keeping is not None and self.retired[name].any():
+                for batch, flags in _beside(read_rows(self.folder / name, self.stored.columns), self.retired[name]):
+                    yield self.keeping.retire(batch.filter(pa.array(flags)))
         for batch in all_rows(self.folder, self.staged, self.stored.columns):
             own = batch.columns[: len(self.schema.columns)]
             found = self.images.find(image_prints(own, self.seed))
             new = batch.filter(pa.array(~self.held[found]))
             self.fresh.append(_keys(self.schema, new, self.seed))
-            yield new
+            yield new if self.keeping is None else self.keeping.lift(new)
 
     def counts(self) -> tuple[int, int]:
         """How many rows came in, new or changed, and how many went and did not come back."""
@@ -69,15 +116,15 @@ class Difference:
 
 def compare(
     folder: Path, schema: TableSchema, table: Iterable[str], staged: Sequence[str], keys: Sequence[str] | None,
-    kept: Sequence[Column] = (),
+    kept: Sequence[Column] = (), keeping: Keeping | None = None,
 ) -> Difference:  # fmt: skip
     """Compare the table's files with the staged ones; `keys` are files that hold the keys of all rows that may stay,
-    and `kept` are columns that only the table has."""
+    and `kept` are columns that do not count."""
     seed = secrets.randbits(128)
     images, own = [], []
     for batch in all_rows(folder, staged, schema.columns):
         images.append(image_prints(batch.columns, seed))
-        if keys is not None:
+        if keys is not None or (keeping is not None and keeping.replaces):
             own.append(_keys(schema, batch, seed))
     there = PrintSet(_joined(images))
     found = Difference(
@@ -88,24 +135,46 @@ def compare(
         seed=seed,
         images=there,
         held=np.zeros(len(there), np.bool_),
+        keeping=keeping,
     )
-    staying = None if keys is None else _Staying(folder, schema, own, keys, seed)
+    came = PrintSet(_joined(own))
+    staying = None if keys is None else _Staying(folder, schema, came, keys, seed)
+    flag = [column for column in kept if keeping is not None and column.name == keeping.flag]
     for name in table:
-        flags = [_kept(found, batch, staying) for batch in read_rows(folder / name, schema.columns)]
-        stays = np.concatenate([np.empty(0, np.bool_), *flags])
+        batches = read_rows(folder / name, [*schema.columns, *flag])
+        flags = [_fates(found, batch, staying, came) for batch in batches]
+        stays, retired = (np.concatenate([np.empty(0, np.bool_), *(pair[i] for pair in flags)]) for i in (0, 1))
         if not stays.all():
-            found.kept[name] = stays
+            found.kept[name], found.retired[name] = stays, retired
     return found
+
+
+def _fates(
+    found: Difference, batch: pa.RecordBatch, staying: _Staying | None, came: PrintSet
+) -> tuple[Flags, Flags]:
+    """Which rows of the table stay as they are, and which of the others are kept as of the past."""
+    if found.keeping is None:
+        stays = _kept(found, batch, staying)
+        return stays, np.zeros(stays.size, np.bool_)
+    past = found.keeping.is_past(batch)
+    if found.keeping.replaces:
+        again = came.find(_keys(found.schema, batch, found.seed)) >= 0
+        settled, retires = past & ~again, ~past & ~again
+    else:
+        settled, retires = past, ~past
+    stays = settled.copy()
+    stays[~settled] = _kept(found, batch.filter(pa.array(~settled)), staying)
+    return stays, retires & ~stays
 
 
 class _Staying:
     """Which rows of the table stay although they are not among those staged: their key is listed, but not staged."""
 
     def __init__(
-        self, folder: Path, schema: TableSchema, staged: list[Prints], keys: Sequence[str], seed: int
+        self, folder: Path, schema: TableSchema, staged: PrintSet, keys: Sequence[str], seed: int
     ) -> None:
         columns = [schema.columns[i] for i in key_ordinals(schema)]
-        self._staged = PrintSet(_joined(staged))
+        self._staged = staged
         listed = [key_prints(batch.columns, seed) for batch in all_rows(folder, keys, columns)]
         self._listed = PrintSet(_joined(listed))
 
@@ -115,7 +184,7 @@ class _Staying:
 
 def _kept(found: Difference, batch: pa.RecordBatch, staying: _Staying | None) -> Flags:
     """Which rows of the table stay as they are: those staged as they are, each once, and those that may."""
-    places = found.images.find(image_prints(batch.columns, found.seed))
+    places = found.images.find(image_prints(batch.columns[: len(found.schema.columns)], found.seed))
     stays = np.zeros(batch.num_rows, np.bool_)
     held, first = np.unique(places[places >= 0], return_index=True)
     stays[np.flatnonzero(places >= 0)[first[~found.held[held]]]] = True

@@ -12,6 +12,11 @@ RELOAD_HINT = (
     "Its changes are kept in the log. Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 )
 
+REPLACED_HINT = (
+    "Copy its folder if you need the past. Then run `tailrace snapshot FILE TABLE`: all that it holds is replaced."
+)
+"""Of a table that keeps what the source no longer has."""
+
 
 def unusable(shape: TableSchema, found: TableSchema, commit: int) -> SchemaChanged | None:
     """Why rows of the shape found cannot go into a table of this shape; None if they can."""

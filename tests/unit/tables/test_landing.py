@@ -202,7 +202,7 @@ def test_the_feature_does_not_bless_what_others_wrote(
 def test_a_table_that_others_changed_is_ours_again(path: Path, table: DeltaRsTable) -> None:
     table.land(SHOP, staged(path, "one"), at(0))
     write_deltalake(str(path), pa.Table.from_batches(record_batches(SHOP, ROWS[:1])), mode="append")
-    table.refuse_foreign()
+    table.refuse_foreign(SHOP.table)
     table.land(SHOP, staged(path, "two"), at(5))
     assert (table.cursor(), content(path)) == (at(5), ROWS)
 
@@ -211,10 +211,10 @@ def test_a_table_that_others_changed_is_ours_again(path: Path, table: DeltaRsTab
 
 
 def test_a_table_that_is_not_ours_is_refused(path: Path, table: DeltaRsTable) -> None:
-    table.refuse_foreign()
+    table.refuse_foreign(SHOP.table)
     write_deltalake(str(path), pa.table({"id": [1]}))
     files = staged(path, "one")
-    for use in (lambda: table.land(SHOP, files, at(0)), table.refuse_foreign):
+    for use in (lambda: table.land(SHOP, files, at(0)), lambda: table.refuse_foreign(SHOP.table)):
         with pytest.raises(ForeignWrite, match="did not make"):
             use()
     assert (content(path), discard(path, "one")) == ([{"id": 1}], 1)

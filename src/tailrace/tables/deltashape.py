@@ -1,0 +1,70 @@
+"""Shapes and files as Delta has them, and how a table is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable
+from deltalake import Schema as DeltaSchema
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.transaction import AddAction, create_table_with_add_actions
+
+from tailrace.errors import TableUnusable
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.deltalog import REPLACE_HINT, has_commits
+from tailrace.tables.folder import unreadable
+from tailrace.tables.staging import StagedFile
+
+NTZ = "timestampNtz"
+"""The feature that a table with timestamps without a zone has."""
+
+
+def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], properties: CommitProperties) -> None:
+    """A new table; one that was made meanwhile is not overwritten."""
+    try:
+        create_table_with_add_actions(str(folder), fields, adds, mode="error", commit_properties=properties)
+    except DeltaError as exc:
+        if has_commits(folder):
+            raise CommitFailedError("a table was made here meanwhile") from exc
+        raise
+
+
+def delta_fields(schema: TableSchema) -> DeltaSchema:
+    """The columns."""
+    return DeltaSchema.from_arrow(pa.schema(schema.row_fields()))
+
+
+def is_naive(column: Column) -> bool:
+    """Whether it holds timestamps without a zone."""
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    return pa.types.is_timestamp(kind) and kind.tz is None
+
+
+def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
+    """What makes a staged file one of the table's, if it is still what was written."""
+    try:
+        found = (folder / file.path).stat()
+    except FileNotFoundError:
+        found = None
+    except OSError as exc:
+        raise unreadable(path, exc) from exc
+    if found is None or found.st_size != file.size:
+        raise TableUnusable(
+            "a staged file is gone, or not what was written", path=path, file=file.path,
+            hint="Load the table again; nobody else may write or remove files in its folder meanwhile.",
+        )  # fmt: skip
+    return AddAction(
+        path=file.path, size=file.size, partition_values={}, modification_time=found.st_mtime_ns // 1_000_000,
+        data_change=True, stats=file.stats,
+    )  # fmt: skip
+
+
+def refuse_features(path: Path, table: DeltaTable) -> None:
+    """Refuse files that do not say by themselves which rows the table holds."""
+    others = set(table.protocol().reader_features or ()) - {NTZ}
+    if others:
+        raise TableUnusable(
+            "the table uses features that a refresh does not know", path=path,
+            features=", ".join(sorted(others)), hint=REPLACE_HINT,
+        )  # fmt: skip

@@ -1,0 +1,165 @@
+"""What a lake table is made of its source's rows: their last state, every change of them, or every version.
+
+A form is recorded in the table's own commits. A table made in one is never written in another: rows of two forms in
+one table would mean nothing. What a form adds stands in columns of its own, after those of the source; a column of
+the source that has the name of one is refused, never hidden.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from tailrace.errors import TableUnusable
+from tailrace.model import change
+from tailrace.model.position import ZERO
+from tailrace.model.schema import Column, Identity, TableSchema
+
+
+class TableMode(enum.Enum):
+    """What a table holds."""
+
+    MIRROR = "mirror"
+    """Each row of the source as it is now."""
+    HISTORY = "history"
+    """Each row of the source as it was, one row for each transaction that changed it."""
+    APPEND = "append"
+    """Each change, one row for each."""
+
+
+DELETED = "_deleted"
+VALID_FROM, VALID_TO, CURRENT = "_valid_from", "_valid_to", "_current"
+
+_TIME = pa.timestamp("us", "UTC")
+_TYPES: Mapping[str, pa.DataType] = {
+    **{field.name: field.type for field in change.ALWAYS},
+    change.UNCHANGED: pa.list_(pa.string()),
+    DELETED: pa.bool_(), VALID_FROM: _TIME, VALID_TO: _TIME, CURRENT: pa.bool_(),
+}  # fmt: skip
+
+METADATA = tuple(field.name for field in change.ALWAYS)
+"""What a table may say of the change that each row comes from, by name."""
+_OF_APPEND = (*METADATA, change.UNCHANGED)
+_OF_HISTORY = (VALID_FROM, VALID_TO, CURRENT, change.SEQ, change.TX)
+
+_COLLISION_HINT = (
+    "Leave the name out of `tables.metadata`, choose another `mode`, or give the column another name in "
+    "`tables.rules` (`columns:`)."
+)
+_KEYLESS_HINT = "Give the table a primary key or a replica identity with one, or use `mode: append`, or a plain mirror."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One table's form."""
+
+    mode: TableMode = TableMode.MIRROR
+    soft_delete: bool = False
+    """Of a mirror: rows that are deleted stay, marked."""
+    metadata: tuple[str, ...] = ()
+    """Which of `METADATA` stand with each row, besides those that the mode needs."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Columns that have another name in the lake: the source's, the lake's."""
+
+    def __post_init__(self) -> None:
+        if self.soft_delete and self.mode is not TableMode.MIRROR:
+            raise ValueError("only a mirror marks what is deleted")
+        if not set(self.metadata) <= set(METADATA):
+            raise ValueError("there is no such metadata column")
+
+    @property
+    def added(self) -> tuple[Column, ...]:
+        """The columns beside the source's own, in order."""
+        needed = {TableMode.MIRROR: (), TableMode.HISTORY: _OF_HISTORY, TableMode.APPEND: _OF_APPEND}[self.mode]
+        wanted = [name for name in METADATA if name in self.metadata and name not in needed]
+        marks = (DELETED,) if self.soft_delete else ()
+        return tuple(Column(name=name, source_type="", type=_TYPES[name]) for name in (*marks, *needed, *wanted))
+
+    @property
+    def retains(self) -> bool:
+        """Whether the table holds what the source no longer has, so that loading it anew must not replace it."""
+        return self.mode is not TableMode.MIRROR or self.soft_delete
+
+    @property
+    def exact(self) -> bool:
+        """Whether only a load in one snapshot will do: a row that is read after a change of it is applied again, which
+        a mirror does not notice."""
+        return self.mode is not TableMode.MIRROR
+
+    def stored(self, schema: TableSchema) -> TableSchema:
+        """The lake table's own shape; refuses a source table that cannot have this form."""
+        if self == PLAIN:
+            return schema
+        self._refuse_keyless(schema)
+        own = [replace(column, name=self.name_of(column.name)) for column in schema.columns]
+        taken: set[str] = set()
+        for column in (*own, *self.added):
+            if column.name.lower() in taken:
+                what = "a column has the name of one that the table's form adds"
+                raise TableUnusable(
+                    what if column in self.added else "two columns of the lake table would have one name",
+                    table=schema.table, column=column.name, hint=_COLLISION_HINT,
+                )  # fmt: skip
+            taken.add(column.name.lower())
+        key = () if self.mode is TableMode.APPEND else tuple(map(self.name_of, schema.key))
+        return replace(schema, columns=(*own, *self.added), key=key, facts=None)
+
+    def name_of(self, column: str) -> str:
+        """What a column of the source is called in the lake."""
+        return dict(self.columns).get(column, column)
+
+    def _refuse_keyless(self, schema: TableSchema) -> None:
+        if self.mode is TableMode.APPEND:
+            return
+        if not schema.key and (self.retains or self.metadata):
+            what = "a history" if self.mode is TableMode.HISTORY else "a mirror with columns of its own"
+            raise TableUnusable(f"{what} needs a table with a key", table=schema.table, hint=_KEYLESS_HINT)
+        if schema.identity is Identity.NONE and self.retains:
+            raise TableUnusable(
+                "the source does not tell which rows are updated and deleted", table=schema.table, hint=_KEYLESS_HINT
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode.value, "soft_delete": self.soft_delete, "metadata": list(self.metadata),
+            "columns": [list(pair) for pair in self.columns],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Form:
+        return cls(
+            mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"]),
+            columns=tuple((old, new) for old, new in stored["columns"]),
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """In a word or two, for people."""
+        return f"{self.mode.value}, soft delete" if self.soft_delete else self.mode.value
+
+
+    @property
+    def described(self) -> str:
+        """All of it, for people."""
+        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.columns)])
+
+
+PLAIN = Form()
+"""A mirror with nothing beside the source's own columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where rows that a load reads come from: they are as they were there, or later."""
+
+    seq: int
+    position: str
+    read_at: int
+    """When the load began, µs since 1970 by the clock of this machine."""
+
+
+NOWHERE = Origin(seq=0, position=str(ZERO), read_at=0)
+"""Where the form asks for nothing."""

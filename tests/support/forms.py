@@ -1,0 +1,185 @@
+"""Tables of every form: changes in transactions, and the plainest possible account of what must come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from deltalake import DeltaTable
+
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+from tailrace.tables.base import Applied, Cursor, LakeTable
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import Form, Origin
+from tests.support.changes import SHOP, Change, changes, record_batches
+
+OpenTable = Callable[[Path, Form], LakeTable]
+Row = dict[str, Any]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+READ_AT = 1000
+"""When rows were loaded, in seconds since 1970; they are loaded at `_seq` 99."""
+LOADED_SEQ = 99
+
+
+def second(number: int) -> datetime:
+    return EPOCH + timedelta(seconds=number)
+
+
+@dataclass(frozen=True)
+class Tx:
+    """A transaction: when it was committed, in seconds, and its changes."""
+
+    time: int
+    changes: tuple[Change, ...]
+
+
+def tx(time: int, *given: Change | tuple[Change, ...]) -> Tx:
+    flat = [item for some in given for item in (some if isinstance(some, tuple) else (some,))]
+    return Tx(time, tuple(flat))
+
+
+def stored(schema: TableSchema, transactions: Sequence[Tx], first: int = 100, number: int = 1) -> pa.Table:
+    """The changes as the log holds them, numbered from `first`; the transactions from `number`."""
+    rows = [row for given in transactions for row in given.changes]
+    table = changes(schema, *rows, first=first)
+    spread = [(number + n, at, given.time) for n, given in enumerate(transactions) for at in range(len(given.changes))]
+    for name, values, kind in (
+        (change.TX, [item[0] for item in spread], pa.int64()),
+        (change.TX_INDEX, [item[1] for item in spread], pa.int32()),
+        (change.POSITION, [str(Lsn(item[0] * 16)) for item in spread], pa.string()),
+        (change.COMMITTED_AT, [item[2] * 1_000_000 for item in spread], pa.int64()),
+    ):
+        at = table.schema.get_field_index(name)
+        array = pa.array(values, kind)
+        table = table.set_column(at, table.schema.field(name), array.cast(table.schema.field(name).type))
+    return table
+
+
+@dataclass
+class Formed:
+    """A table under test. Changes are numbered and grouped as the log would."""
+
+    table: LakeTable
+    form: Form
+    folder: Path
+    schema: TableSchema = SHOP
+    rows: Iterable[Row] = ()
+    seq: int = LOADED_SEQ
+    transactions: int = 0
+    given: list[pa.Table] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        origin = Origin(seq=self.seq, position="0/0", read_at=READ_AT * 1_000_000)
+        self.table.load(self.schema, record_batches(self.schema, self.rows), self.cursor(self.seq), origin=origin)
+
+    @staticmethod
+    def cursor(seq: int) -> Cursor:
+        return Cursor(seq=seq, commit=seq, position=Lsn(seq))
+
+    def apply(self, *transactions: Tx) -> Applied:
+        """In one batch."""
+        batch = stored(self.schema, transactions, self.seq + 1, self.transactions + 1)
+        self.transactions += len(transactions)
+        return self.take(batch)
+
+    def take(self, batch: pa.Table) -> Applied:
+        self.given.append(batch)
+        here, self.seq = self.seq, self.seq + batch.num_rows
+        folded = fold_into(self.form, self.schema, batch)
+        return self.table.apply(self.schema, folded, self.cursor(here), self.cursor(self.seq))
+
+    def content(self, *names: str) -> list[Row]:
+        """All rows, or these columns of them, in the order of their values."""
+        rows = pa.table(DeltaTable(str(self.folder.resolve())).scan()).to_pylist()
+        return ordered({name: row[name] for name in names or row} for row in rows)
+
+    def tuples(self, *names: str) -> list[tuple[Any, ...]]:
+        return sorted((tuple(row.values()) for row in self.content(*names)), key=_comparable)
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: _comparable([row[name] for name in sorted(row)]))
+
+
+def _comparable(values: Iterable[Any]) -> list[tuple[bool, str]]:
+    return [(value is not None, str(value)) for value in values]
+
+
+# --- what must come of it ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Account:
+    """What a table of each form must hold, told one change after the other and without any cleverness."""
+
+    schema: TableSchema
+    live: dict[Any, Row] = field(default_factory=dict)
+    marked: dict[Any, Row] = field(default_factory=dict)
+    """A mirror with soft deletes, by key."""
+    versions: list[Row] = field(default_factory=list)
+    clock: int = READ_AT * 1_000_000
+
+    def load(self, rows: Iterable[Row]) -> None:
+        said = {"_op": "read", "_seq": LOADED_SEQ, "_tx": None}
+        for row in rows:
+            key = self._key(row)
+            self.live[key] = row
+            self.marked[key] = {**row, "_deleted": False, **said}
+            self.versions.append(
+                {**row, "_valid_from": second(READ_AT), "_valid_to": None, "_current": True, **said}
+            )
+
+    def _key(self, row: Row) -> Any:
+        return tuple(row[name] for name in self.schema.names if name in self.schema.key)
+
+    def take(self, batch: pa.Table) -> None:
+        """Whole transactions."""
+        rows = batch.to_pylist()
+        for number in dict.fromkeys(row[change.TX] for row in rows):
+            self._transact([row for row in rows if row[change.TX] == number])
+
+    def _transact(self, rows: list[Row]) -> None:
+        before, touched = dict(self.live), dict[Any, Row]()
+        gone: Row = {}
+        for row in rows:
+            op, own = row[change.OP], {name: row[name] for name in self.schema.names}
+            said = {"_op": op, "_seq": row[change.SEQ], "_tx": row[change.TX]}
+            self.clock = max(self.clock, int(row[change.COMMITTED_AT].timestamp() * 1_000_000))
+            if op == "truncate":
+                for key in self.live:
+                    self.marked[key] |= {"_deleted": True, **said}
+                    touched[key] = said
+                self.live.clear()
+                continue
+            key = self._key(own)
+            if op == "delete":
+                if key in self.live:
+                    gone = self.live.pop(key)
+                    self.marked[key] |= {"_deleted": True, **said}
+                    touched[key] = said
+                continue
+            base = gone if op == "insert" else self.live.get(key, {})
+            whole = {
+                name: base[name] if name in (row.get(change.UNCHANGED) or ()) else value
+                for name, value in own.items()
+            }
+            self.live[key] = whole
+            self.marked[key] = {**whole, "_deleted": False, **said}
+            touched[key] = said
+        self._end(before, touched)
+
+    def _end(self, before: dict[Any, Row], touched: dict[Any, Row]) -> None:
+        now = EPOCH + timedelta(microseconds=self.clock)
+        for key, said in touched.items():
+            if key in before:
+                (version,) = [row for row in self.versions if row["_current"] and self._key(row) == key]
+                version |= {"_valid_to": now, "_current": False}
+            if key in self.live:
+                begun = {"_valid_from": now, "_valid_to": None, "_current": True}
+                self.versions.append({**self.live[key], **begun, **said})

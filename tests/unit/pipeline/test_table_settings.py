@@ -1,0 +1,96 @@
+"""What `tables:` may say of the tables' forms, and every mistake in it with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tailrace.errors import TableUnusable
+from tailrace.model.schema import TableId
+from tailrace.pipeline.settings import MetadataName, PipelineSettings, check_settings, load_settings
+from tailrace.tables.forms import METADATA, PLAIN, Form, TableMode
+
+FILE = """\
+name: shop
+source:
+  url: postgresql://localhost/shop
+  tables: ["public.*"]
+log: ./changes
+tables:
+  path: ./lake
+"""
+
+
+def write(folder: Path, *lines: str) -> Path:
+    file = folder / "tailrace.yaml"
+    file.write_text(FILE + "".join(f"  {line}\n" for line in lines))
+    return file
+
+
+def settings_of(folder: Path, *lines: str) -> PipelineSettings:
+    return load_settings(write(folder, *lines), environment={})
+
+
+def form(settings: PipelineSettings, table: str) -> Form:
+    return settings.tables.layout.place(TableId("public", table), "a-log").form
+
+
+def test_without_a_word_about_it_a_table_is_a_plain_mirror(tmp_path: Path) -> None:
+    assert form(settings_of(tmp_path), "orders") == PLAIN
+
+
+def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "soft_delete: true", "metadata: [_seq, _op]", "rules:", '  "public.*_log": {mode: append}',
+        '  "public.a_*": {mode: history, metadata: []}', '  "public.plain": {soft_delete: false, metadata: []}',
+    )  # fmt: skip
+    assert form(settings, "orders") == Form(soft_delete=True, metadata=("_op", "_seq"))
+    assert form(settings, "a_log") == Form(mode=TableMode.HISTORY)
+    assert form(settings, "b_log") == Form(mode=TableMode.APPEND, metadata=("_op", "_seq"))
+    assert form(settings, "plain") == PLAIN
+
+
+def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Path) -> None:
+    rule = '  "public.orders": {name: gold/sales, columns: {a: b}}'
+    settings = settings_of(tmp_path, "names: '{pipeline}/{schema}.{table}'", "rules:", rule)
+    layout, root = settings.tables.layout, tmp_path / "lake"
+    assert layout.path(TableId("public", "x/y")) == root / "shop" / "public.x%2Fy"
+    assert layout.path(TableId("public", "orders")) == root / "gold" / "sales"
+    assert form(settings, "orders") == Form(columns=(("a", "b"),))
+    flat = settings_of(tmp_path, "names: '{table}'").tables.layout
+    assert flat.path(TableId("public", "orders")) == root / "orders"
+    with pytest.raises(TableUnusable, match="right in the lake's folder"):
+        flat.path(TableId("public", "x/y"))
+
+
+def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> None:
+    assert get_args(MetadataName) == METADATA
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "where", "said"),
+    [
+        (["mode: scd2"], 8, "tables.mode", "there are 'mirror', 'history' and 'append'"),
+        (["metadata: [_seq, _when]"], 8, "tables.metadata[1]", "there are '_op'"),
+        (["mode: append", "soft_delete: true"], 9, "tables.soft_delete", "`mode: append` keeps what is deleted"),
+        (["mode: append", "rules:", '  "a.b": {soft_delete: true}'], 10, "tables.rules.a.b.soft_delete", "is for"),
+        (["rules:", '  "a.b": {mod: append}'], 9, "tables.rules.a.b.mod", "not a key we know"),
+        (["rules:", '  "orders": {mode: append}'], 9, "tables.rules.orders", "names no schema"),
+        (["names: all"], 8, "tables.names", "lacks {table}"),
+        (["names: ../{table}"], 8, "tables.names", "one to three folders' names"),
+        (["names: '{schema}/{name}/{table}'"], 8, "tables.names", "one to three folders' names"),
+        (["names: a/b/c/{table}"], 8, "tables.names", "one to three folders' names"),
+        (["rules:", '  "a.b": {name: a/_delta_log}'], 9, "tables.rules.a.b.name", "Delta's own"),
+        (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
+        (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_line_and_remedy(
+    tmp_path: Path, lines: list[str], line: int, where: str, said: str
+) -> None:
+    (problem,) = check_settings(write(tmp_path, *lines), environment={})
+    assert (problem.line, problem.where) == (line, where)
+    assert said in problem.message
+    assert problem.hint
