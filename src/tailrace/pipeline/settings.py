@@ -298,6 +298,8 @@ Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
 Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
 """When a table is loaded; docs/guides/loading.md says what each means."""
+BadRow = Literal["stop", "dead-letter"]
+"""What becomes of a change that its lake table cannot take; docs/guides/dead-letters.md."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
@@ -445,6 +447,8 @@ class TablesSettings(BaseModel):
     path: Folder
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
+    on_bad_row: BadRow = "stop"
+    on_bad_rows: dict[Glob, BadRow] = {}
 
     @property
     def layout(self) -> Layout:
@@ -452,6 +456,11 @@ class TablesSettings(BaseModel):
         from tailrace.tables.layout import Layout
 
         return Layout(root=self.path)
+
+    def sets_aside(self, table: TableId) -> bool:
+        """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
+        found = [what for glob, what in self.on_bad_rows.items() if _glob_matches(glob, table)]
+        return (found[-1] if found else self.on_bad_row) == "dead-letter"
 
 
 class LoadSettings(BaseModel):
@@ -686,6 +695,8 @@ _EXAMPLES = {
     "tables.path": "`path: ./shop/lake`",
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
+    "tables.on_bad_row": "`on_bad_row: stop`, or `on_bad_row: dead-letter`",
+    "tables.on_bad_rows": '`on_bad_rows: {"public.events": dead-letter}`',
     "load": "`load: {connections: 4, time_limit: 1h}`",
     "load.mode": f"`mode: initial`; there are {_MODES}",
     "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',

@@ -29,11 +29,12 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position
 from tailrace.errors import SourceSlow, TableFailed, TailraceError
 from tailrace.model import change
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.seeds import Seeds, StagedChunk
+from tailrace.spark.setting_aside import Step, apply_with_letters
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import fold
 from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
@@ -88,6 +89,8 @@ class ApplyWork:
     """To read rows again whose large values did not come; None where all of them must be there."""
     seed: str | None = None
     """The load whose replay this belongs to."""
+    letters: bool = False
+    """Whether changes that the table cannot take are set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +130,10 @@ class Outcome:
     version: int | None = None
     """Of the table as it is now."""
     tended: Tended | None = None
+    letters: int = 0
+    """Changes that were set aside, or that are still open after they were tried again."""
+    seen: Lsn | None = None
+    """What the table must pass before what was read again may come into it."""
     error: TailraceError | None = None
 
 
@@ -152,7 +159,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
         Seeds(work.log).stage(work.seed, done)
         failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.schema.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=as_ours(error))
     return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done)
 
 
@@ -169,7 +176,7 @@ def refresh_table(work: RefreshWork) -> Outcome:
             keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None,
         )  # fmt: skip
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.schema.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=as_ours(error))
     return Outcome(
         table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
         cursor=applied.cursor, schema=work.schema,
@@ -204,14 +211,14 @@ def apply_changes(work: ApplyWork) -> Outcome:
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
-        table = work.place.open()
         changes = _changes(work)
-        # Where nothing is left to write the position is still committed: the driver goes on from it.
-        folded = fold(work.shape, changes)
         again = partial(_read_again, work, changes) if work.reader is not None else None
-        applied = table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
+        step = Step(
+            log=work.log, schema=work.shape, expected=work.expected, cursor=work.cursor, on=work.letters, reread=again
+        )
+        done = apply_with_letters(work.place.open(), step, changes)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
         table=work.table,
         rows=changes.num_rows,
@@ -219,8 +226,9 @@ def apply_changes(work: ApplyWork) -> Outcome:
         cursor=work.cursor,
         schema=work.shape,
         bytes_changed=changes.nbytes,
-        bytes_written=applied.bytes,
-        version=applied.version,
+        bytes_written=done.applied.bytes,
+        version=done.applied.version,
+        letters=done.letters,
     )
 
 
@@ -230,7 +238,7 @@ def tend_table(work: TendWork) -> Outcome:
     try:
         tended = work.place.open().tend(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.table, error=_as_ours(error), seconds=time.monotonic() - started)
+        return Outcome(table=work.table, error=as_ours(error), seconds=time.monotonic() - started)
     return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
 
 
@@ -240,7 +248,7 @@ def evolve_table(work: EvolveWork) -> Outcome:
     try:
         work.place.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
         table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema
     )
@@ -252,19 +260,25 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
     Whoever waits for the replay to pass the last chunk must hear of it before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
-    transactions = pc.unique(changes.column(change.TX)).to_pylist()
+    rows, seen = read_rows(work.reader, work.shape, keys, pc.unique(changes.column(change.TX)).to_pylist())
+    if work.seed is not None:
+        Seeds(work.log).reread(work.seed, seen)
+    return rows
+
+
+def read_rows(
+    source: SnapshotReader, shape: TableSchema, keys: pa.Table, transactions: Sequence[int]
+) -> tuple[pa.Table, Lsn]:
+    """The rows with these keys, once the transactions are seen; and what everything seen ended at or before."""
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
-        with work.reader as reader:
+        with source as reader:
             if reader.sees(transactions):
-                fields = pa.schema(work.shape.row_fields())
-                rows = pa.Table.from_batches(reader.rows_of(work.shape, keys), fields)
-                if work.seed is not None:
-                    Seeds(work.log).reread(work.seed, reader.position())
-                return rows
+                rows = pa.Table.from_batches(reader.rows_of(shape, keys), pa.schema(shape.row_fields()))
+                return rows, reader.position()
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
-        "a commit is in the server's log and cannot be seen yet", table=work.table,
+        "a commit is in the server's log and cannot be seen yet", table=shape.table,
         hint="It is tried again. Does the commit wait for a synchronous standby? See pg_stat_activity.",
     )  # fmt: skip
 
@@ -304,7 +318,7 @@ def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, 
         begin = end
 
 
-def _as_ours(error: Exception) -> TailraceError:
+def as_ours(error: Exception) -> TailraceError:
     """Any failure as an error that can be shown; a defect of ours says so."""
     if isinstance(error, TailraceError):
         return error

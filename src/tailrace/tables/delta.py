@@ -3,6 +3,8 @@
 Every commit is a compare-and-swap on the version that was read, and carries our position; there is no other
 way to write in here. Whatever can be refused is refused before the commit. An object holds two names and
 nothing else, so Spark may send it to its workers.
+
+The file is longer than most because everything that commits stands in it.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ from tailrace.tables.deltalog import (
     position_of,
 )
 from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import UPSERT, Folded
+from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.limits import refuse_far_dates, refuse_names
-from tailrace.tables.lookup import with_bases, without
-from tailrace.tables.merge import merge_of, operations, upserts_of
+from tailrace.tables.lookup import held, with_bases, without
+from tailrace.tables.merge import merge_of, operations, upserts_of, whole_rows
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
 from tailrace.tables.refresh import all_rows, compare
@@ -100,16 +102,19 @@ class DeltaRsTable:
             self._discard(name)
             raise
 
-    def land(self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor) -> int:
+    def land(
+        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, kept: Sequence[Column] = ()
+    ) -> int:
         refuse_names(schema)
-        return self._land(self._own_table(), schema, files, cursor)
+        return self._land(self._own_table(), schema, files, cursor, kept)
 
     def refuse_foreign(self) -> None:
         self._own_table()
 
     def _land(
-        self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor
-    ) -> int:
+        self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
+        kept: Sequence[Column] = (),
+    ) -> int:  # fmt: skip
         """Swap what was there when the table was looked at for these files."""
         rows = sum(file.rows for file in files)
         held = set() if table is None else set(file_names(table))
@@ -117,12 +122,13 @@ class DeltaRsTable:
             return rows  # a load's files are landed once, and all at once
         folder = make_folder(self._path)
         properties = self._properties(schema, cursor)
+        stored = replace(schema, columns=(*schema.columns, *kept), facts=None) if kept else schema
         if table is None:
-            adds, fields = [self._add(folder, file) for file in files], _delta_fields(schema)
+            adds, fields = [self._add(folder, file) for file in files], _delta_fields(stored)
             self._commit(lambda: _create(folder, fields, adds, properties))
             self._make_durable(folder, 0)
             return rows
-        self._swap(folder, table, schema, files, properties)
+        self._swap(folder, table, stored, files, properties)
         # The object does not follow its own commit, but that one can only be the next.
         self._make_durable(folder, table.version() + 1)
         return rows
@@ -200,6 +206,19 @@ class DeltaRsTable:
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
             bytes=written.bytes, version=version,
         )  # fmt: skip
+
+    def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
+        return held(schema, self._loaded().table, keys)
+
+    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
+        opened = self._loaded()
+        self._refuse_elsewhere(opened.position, schema, expected)
+        self._write(opened, schema, whole_rows(schema, rows), opened.position.properties())
+        version = opened.table.version()
+        written = self._make_durable(opened.folder, version)
+        return Applied(
+            committed=True, cursor=expected, upserted=rows.num_rows, bytes=written.bytes, version=version
+        )
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,

@@ -1,0 +1,136 @@
+"""Rows that a lake table cannot take, on a real server: the table goes on, nothing is lost, and a replay brings them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tailrace.changelog.letters import Letters
+from tailrace.model.schema import TableId
+from tailrace.pipeline.report import TableState
+from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.pipelines import eventually, execute
+
+THINGS = TableId("public", "things")
+TABLE = """
+CREATE TABLE things (id int PRIMARY KEY, amount numeric(10, 2), large text);
+ALTER TABLE things ALTER large SET STORAGE EXTERNAL;
+INSERT INTO things SELECT g, g, repeat('x', 4000) FROM generate_series(1, 20) g;
+CREATE TABLE others (id int PRIMARY KEY);
+"""
+BAD = "UPDATE things SET amount = 'NaN' WHERE id = {}"
+
+
+@pytest.fixture
+def scene(database: str, tmp_path: Path) -> Iterator[Scene]:
+    execute(database, *TABLE.strip().split(";\n"))
+    opened = Scene(tmp_path, database)
+    settings = opened.settings
+    opened.pipeline.file.write_text(f"{opened.pipeline.file.read_text()}  on_bad_row: dead-letter\n")
+    tables = settings.tables.model_copy(update={"on_bad_row": "dead-letter"})
+    opened.settings = settings.model_copy(update={"tables": tables})
+    with opened:
+        yield opened
+
+
+def rows(applying: Local) -> dict[int, dict[str, Any]]:
+    table = life(applying, "things").place
+    files = table.open().files()
+    return {row["id"]: row for file in files for row in pq.read_table(table.path / file).to_pylist()}
+
+
+def letters(scene: Scene, *flags: str) -> list[dict[str, Any]]:
+    done = scene.pipeline.ask("dead-letters", "list", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["letters"]
+    return found
+
+
+def replay(scene: Scene) -> None:
+    done = scene.pipeline.ask("dead-letters", "replay")
+    assert done.returncode == 0, done.stderr
+    assert "tried again" in done.stdout
+    answered = Letters(scene.settings.log.path, THINGS)
+    assert eventually(lambda: answered.asked is None, seconds=30)
+
+
+def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 50 WHERE id = 4",
+                "INSERT INTO things VALUES (30, 'NaN', 'fresh')")  # fmt: skip
+        assert scene.settled(applying)
+        found = rows(applying)
+        assert (found[3]["amount"], found[4]["amount"], 30 in found) == (3, 50, False)
+        first, second = letters(scene)
+        assert (first["table"], first["operation"], first["code"]) == ("things", "update", "value-unfit")
+        assert (second["operation"], "payload" in second) == ("insert", False)
+        payload = letters(scene, "--payload")[1]["payload"]
+        assert (payload["values"]["amount"], payload["values"]["large"], payload["unfit"]) == (
+            "NaN", "fresh", ["amount"]
+        )  # fmt: skip
+        status = scene.pipeline.table_status("things")
+        assert (status["state"], status["dead_letters"]) == ("live", 2)
+        assert "tailrace dead-letters FILE list" in status["note"]
+
+        replay(scene)  # nothing was mended
+        assert [letter["seq"] for letter in letters(scene)] == [first["seq"], second["seq"]]
+
+        # Partial updates: the large value is not sent, and builds on what was set aside.
+        execute(scene.pipeline.url, "UPDATE things SET amount = 7 WHERE id = 3")
+        assert scene.settled(applying)
+        assert (rows(applying)[3]["amount"], len(letters(scene))) == (3, 3)
+        replay(scene)
+        assert (rows(applying)[3]["amount"], rows(applying)[3]["large"]) == (7, "x" * 4000)
+        assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
+
+        execute(scene.pipeline.url, "UPDATE things SET amount = 8, large = 'y' WHERE id = 30")
+        scene.assert_equal(applying, "things")
+        assert (letters(scene), scene.pipeline.table_status("things")["dead_letters"]) == ([], 0)
+
+
+def test_a_partial_change_of_a_row_that_the_table_lacks_is_read_again_at_a_replay(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        publication = applying._source.settings.publication
+        # A row that nobody was told of, and then a change that leaves its large value out.
+        with_it_unseen = f"ALTER PUBLICATION {publication} DROP TABLE things"
+        execute(scene.pipeline.url, with_it_unseen, "INSERT INTO things VALUES (40, 1, repeat('z', 4000))",
+                f"ALTER PUBLICATION {publication} ADD TABLE things",
+                "UPDATE things SET amount = 2 WHERE id = 40")  # fmt: skip
+        assert scene.settled(applying)
+        (letter,) = letters(scene)
+        assert (letter["code"], 40 in rows(applying)) == ("base-row-missing", False)
+        replay(scene)
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
+
+
+def test_a_load_of_the_whole_table_clears_its_letters(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3))
+        assert scene.settled(applying)
+        assert len(letters(scene)) == 1
+        execute(scene.pipeline.url, "UPDATE things SET amount = 1 WHERE id = 3")
+        assert scene.pipeline.ask("snapshot", "public.things").returncode == 0
+        assert eventually(lambda: not letters(scene), seconds=60)
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
+
+
+def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), BAD.format(4))
+        assert scene.settled(applying)
+        first, second = letters(scene)
+        said = scene.pipeline.ask("dead-letters", "list", "public.things", "--forget", "--seq", str(first["seq"]))
+        assert said.stdout == "public.things: 1 letter dropped; the rows stay as they are\n"
+        assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
+        assert rows(applying)[3]["amount"] == 3
