@@ -1,4 +1,4 @@
-"""Rows that a lake table cannot take, on a real server: the table goes on, nothing is lost, and a replay brings them in."""
+"""Rows that a lake table cannot take, on a real server: the table goes on, and a replay brings them in."""
 
 from __future__ import annotations
 

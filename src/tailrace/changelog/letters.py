@@ -46,6 +46,9 @@ CAUSE_FIELDS = (
 """What a letter has beside the columns of a change. A step has them first, so no column of a table meets them."""
 
 
+_SEQ_PLACE = len(CAUSE_FIELDS) + [field.name for field in change.ALWAYS].index(change.SEQ)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
     """Letters of one shape, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
@@ -89,21 +92,26 @@ class Letters:
         """How many are open for a table that has come to this `_seq`."""
         return len(self._open(self._counting(seq)))
 
-    def open(self, seq: int) -> list[Bundle]:
-        """Those that are, each with its payload and its newest cause."""
+    def open(self, seq: int, *, only: Collection[int] | None = None) -> list[Bundle]:
+        """Those that are, or some of them, each with its payload and its newest cause."""
+        return [Bundle(shape=shape, rows=rows) for shape, rows in self._bundles(seq, only)]
+
+    def keys(self, seq: int) -> list[Bundle]:
+        """Those that are, with no column of the table but its key: payloads may be large."""
+        return [
+            Bundle(shape=shape, rows=rows.select(_key_places(shape, rows))) for shape, rows in self._bundles(seq, None)
+        ]
+
+    def _bundles(self, seq: int, only: Collection[int] | None) -> Iterator[tuple[TableSchema, pa.Table]]:
         steps = self._counting(seq)
         owner = self._open(steps)
-        found = []
         for path, step in steps:
-            mine = [number for number in step.letters if owner.get(number) == path]
+            mine = [number for number in step.letters if owner.get(number) == path and (only is None or number in only)]
             if mine:
                 rows = _read_rows(path)
-                seqs = rows.column(rows.schema.get_field_index(change.SEQ)).to_numpy()
-                picked = np.isin(seqs, np.array(mine, np.int64))
-                found.append(
-                    Bundle(shape=TableSchema.from_json(step.shape), rows=rows.filter(pa.array(picked)))
-                )
-        return found
+                places = np.flatnonzero(np.isin(rows.column(_SEQ_PLACE).to_numpy(), np.array(mine, np.int64)))
+                whole = len(places) == rows.num_rows
+                yield TableSchema.from_json(step.shape), rows if whole else rows.take(pa.array(places))
 
     def write(
         self, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
@@ -114,7 +122,9 @@ class Letters:
         with files.explained(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
-            self._record("past.json", {"reaches": max(reaches, self.past or 0)})
+            first, last = self.past or (reaches, reaches)
+            seqs = letters.column(change.SEQ).to_pylist()
+            self._record("past.json", {"first": min([first, *seqs]), "last": max(last, reaches)})
             before = [path for path, step in self._steps() if step.reaches == reaches]
             number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
             content = _encoded(self.table, shape, reaches, letters, causes, sorted(cleared))
@@ -163,10 +173,10 @@ class Letters:
             (self._path / "load.json").unlink(missing_ok=True)
 
     @property
-    def past(self) -> int | None:
-        """Up to which `_seq` the table ever had letters; None: it never had any."""
+    def past(self) -> tuple[int, int] | None:
+        """From which `_seq` to which other the table ever had letters, about; None: it never had any."""
         stored = self._stored("past.json")
-        return None if stored is None else int(stored["reaches"])
+        return None if stored is None else (int(stored["first"]), int(stored["last"]))
 
     # What people ask for.
 
@@ -287,10 +297,16 @@ def _read_step(path: str, _mtime_ns: int, _inode: int) -> _Step:
 
 def _read_rows(path: Path) -> pa.Table:
     try:
-        with pa.OSFile(str(path)) as handle:
-            return pa.ipc.open_file(handle).read_all()
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()  # only what is looked at is read
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path) from error
+
+
+def _key_places(shape: TableSchema, rows: pa.Table) -> list[int]:
+    """Where a letter's cause, what every change has, its key and what of it does not fit stand."""
+    always = len(CAUSE_FIELDS) + len(change.ALWAYS)
+    wanted = {change.UNFIT, *(change.stored_name(name) for name in shape.key)}
+    return [*range(always), *(i for i in range(always, rows.num_columns) if rows.schema.field(i).name in wanted)]
 
 
 def _unreadable(path: Path) -> LogCorrupt:

@@ -129,6 +129,7 @@ COMMANDS = {
     "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
     "retry": "try tables again that have failed, without a restart",
     "dead-letters": "list changes that a lake table could not take, try them again, or drop them",
+    "rebuild": "make a lake table anew from one of its versions and the log; the source is not asked",
     "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
     "at": "show which versions of the lake tables belong together at a time or position",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
@@ -177,6 +178,10 @@ def build_parser() -> Parser:
             )
         if name == "snapshot":
             _add_snapshot(command)
+        if name == "rebuild":
+            command.add_argument("table", metavar="TABLE", help="schema.table")
+            command.add_argument("--to", metavar="LSN", help="as it was at this position; without it, the log's end")
+            command.add_argument("--from-version", metavar="NUMBER", type=int, help="not from the newest that will do")
         if name == "dead-letters":
             _add_dead_letters(command)
         if name == "evolve":
@@ -401,6 +406,10 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         from tailrace.cli import evolve
 
         return evolve.evolve(load(arguments.file), arguments)
+    if arguments.command == "rebuild":
+        from tailrace.cli import rebuild
+
+        return rebuild.rebuild(load(arguments.file), arguments)
     if arguments.command == "dead-letters":
         from tailrace.cli import deadletters
 

@@ -64,6 +64,7 @@ class Applying:
         self.holding = Holding(self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
+        self._redelivering = Redelivering(self.lives, source, run=self._run, stopping=self._stopping)
         self._hurry = False
         self._batch = threading.Lock()
         self._woken = threading.Event()
@@ -132,8 +133,7 @@ class Applying:
 
     def redeliver(self) -> None:
         """Begin to look for dead letters that are to be tried again."""
-        redelivering = Redelivering(self.lives, self._source, run=self._run, stopping=self._stopping)
-        self._in_background(redelivering.work)
+        self._in_background(self._redelivering.work)
 
     def _start_query(self) -> StreamingQuery:
         """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
@@ -226,11 +226,11 @@ class Applying:
     # Applying.
 
     def covered(self, commit: int) -> bool:
-        """Whether every table that can go on holds the log up to the commit, and nothing is left to load.
+        """Whether every table that can go on holds the log up to the commit, and nothing is left to load or to replay.
 
         While someone captures, the log will also pass what the catalogue showed of tables that changed their shape.
         """
-        if not self.loading.idle or not self.lives.covered(commit):
+        if not self.loading.idle or not self.lives.covered(commit) or not self._redelivering.idle:
             return False
         told = [life.announced for life in self._loaded() if life.announced is not None]
         captured = bool(told) and lease.held(self._log.path) is not None

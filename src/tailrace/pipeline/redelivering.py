@@ -10,6 +10,7 @@ import logging
 import threading
 
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog import lease
 from tailrace.changelog.letters import Letters, tables_with_letters
 from tailrace.errors import Remedy, TailraceError
 from tailrace.model.position import Lsn
@@ -24,6 +25,8 @@ LOOK_SECONDS = 1.0
 READ_SECONDS_MAX = 60.0
 ROUNDS_MAX = 10
 """Of reading for one request: rows may get letters faster than they are read."""
+TROUBLES_MAX = 60
+"""Of one request, such as a source that cannot be reached, before it is given up."""
 
 
 class Redelivering:
@@ -37,14 +40,28 @@ class Redelivering:
         self._seen: dict[TableId, Lsn] = {}
         """What was read and is not in its table yet, and what that table must pass."""
         self._rounds: dict[TableId, int] = {}
+        self._troubles: dict[TableId, int] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is asked for that could be done now. What waits for a log that nobody writes cannot."""
+        path = self._lives.log.path
+        return not any(self._can_go_on(life) for life in self._lots() if Letters(path, life.table).asked is not None)
+
+    def _lots(self) -> list[TableLife]:
+        """The tables that have or had letters, and go on."""
+        lives = [self._lives.tables.get(table) for table in tables_with_letters(self._lives.log.path)]
+        return [life for life in lives if life is not None and life.state.going_on and life.replay is None]
+
+    def _can_go_on(self, life: TableLife) -> bool:
+        seen = self._seen.get(life.table)
+        return seen is None or self._lives.index.position >= seen or lease.held(self._lives.log.path) is not None
 
     def work(self) -> None:
         """Look, do a step for each table, rest."""
         while not self._stopping.wait(LOOK_SECONDS):
-            for table in tables_with_letters(self._lives.log.path):
-                life = self._lives.tables.get(table)
-                if life is not None and life.state.going_on and life.replay is None:
-                    self._look(life)
+            for life in self._lots():
+                self._look(life)
 
     def _look(self, life: TableLife) -> None:
         letters = Letters(self._lives.log.path, life.table)
@@ -52,7 +69,8 @@ class Redelivering:
             asked = letters.asked
             if asked is None or life.cursor is None:
                 return
-            if not letters.count(life.cursor.seq) or self._rounds.get(life.table, 0) >= ROUNDS_MAX:
+            tired = self._rounds.get(life.table, 0) >= ROUNDS_MAX or self._troubles.get(life.table, 0) >= TROUBLES_MAX
+            if tired or not letters.count(life.cursor.seq):
                 self._end(letters, asked)
             elif life.table not in self._seen:
                 self._read(life)
@@ -95,7 +113,7 @@ class Redelivering:
             "dead letters tried again",
             extra={"table": str(life.table), "delivered": outcome.rows, "left": outcome.letters},
         )
-        return outcome.rows == 0 or outcome.letters == 0
+        return not outcome.again
 
     def _passed(self, life: TableLife, seen: Lsn) -> bool:
         """Whether the table holds everything that ended at or before the position."""
@@ -109,10 +127,12 @@ class Redelivering:
         letters.answered(asked)
         self._seen.pop(letters.table, None)
         self._rounds.pop(letters.table, None)
+        self._troubles.pop(letters.table, None)
 
     def _trouble(self, life: TableLife, error: TailraceError) -> None:
-        """What may pass by itself is tried again; else the letters stay, and the log says why."""
+        """What may pass by itself is tried again, for a while; the letters stay in any case."""
         said = {"table": str(life.table), "code": error.code, "reason": error.message}
         log.warning("dead letters not tried again", extra=said)
         self._seen.pop(life.table, None)
-        self._rounds[life.table] = self._rounds.get(life.table, 0) + (0 if error.remedy is Remedy.RETRY else ROUNDS_MAX)
+        more = 1 if error.remedy is Remedy.RETRY else TROUBLES_MAX
+        self._troubles[life.table] = self._troubles.get(life.table, 0) + more

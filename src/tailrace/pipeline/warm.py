@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.postgres.warm import warm_kernels as warm_capture
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.fold import fold
+from tailrace.tables.sifting import DeadKeys, sift
 
 
 def warm_kernels() -> None:
@@ -20,6 +22,9 @@ def warm_kernels() -> None:
     rows = [_row(1, "insert", None), _row(2, "update", ["large"])]
     folded = fold(schema, pa.Table.from_pylist(rows, schema.change_schema()))
     assert folded.rows.num_rows == 1, folded.rows.num_rows
+    partial = pa.Table.from_pylist([_row(1, "update", ["large"])], schema.change_schema())
+    sifted = sift(schema, partial, DeadKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
+    assert sifted.letters.num_rows == 1, sifted.letters.num_rows
 
 
 def _row(seq: int, operation: str, unchanged: list[str] | None) -> dict[str, object]:

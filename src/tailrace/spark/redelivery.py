@@ -76,7 +76,7 @@ def reread_letters(work: RereadWork) -> Outcome:
     """Read, and keep what was read beside the letters; says what the table must pass."""
     table = work.shape.table
     try:
-        bundles = Letters(work.log, table).open(work.expected.seq)
+        bundles = Letters(work.log, table).keys(work.expected.seq)
         dead = dead_keys(work.shape, bundles)
         names = [work.shape.columns[i].name for i in key_ordinals(work.shape)]
         numbers = key_numbers(dead.columns).numbers
@@ -156,20 +156,21 @@ def deliver_letters(work: DeliverWork) -> Outcome:
         with pa.OSFile(str(path)) as handle:
             rows = pa.ipc.open_file(handle).read_all()
         stored = json.loads(rows.schema.metadata[_META])
-        version = None
-        if TableSchema.from_json(stored["shape"]).same_rows(work.shape):
-            bundles = letters.open(work.expected.seq)
-            ready, delivered = _ready(work.shape, rows, bundles, set(stored["seqs"]))
-            if ready.num_rows:
-                version = work.place.open().put(work.shape, ready, work.expected).version
-            failpoints.hit("letters.delivered")
-            _settle(letters, work, bundles, delivered, stored["causes"])
+        if not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
+            return Outcome(table=table, again=True)
+        keys, read, version = letters.keys(work.expected.seq), set(stored["seqs"]), None
+        ready, delivered = _ready(work.shape, rows, keys, read)
+        if ready.num_rows:
+            version = work.place.open().put(work.shape, ready, work.expected).version
+        failpoints.hit("letters.delivered")
+        _settle(letters, work, delivered, stored["causes"])
         path.unlink(missing_ok=True)
+        left = letters.count(work.expected.seq)
     except Exception as error:  # the task's boundary
         return Outcome(table=table, error=as_ours(error))
     return Outcome(
-        table=table, rows=len(delivered) if version is not None else 0, seconds=time.monotonic() - started,
-        letters=letters.count(work.expected.seq), version=version, cursor=work.expected,
+        table=table, rows=len(delivered), seconds=time.monotonic() - started, letters=left, version=version,
+        again=any(seq not in read for seq in dead_keys(work.shape, keys).seqs.tolist()),
     )  # fmt: skip
 
 
@@ -184,18 +185,13 @@ def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[
     return rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None), delivered
 
 
-def _settle(
-    letters: Letters, work: DeliverWork, bundles: list[Bundle], delivered: list[int], causes: dict[str, Any]
-) -> None:
+def _settle(letters: Letters, work: DeliverWork, delivered: list[int], causes: dict[str, Any]) -> None:
     """Clear what was delivered; what failed again has its new cause."""
     seq, empty = work.expected.seq, work.shape.change_schema().empty_table()
     if delivered:
         letters.write(work.shape, seq, empty, [], delivered)
-    for bundle in bundles:
-        places = [place for place, number in enumerate(bundle.seqs) if str(number) in causes]
-        if places:
-            again = bundle.changes.take(pa.array(places))
-            said = [causes[str(number)] for number in again.column(change.SEQ).to_pylist()]
-            errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]
-            letters.write(bundle.shape, seq, again, errors, [])
+    for bundle in letters.open(seq, only=set(map(int, causes))):
+        said = [causes[str(number)] for number in bundle.seqs]
+        errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]
+        letters.write(bundle.shape, seq, bundle.changes, errors, [])
     letters.tidy(seq)

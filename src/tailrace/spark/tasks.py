@@ -134,6 +134,8 @@ class Outcome:
     """Changes that were set aside, or that are still open after they were tried again."""
     seen: Lsn | None = None
     """What the table must pass before what was read again may come into it."""
+    again: bool = False
+    """Whether it is to be read once more, for something has changed since."""
     error: TailraceError | None = None
 
 
@@ -211,7 +213,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
-        changes = _changes(work)
+        changes = changes_of(work)
         again = partial(_read_again, work, changes) if work.reader is not None else None
         step = Step(
             log=work.log, schema=work.shape, expected=work.expected, cursor=work.cursor, on=work.letters, reread=again
@@ -283,7 +285,7 @@ def read_rows(
     )  # fmt: skip
 
 
-def _changes(work: ApplyWork) -> pa.Table:
+def changes_of(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
     log = ChangeLog.open(work.log)
     pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
