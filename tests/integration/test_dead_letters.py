@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import pytest
 from tailrace.changelog.letters import Letters
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
+from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters, reread_letters
 from tests.support.loads import Local, Scene, life, wait_for_state
 from tests.support.pipelines import eventually, execute
 
@@ -109,6 +114,61 @@ def test_a_partial_change_of_a_row_that_the_table_lacks_is_read_again_at_a_repla
         replay(scene)
         scene.assert_equal(applying, "things")
         assert letters(scene) == []
+
+
+DELIVER = """
+import pickle, sys
+from tailrace.spark.redelivery import deliver_letters
+deliver_letters(pickle.load(open(sys.argv[1], "rb")))
+"""
+
+
+def test_killed_between_the_commit_and_the_letters_it_is_done_again_and_changes_nothing(
+    scene: Scene, tmp_path: Path
+) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 7 WHERE id = 3")
+        assert scene.settled(applying)
+        here, reader = life(applying, "things"), applying._source.row_reader(60)
+    assert here.cursor is not None
+    assert here.shape is not None
+    log = scene.settings.log.path
+    read = reread_letters(RereadWork(log=log, shape=here.shape, expected=here.cursor, reader=reader))
+    assert (read.error, read.rows) == (None, 1)
+    work = DeliverWork(log=log, place=here.place, shape=here.shape, expected=here.cursor)
+    (tmp_path / "work").write_bytes(pickle.dumps(work))
+    armed = {"TAILRACE_FAILPOINT": "letters.delivered", "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
+    died = subprocess.run(
+        [sys.executable, "-c", DELIVER, str(tmp_path / "work")], check=False, start_new_session=True,
+        env={**os.environ, **armed},
+    )  # fmt: skip
+    assert (died.returncode, len(letters(scene))) == (-9, 2)
+    again = deliver_letters(work)
+    assert (again.error, again.letters, again.again, letters(scene)) == (None, 0, False, [])
+    scene.pipeline.assert_equal("things")
+
+
+def test_a_row_that_has_got_another_letter_since_it_was_read_is_read_again(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), BAD.format(4), "UPDATE things SET amount = 7 WHERE id IN (3, 4)")
+        assert scene.settled(applying)
+        here, log = life(applying, "things"), scene.settings.log.path
+        assert here.cursor is not None
+        assert here.shape is not None
+        reader = applying._source.row_reader(60)
+        assert reread_letters(RereadWork(log=log, shape=here.shape, expected=here.cursor, reader=reader)).error is None
+        execute(scene.pipeline.url, "UPDATE things SET amount = 8 WHERE id = 3")
+        assert scene.settled(applying)
+        work = DeliverWork(log=log, place=here.place, shape=here.shape, expected=here.cursor)
+        with here.lock:
+            done = deliver_letters(work)
+        assert (done.error, done.rows, done.again) == (None, 2, True)
+        found = rows(applying)
+        assert (found[3]["amount"], found[4]["amount"]) == (3, 7), "one waits, the other is in"
+        replay(scene)
+        scene.assert_equal(applying, "things")
 
 
 def test_a_load_of_the_whole_table_clears_its_letters(scene: Scene) -> None:

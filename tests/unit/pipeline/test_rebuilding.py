@@ -193,6 +193,30 @@ def test_removed_files_are_noticed(quiet: Quiet, call: Any) -> None:
     assert (code, "files of it were removed" in err) == (ExitCode.CONFIG, True)
 
 
+def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
+    quiet.load([{"id": 1, "n": 0}])
+    positions = []
+    for rows in ([update(1, n=1)], [update(1, unfit=("n",))], [insert(2, n=2)], [update(1, n=4)], [insert(3, n=3)]):
+        positions.append(quiet.commit(*rows))
+        quiet.apply()
+
+    def tried(*arguments: str) -> tuple[int, str]:
+        code = main(["rebuild", str(quiet.file), "public.things", *arguments])
+        return code, capsys.readouterr().err
+
+    for version in ("2", "3"):
+        code, err = tried("--from-version", version)
+        assert (code, "dead letters" in err) == (ExitCode.CONFIG, True)
+    for version in ("4", "5"):  # what was set aside had been replaced by then
+        assert tried("--from-version", version)[0] == ExitCode.OK
+        assert quiet.ns() == {1: 4, 2: 2, 3: 3}
+    assert tried("--to", str(positions[0]))[0] == ExitCode.OK
+    assert quiet.ns() == {1: 1}
+    quiet.apply()
+    assert quiet.ns() == {1: 4, 2: 2, 3: 3}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
