@@ -111,9 +111,9 @@ class _Rebuild:
     def run(self, from_version: int | None, progress: Progress) -> Rebuilt:
         started = time.monotonic()
         base = self._base(from_version)
-        with Rebuilding(self._place.path, self._log.log_id) as making:
+        with Rebuilding(self._place) as making:
             rows = making.begin(base)
-            life = self._life(base, making.path)
+            life = self._life(base, making.made_at)
             changes = self._replay(life, progress)
             cursor = self._cursor(base)
             self._hold(life, cursor)
@@ -133,7 +133,7 @@ class _Rebuild:
     def _base(self, wanted: int | None) -> Base:
         """The newest version that will do, or the one that is wished for."""
         why: str | None = None
-        for base in bases(self._place.path, self._log.log_id):
+        for base in bases(self._place):
             if wanted is not None and base.version != wanted:
                 continue
             reason = self._unusable(base)
@@ -153,7 +153,7 @@ class _Rebuild:
 
     def _unusable(self, base: Base) -> str | None:
         """Why the table cannot be rebuilt from this version."""
-        cursor, life = base.position.cursor, self._life(base, self._place.path)
+        cursor, life = base.position.cursor, self._life(base, self._place)
         if cursor.commit > self._index.commit:
             return "it holds more than the log does"
         if self._to is not None and cursor.position > self._to:
@@ -180,8 +180,8 @@ class _Rebuild:
         """Whether everything that was ever set aside is over at this version."""
         return cursor.seq >= last and not Letters(self._log.path, self._table).count(cursor.seq)
 
-    def _life(self, base: Base, path: Any) -> TableLife:
-        life = TableLife(self._table, Place(path=path, log_id=self._log.log_id), state=TableState.CATCHING_UP)
+    def _life(self, base: Base, place: Place) -> TableLife:
+        life = TableLife(self._table, place, state=TableState.CATCHING_UP)
         life.cursor, life.shape = base.position.cursor, base.position.schema
         life.once = self._settings.load.mode_of(self._table) == "initial_only"
         return life

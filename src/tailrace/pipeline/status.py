@@ -42,7 +42,7 @@ APPLIER = "applier"
 """The lease of the one process that applies."""
 NOTE = Path("status") / "apply.json"
 _LETTERS_NOTE = (
-    "{count} dead letters: changes that the table could not take. Their rows stand as they were before; see "
+    "Dead letters: {count}. The table could not take these changes, and their rows stand as they were before; see "
     "`tailrace dead-letters FILE list`."
 )
 

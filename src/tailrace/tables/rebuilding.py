@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,9 +23,9 @@ from deltalake.exceptions import DeltaError
 from tailrace import failpoints
 from tailrace.errors import TableUnusable, Unsupported
 from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.deltalog import REPLACE_HINT, Position, fsync, own_versions, stats_of
 from tailrace.tables.folder import find_folder, unreadable
+from tailrace.tables.layout import Place
 from tailrace.tables.recast import kept_columns
 from tailrace.tables.staging import StagedFile, discard
 
@@ -44,10 +44,10 @@ class Base:
     """Whether it is what a load has landed, and no change more."""
 
 
-def bases(path: Path, log_id: str) -> Iterator[Base]:
+def bases(place: Place) -> Iterator[Base]:
     """The versions that this log made, newest first. What others did between them does not matter."""
-    folder = _folder(path)
-    found = own_versions(folder, _open(folder).version(), log_id)
+    folder = _folder(place.path)
+    found = own_versions(folder, _open(folder).version(), place.log_id)
     newer = next(found, None)
     while newer is not None:
         older = next(found, None)
@@ -60,11 +60,11 @@ def bases(path: Path, log_id: str) -> Iterator[Base]:
 class Rebuilding:
     """One rebuild of one table. Use it in a `with` block: nothing is left behind."""
 
-    def __init__(self, path: Path, log_id: str) -> None:
-        self._path, self._log_id = path, log_id
-        self._folder = _folder(path)
+    def __init__(self, place: Place) -> None:
+        self._place, self._path = place, place.path
+        self._folder = _folder(place.path)
         self._id = uuid.uuid4().hex[:12]
-        self.path = self._folder / FOLDER / self._id
+        self.made_at = replace(place, path=self._folder / FOLDER / self._id)
         """Where the new table is made."""
 
     def __enter__(self) -> Rebuilding:
@@ -83,26 +83,25 @@ class Rebuilding:
         table = _open(self._folder, base.version)
         _refuse_unknown(self._path, table)
         try:
-            self.path.mkdir(parents=True)
-            files = _linked(self._folder, table, self.path, f"base-{self._id}")
+            self.made_at.path.mkdir(parents=True)
+            files = _linked(self._folder, table, self.made_at.path, f"base-{self._id}")
         except OSError as error:
             raise unreadable(self._path, error) from error
-        new = DeltaRsTable(self.path, self._log_id)
         kept = kept_columns(table, base.position.schema)
-        return new.land(base.position.schema, files, base.position.cursor, kept=kept)
+        return self.made_at.open().land(base.position.schema, files, base.position.cursor, kept=kept)
 
     def swap(self, cursor: Cursor) -> int:
         """Make the table the new one, at this position; how many rows it has."""
-        new = _open(self.path)
-        shape = DeltaRsTable(self.path, self._log_id).shape()
+        new = _open(self.made_at.path)
+        shape = self.made_at.open().shape()
         assert shape is not None, "it was begun"
         failpoints.hit("rebuild.replayed")
         try:
-            files = _linked(self.path, new, self._folder, f"{PREFIX}-{self._id}")
+            files = _linked(self.made_at.path, new, self._folder, f"{PREFIX}-{self._id}")
         except OSError as error:
             raise unreadable(self._path, error) from error
         failpoints.hit("rebuild.linked")
-        return DeltaRsTable(self._path, self._log_id).land(shape, files, cursor, kept=kept_columns(new, shape))
+        return self._place.open().land(shape, files, cursor, kept=kept_columns(new, shape))
 
 
 def _folder(path: Path) -> Path:
