@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -169,6 +170,42 @@ def test_a_row_that_has_got_another_letter_since_it_was_read_is_read_again(scene
         assert (found[3]["amount"], found[4]["amount"]) == (3, 7), "one waits, the other is in"
         replay(scene)
         scene.assert_equal(applying, "things")
+
+
+def story(chance: random.Random) -> str:
+    key, other = chance.randint(1, 25), chance.randint(1, 25)
+    amount = chance.choice(["'NaN'", "1", "2", "3"])
+    return chance.choices(
+        [
+            f"UPDATE things SET amount = {amount} WHERE id = {key}",
+            f"UPDATE things SET amount = {amount}, large = repeat('{key % 10}', 4000) WHERE id = {key}",
+            f"UPDATE things SET id = {other} WHERE id = {key} AND NOT EXISTS (SELECT FROM things WHERE id = {other})",
+            f"INSERT INTO things VALUES ({key}, {amount}, repeat('i', 4000)) ON CONFLICT DO NOTHING",
+            f"DELETE FROM things WHERE id = {key}",
+            "TRUNCATE things",
+        ],
+        weights=[40, 10, 15, 15, 10, 1],
+    )[0]  # fmt: skip
+
+
+def test_any_story_ends_as_the_source_once_its_rows_are_mended_and_replayed(scene: Scene) -> None:
+    chance = random.Random(20261116)
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        seen = 0
+        for _ in range(8):
+            execute(scene.pipeline.url, *(story(chance) for _ in range(25)))
+            assert scene.settled(applying)
+            seen = max(seen, len(letters(scene)))
+        assert seen > 5, "there was something to mend"
+        assert scene.pipeline.ask("dead-letters", "replay").returncode == 0  # while changes come
+        execute(scene.pipeline.url, *(story(chance) for _ in range(25)))
+        execute(scene.pipeline.url, "UPDATE things SET amount = 9 WHERE amount = 'NaN'")
+        assert scene.settled(applying)
+        if letters(scene):
+            replay(scene)
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
 
 
 def test_a_load_of_the_whole_table_clears_its_letters(scene: Scene) -> None:
