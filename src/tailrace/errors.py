@@ -31,6 +31,7 @@ TailraceError
     ├── ForeignWrite            someone else wrote to the table
     ├── ValueUnfit              a value the column's type cannot hold
     ├── BaseRowMissing          a partial change without the row it changes
+    ├── DeadLettersFull         more changes were set aside than are kept for one table
     ├── TableUnusable           the table's folder or format cannot be used
     ├── FormChanged             it was made in another form than the settings say
     ├── TableAhead              it has applied what the log does not have
@@ -305,6 +306,12 @@ class BaseRowMissing(TableError):
     """A partial change arrived for a row that the table does not hold."""
 
     code = "base-row-missing"
+
+
+class DeadLettersFull(TableError):
+    """More changes of one table could not be applied than are set aside: the table needs a person, not a row."""
+
+    code = "dead-letters-full"
 
 
 class TableUnusable(TableError):

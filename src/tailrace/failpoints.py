@@ -38,6 +38,11 @@ NAMES = (
     "apply.batch_done",
     "table.before_commit",
     "table.after_commit",
+    "letters.written",
+    "letters.tidied",
+    "letters.delivered",
+    "rebuild.replayed",
+    "rebuild.linked",
 )
 """Every failpoint there is; the crash test hits each."""
 

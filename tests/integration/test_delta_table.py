@@ -390,6 +390,36 @@ def test_a_date_the_engine_cannot_write_is_refused_by_name(tmp_path: Path) -> No
         mirror.table.load(schema, [batch], at(1))
 
 
+# --- rows by their keys ------------------------------------------------------------------------------------
+
+
+def rows_at(*keys: int, **values: Any) -> pa.Table:
+    rows = [{"id": key, "name": None, "big": None, "n": None} | values for key in keys]
+    return pa.Table.from_pylist(rows, pa.schema(SHOP.row_fields()))
+
+
+def test_it_says_which_keys_it_holds(shop: Mirror) -> None:
+    shop.apply(delete(2))
+    assert shop.table.holds(SHOP, pa.table({"id": [5, 2, 1, 77]})).tolist() == [True, False, True, False]
+    assert shop.table.holds(SHOP, pa.table({"id": pa.array([], pa.int64())})).tolist() == []
+
+
+def test_rows_that_are_put_in_replace_those_of_their_keys_and_the_position_stays(shop: Mirror) -> None:
+    for _ in range(2):  # a second time it changes nothing
+        put = shop.table.put(SHOP, rows_at(1, 9, big="put"), at(0))
+        assert (put.committed, put.cursor, shop.table.cursor()) == (True, at(0), at(0))
+        assert by_id(shop.content()) == {
+            1: "put", 2: "large 2", 3: "large 3", 4: "large 4", 5: "large 5", 9: "put"
+        }  # fmt: skip
+    assert shop.apply(update(9, unchanged=BIG, n=1)).committed, "it goes on from there"
+
+
+def test_rows_are_not_put_into_a_table_that_has_gone_on(shop: Mirror) -> None:
+    shop.apply(insert(9))
+    with nothing_committed(shop), pytest.raises(ForeignWrite):
+        shop.table.put(SHOP, rows_at(1), at(0))
+
+
 # --- applying ----------------------------------------------------------------------------------------------
 
 

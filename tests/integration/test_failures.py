@@ -138,9 +138,12 @@ def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str
         database, "CREATE TABLE steady (id int PRIMARY KEY, x int)", "CREATE TABLE altered (id int PRIMARY KEY, x int)",
         "CREATE TABLE poisoned (id int PRIMARY KEY, n numeric(6, 2))", "CREATE TABLE taken (id int PRIMARY KEY)",
         "INSERT INTO steady VALUES (1, 1)", "INSERT INTO altered VALUES (1, 1)", "INSERT INTO poisoned VALUES (1, 1)",
+        "CREATE TABLE lettered (id int PRIMARY KEY, n numeric(6, 2))", "INSERT INTO lettered VALUES (1, 1)",
     )  # fmt: skip
     pipeline = Pipeline(tmp_path, database)
     pipeline.stops_at("add")
+    rule = '  rules: {"public.lettered": {on_bad_row: dead-letter}}\n'
+    pipeline.file.write_text(pipeline.file.read_text() + rule)
     (pipeline.lake / "public" / "taken" / "_delta_log").mkdir(parents=True)
     (pipeline.lake / "public" / "taken" / "_delta_log" / f"{0:020d}.json").write_text("not a commit\n")
     first = pipeline.call("run", "--until-caught-up")
@@ -149,7 +152,8 @@ def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str
     execute(
         database, "INSERT INTO altered VALUES (2, 2)", "ALTER TABLE altered ADD COLUMN y text",
         "INSERT INTO altered VALUES (3, 3, 'y')", "INSERT INTO poisoned VALUES (2, 'NaN')",
-        "INSERT INTO steady VALUES (2, 2)",
+        "INSERT INTO steady VALUES (2, 2)", "INSERT INTO lettered VALUES (2, 'NaN')", "UPDATE lettered SET n = 5",
+        "INSERT INTO lettered VALUES (3, 'NaN')",
     )  # fmt: skip
     second = pipeline.call("run", "--until-caught-up")
     assert second.returncode == 5, second.stderr
@@ -159,5 +163,7 @@ def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str
     assert "added y" in altered["detail"]
     assert altered["rows_captured"] - altered["rows_applied"] == 1, "what came before the change was applied"
     assert (poisoned["state"], poisoned["reason"]) == ("failed", "value-unfit")
+    lettered = pipeline.table_status("lettered")
+    assert (lettered["state"], lettered["dead_letters"]) == ("live", 1), "one row waits, and the table does not"
     assert "NaN" not in second.stderr, "a row's value never enters an error"
     assert "hint: " in second.stderr

@@ -21,7 +21,7 @@ from tailrace.changelog.index import LogIndex
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TailraceError
-from tailrace.pipeline import capturing, loading, shapewatch
+from tailrace.pipeline import capturing, loading, redelivering, shapewatch
 from tailrace.pipeline.applying import Applying
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.life import TableLife
@@ -38,7 +38,7 @@ CHUNK_BYTES = 64 << 10
 LOADED_SECONDS_MAX = 90.0
 _WAITS = {
     (loading, "TABLES_SECONDS"): 0.3, (shapewatch, "LOOK_SECONDS"): 0.3, (capturing, "PUBLISH_SECONDS"): 0.2,
-    (loop, "IDLE_SECONDS_MAX"): 0.5,
+    (loop, "IDLE_SECONDS_MAX"): 0.5, (redelivering, "LOOK_SECONDS"): 0.1,
 }  # fmt: skip
 """How often somebody looks while a scene is on: seconds that tests would only wait for."""
 
@@ -58,6 +58,7 @@ class Local(Applying):
         for number in range(self._settings.load.connections):
             self._in_background(lambda number=number: self.loading.reading.read(number))  # type: ignore[misc] # bound early
         self._in_background(self._apply)
+        self.redeliver()
 
     def _apply(self) -> None:
         while not self._stopping.wait(0.1):

@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Take tables that stand behind a flag too: argparse looks for them at one place only."""
         found, rest = super().parse_known_args(args, namespace)
-        if self.prog.endswith((" snapshot", " retry")):
+        if self.prog.endswith((" snapshot", " retry", " dead-letters")):
             found.tables = [*found.tables, *(word for word in rest if not word.startswith("-"))]
             rest = [word for word in rest if word.startswith("-")]
         return found, rest
@@ -128,6 +128,8 @@ COMMANDS = {
     "status": "show tables, positions, rows and lag",
     "snapshot": "load tables again, or pause, resume or stop loads; works whether anything runs or not",
     "retry": "try tables again that have failed, without a restart",
+    "dead-letters": "list changes that a lake table could not take, try them again, or drop them",
+    "rebuild": "make a lake table anew from one of its versions and the log; the source is not asked",
     "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
     "at": "show which versions of the lake tables belong together at a time or position",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
@@ -176,6 +178,12 @@ def build_parser() -> Parser:
             )
         if name == "snapshot":
             _add_snapshot(command)
+        if name == "rebuild":
+            command.add_argument("table", metavar="TABLE", help="schema.table")
+            command.add_argument("--to", metavar="LSN", help="as it was at this position; without it, the log's end")
+            command.add_argument("--from-version", metavar="NUMBER", type=int, help="not from the newest that will do")
+        if name == "dead-letters":
+            _add_dead_letters(command)
         if name == "evolve":
             command.add_argument("--dry-run", action="store_true", help="only show; the only way there is")
         if name == "at":
@@ -203,6 +211,17 @@ def _add_snapshot(command: argparse.ArgumentParser) -> None:
     holds.add_argument("--pause", action="store_true", help="begin no more chunks; without TABLE of any table")
     holds.add_argument("--resume", action="store_true", help="let loads go on that were paused or stopped")
     holds.add_argument("--stop", action="store_true", help="give loads up; a table that has rows goes on as it was")
+
+
+def _add_dead_letters(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "action", metavar="ACTION", choices=("list", "replay"),
+        help="list: show them; replay: read their rows again from the source and put them into the tables",
+    )  # fmt: skip
+    command.add_argument("tables", metavar="TABLE", nargs="*", help="schema.table or a pattern; without one, all")
+    command.add_argument("--payload", action="store_true", help="list: show the rows' values too")
+    command.add_argument("--forget", action="store_true", help="list: drop what is listed; needs TABLE")
+    command.add_argument("--seq", metavar="NUMBER", type=int, action="append", help="with --forget: only this one")
 
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
@@ -387,6 +406,14 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         from tailrace.cli import evolve
 
         return evolve.evolve(load(arguments.file), arguments)
+    if arguments.command == "rebuild":
+        from tailrace.cli import rebuild
+
+        return rebuild.rebuild(load(arguments.file), arguments)
+    if arguments.command == "dead-letters":
+        from tailrace.cli import deadletters
+
+        return deadletters.dead_letters(load(arguments.file), arguments)
     if arguments.command in ("snapshot", "retry"):
         from tailrace.cli import snapshot
 

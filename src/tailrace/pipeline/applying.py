@@ -31,6 +31,7 @@ from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loading import Loading
+from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
@@ -63,6 +64,7 @@ class Applying:
         self.holding = Holding(self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
+        self._redelivering = Redelivering(self.lives, source, run=self._run, stopping=self._stopping)
         self._hurry = False
         self._batch = threading.Lock()
         self._woken = threading.Event()
@@ -117,6 +119,7 @@ class Applying:
         self._in_background(self._apply_until_woken)
         self._in_background(self._sweep_until_stopped)
         self.tend()
+        self.redeliver()
         self._query = self._start_query()
 
     def tend(self) -> None:
@@ -127,6 +130,10 @@ class Applying:
                 upkeep, self.lives, run=self._run, advance=self._advance_one, stopping=self._stopping
             )
             self._in_background(tending.work)
+
+    def redeliver(self) -> None:
+        """Begin to look for dead letters that are to be tried again."""
+        self._in_background(self._redelivering.work)
 
     def _start_query(self) -> StreamingQuery:
         """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
@@ -219,11 +226,11 @@ class Applying:
     # Applying.
 
     def covered(self, commit: int) -> bool:
-        """Whether every table that can go on holds the log up to the commit, and nothing is left to load.
+        """Whether every table that can go on holds the log up to the commit, and nothing is left to load or to replay.
 
         While someone captures, the log will also pass what the catalogue showed of tables that changed their shape.
         """
-        if not self.loading.idle or not self.lives.covered(commit):
+        if not self.loading.idle or not self.lives.covered(commit) or not self._redelivering.idle:
             return False
         told = [life.announced for life in self._loaded() if life.announced is not None]
         captured = bool(told) and lease.held(self._log.path) is not None
@@ -314,7 +321,7 @@ class Applying:
             table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
             reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
-            seed=life.replay,
+            seed=life.replay, letters=self._settings.tables.sets_aside(life.table),
         )  # fmt: skip
 
     def _settle(self, life: TableLife, outcome: Outcome) -> None:
@@ -327,6 +334,9 @@ class Applying:
             life.bytes_written += outcome.bytes_written
             said = {"table": str(life.table), "rows": outcome.rows, "seconds": round(outcome.seconds, 3)}
             log.info("table applied", extra=said)
+            if outcome.letters:
+                aside = {"table": str(life.table), "letters": outcome.letters, "see": "tailrace dead-letters FILE list"}
+                log.warning("changes set aside as dead letters", extra=aside)
             return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)

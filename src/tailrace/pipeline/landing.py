@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from tailrace.changelog.letters import Letters
 from tailrace.errors import FormChanged, SourceRewritten, TableFailed, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -85,6 +86,8 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     A worker may die, or a disk fill up, just after the commit: what the table itself says is so.
     """
     table = load.life.place.open()
+    now = load.life.cursor.load if load.life.cursor is not None else None
+    Letters(lives.log.path, load.life.table).before_load(load.seed.id, whole=load.where is None, now=now)
     try:
         _commit(table, lives, load, cursor, run)
     except TailraceError as error:

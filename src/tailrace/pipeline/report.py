@@ -131,6 +131,8 @@ class TableStatus:
     """Of the changes that were applied since the process began that does this,"""
     bytes_written: int = 0
     """and of all files that were written for them: the second over the first is the write amplification."""
+    dead_letters: int = 0
+    """Changes that it could not take and that were set aside."""
     note: str | None = None
     """Something worth knowing that stops nothing, e.g. the SQL that would let updates be captured too."""
     load: LoadStatus | None = None

@@ -328,6 +328,8 @@ Kept = Literal["mirror", "history", "append"]
 """What a lake table holds; docs/guides/modes.md."""
 MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
 """As `tables.forms.METADATA`."""
+BadRow = Literal["stop", "dead-letter"]
+"""What becomes of a change that its lake table cannot take; docs/guides/dead-letters.md."""
 Name = Annotated[str, AfterValidator(_check_name)]
 SlotName = Annotated[str, AfterValidator(_check_slot_name)]
 PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
@@ -476,6 +478,7 @@ class RuleSettings(BaseModel):
     mode: Kept | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
+    on_bad_row: BadRow | None = None
     name: Template | None = None
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
 
@@ -502,6 +505,7 @@ class TablesSettings(BaseModel):
     rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
+    on_bad_row: BadRow = "stop"
 
     @model_validator(mode="after")
     def _only_mirrors_mark(self) -> TablesSettings:
@@ -541,6 +545,10 @@ class TablesSettings(BaseModel):
         from tailrace.tables.layout import Layout
 
         return Layout(root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline)
+
+    def sets_aside(self, table: TableId) -> bool:
+        """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
+        return (self._rule_of(table).on_bad_row or self.on_bad_row) == "dead-letter"
 
 
 class LoadSettings(BaseModel):
@@ -785,6 +793,7 @@ _EXAMPLES = {
     "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
+    "tables.on_bad_row": "`on_bad_row: stop`, or `on_bad_row: dead-letter`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
     "load.mode": f"`mode: initial`; there are {_MODES}",
     "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',

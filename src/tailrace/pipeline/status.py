@@ -18,6 +18,7 @@ from tailrace.capture.base import Lag
 from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import files, lease
+from tailrace.changelog.letters import Letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import disk_bytes
 from tailrace.errors import LogUnusable, TailraceError
@@ -35,10 +36,15 @@ from tailrace.pipeline.report import (
 )
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.wiring import open_source
+from tailrace.tables.base import Cursor
 
 APPLIER = "applier"
 """The lease of the one process that applies."""
 NOTE = Path("status") / "apply.json"
+_LETTERS_NOTE = (
+    "Dead letters: {count}. The table could not take these changes, and their rows stand as they were before; see "
+    "`tailrace dead-letters FILE list`."
+)
 
 
 class SourceWatch:
@@ -104,11 +110,14 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         load = LoadStatus(stage="replaying", way="chunked", mode=mode, rows=life.rows_loaded)
     elif load is not None and load.stage == "waiting":
         load = replace(load, waiting_for=lives.waiting_for)
+    letters = 0 if cursor is None else deadletters_open(lives.log.path, life.table, cursor)
+    notes = [life.trouble or life.note, _LETTERS_NOTE.format(count=letters) if letters else None]
     return TableStatus(
         schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
         path=str(life.place.path), mode=str(life.place.form),
         reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
-        hint=life.error.hint if life.error else None, note=life.trouble or life.note,
+        hint=life.error.hint if life.error else None, note=" ".join(note for note in notes if note) or None,
+        dead_letters=letters,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
         rows_loaded=life.rows_loaded, load_rows_estimated=life.rows_estimated,
         bytes_changed=life.bytes_changed, bytes_written=life.bytes_written,
@@ -116,6 +125,15 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         lag_bytes=max(0, end - reached) if reached is not None else None,
         lag_seconds=max(0.0, time.time() - pending[0].committed_at / 1e6) if pending else (0.0 if cursor else None),
     )  # fmt: skip
+
+
+def deadletters_open(log: Path, table: TableId, cursor: Cursor) -> int:
+    """How many dead letters a table that stands there has; none where they cannot be read."""
+    letters = Letters(log, table)
+    try:
+        return 0 if letters.cleared_by(cursor.load) else letters.count(cursor.seq)
+    except TailraceError:
+        return 0
 
 
 def leave_note(path: Path, status: PipelineStatus) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.postgres.warm import warm_kernels as warm_capture
@@ -10,6 +11,7 @@ from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.fold import fold
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.sifting import DeadKeys, sift
 
 
 def warm_kernels() -> None:
@@ -24,6 +26,9 @@ def warm_kernels() -> None:
     assert folded.rows.num_rows == 1, folded.rows.num_rows
     versions = fold_into(Form(mode=TableMode.HISTORY), schema, pa.Table.from_pylist(rows, schema.change_schema()))
     assert versions.rows.num_rows == 1, versions.rows.num_rows
+    partial = pa.Table.from_pylist([_row(1, "update", ["large"])], schema.change_schema())
+    sifted = sift(schema, partial, DeadKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
+    assert sifted.letters.num_rows == 1, sifted.letters.num_rows
 
 
 def _row(seq: int, operation: str, unchanged: list[str] | None) -> dict[str, object]:

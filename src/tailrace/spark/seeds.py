@@ -7,6 +7,7 @@
     <id>/chunk-<n>.json   a chunk whose rows lie, uncommitted, in the table's folder
     <id>/landing.json     what the replay must pass, written before their one commit
     <id>/reread-….json    a row was read again during the replay, which is a chunk too
+    landed/<id>.json      what the replay of a load that has landed had to pass, for whoever goes back to that time
 
 A load that died is found here and goes on with the chunks it lacks. Nothing here decides what a table holds: its
 own commit does, and that also says which load it came from.
@@ -37,6 +38,8 @@ from tailrace.tables.staging import StagedFile
 
 FOLDER = "seed"
 Record = TypeVar("Record")
+REMEMBERED_SECONDS = 90 * 86_400.0
+"""Longer than a Delta table's own log remembers its versions."""
 
 
 class LoadMode(enum.Enum):
@@ -186,10 +189,21 @@ class Seeds:
     def land(self, seed: str, passed: Lsn) -> None:
         """The commit is about to be made; the table is whole once the replay has passed this."""
         _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
+        self._remember(seed, passed)
 
     def reread(self, seed: str, seen: Lsn) -> None:
         """A row was read again: the replay must pass this too."""
         _write(self.folder(seed) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
+        self._remember(seed, seen)
+
+    def _remember(self, seed: str, passed: Lsn) -> None:
+        files.make_folder(self._path / "landed")
+        last = max(passed, self.whole_after(seed) or passed)
+        _write(self._path / "landed" / f"{seed}.json", {"passed": str(last)})
+
+    def whole_after(self, load: str) -> Lsn | None:
+        """From where on a table that came from a load held no row that was newer than it said; None: not known."""
+        return next(_read_all(self._path / "landed", f"{load}.json", _passed), None)
 
     def passed(self, seed: str) -> Lsn | None:
         """What the replay of a load must pass; None if it is not about to land."""
@@ -204,8 +218,12 @@ class Seeds:
 
     def sweep(self) -> None:
         """Remove what is left of loads that are over. Only for the one who begins loads."""
+        for record in self._path.glob("landed/*.json"):
+            with suppress(OSError):
+                if record.stat().st_mtime < time.time() - REMEMBERED_SECONDS:
+                    record.unlink()
         for folder in self._path.glob("*/"):
-            if folder.name not in ("wishes", "held", "retries") and not (folder / "plan.json").exists():
+            if folder.name not in ("wishes", "held", "retries", "landed") and not (folder / "plan.json").exists():
                 shutil.rmtree(folder, ignore_errors=True)
 
     # Wishes and holds.

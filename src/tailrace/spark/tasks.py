@@ -29,11 +29,13 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position
 from tailrace.errors import SourceSlow, TableFailed, TailraceError
 from tailrace.model import change
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.seeds import Seeds, StagedChunk
+from tailrace.spark.setting_aside import Step, apply_with_letters
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast
-from tailrace.tables.formed import fold_into, loaded
+from tailrace.tables.formed import loaded
 from tailrace.tables.forms import NOWHERE, PLAIN, Form, Origin
 from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
@@ -94,6 +96,8 @@ class ApplyWork:
     """To read rows again whose large values did not come; None where all of them must be there."""
     seed: str | None = None
     """The load whose replay this belongs to."""
+    letters: bool = False
+    """Whether changes that the table cannot take are set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,12 @@ class Outcome:
     version: int | None = None
     """Of the table as it is now."""
     tended: Tended | None = None
+    letters: int = 0
+    """Changes that were set aside, or that are still open after they were tried again."""
+    seen: Lsn | None = None
+    """What the table must pass before what was read again may come into it."""
+    again: bool = False
+    """Whether it is to be read once more, for something has changed since."""
     error: TailraceError | None = None
 
 
@@ -159,7 +169,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
         Seeds(work.log).stage(work.seed, done)
         failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.schema.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=as_ours(error))
     return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done)
 
 
@@ -176,7 +186,7 @@ def refresh_table(work: RefreshWork) -> Outcome:
             keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None, origin=work.origin,
         )  # fmt: skip
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.schema.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=as_ours(error))
     return Outcome(
         table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
         cursor=applied.cursor, schema=work.schema,
@@ -211,14 +221,15 @@ def apply_changes(work: ApplyWork) -> Outcome:
     started = time.monotonic()
     failpoints.hit("apply.before_table")
     try:
-        table = work.place.open()
-        changes = _changes(work)
-        # Where nothing is left to write the position is still committed: the driver goes on from it.
-        folded = fold_into(work.place.form, work.shape, changes)
+        changes = changes_of(work)
         again = partial(_read_again, work, changes) if work.reader is not None else None
-        applied = table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
+        step = Step(
+            log=work.log, schema=work.shape, form=work.place.form, expected=work.expected, cursor=work.cursor,
+            on=work.letters, reread=again,
+        )  # fmt: skip
+        done = apply_with_letters(work.place.open(), step, changes)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
         table=work.table,
         rows=changes.num_rows,
@@ -226,8 +237,9 @@ def apply_changes(work: ApplyWork) -> Outcome:
         cursor=work.cursor,
         schema=work.shape,
         bytes_changed=changes.nbytes,
-        bytes_written=applied.bytes,
-        version=applied.version,
+        bytes_written=done.applied.bytes,
+        version=done.applied.version,
+        letters=done.letters,
     )
 
 
@@ -237,7 +249,7 @@ def tend_table(work: TendWork) -> Outcome:
     try:
         tended = work.place.open().tend(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.table, error=_as_ours(error), seconds=time.monotonic() - started)
+        return Outcome(table=work.table, error=as_ours(error), seconds=time.monotonic() - started)
     return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
 
 
@@ -247,7 +259,7 @@ def evolve_table(work: EvolveWork) -> Outcome:
     try:
         work.place.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
         table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema
     )
@@ -261,24 +273,30 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
     assert work.reader is not None, "whoever calls has one"
     form, shape = work.place.form, work.shape
     keys = keys.rename_columns([name for name in shape.names if name in shape.key])
-    transactions = pc.unique(changes.column(change.TX)).to_pylist()
+    rows, seen = read_rows(work.reader, shape, keys, pc.unique(changes.column(change.TX)).to_pylist())
+    if work.seed is not None:
+        Seeds(work.log).reread(work.seed, seen)
+    return rows.rename_columns([form.name_of(name) for name in rows.column_names])
+
+
+def read_rows(
+    source: SnapshotReader, shape: TableSchema, keys: pa.Table, transactions: Sequence[int]
+) -> tuple[pa.Table, Lsn]:
+    """The rows with these keys, once the transactions are seen; and what everything seen ended at or before."""
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
-        with work.reader as reader:
+        with source as reader:
             if reader.sees(transactions):
-                fields = pa.schema(shape.row_fields())
-                rows = pa.Table.from_batches(reader.rows_of(shape, keys), fields)
-                if work.seed is not None:
-                    Seeds(work.log).reread(work.seed, reader.position())
-                return rows.rename_columns([form.name_of(name) for name in rows.column_names])
+                rows = pa.Table.from_batches(reader.rows_of(shape, keys), pa.schema(shape.row_fields()))
+                return rows, reader.position()
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
-        "a commit is in the server's log and cannot be seen yet", table=work.table,
+        "a commit is in the server's log and cannot be seen yet", table=shape.table,
         hint="It is tried again. Does the commit wait for a synchronous standby? See pg_stat_activity.",
     )  # fmt: skip
 
 
-def _changes(work: ApplyWork) -> pa.Table:
+def changes_of(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
     log = ChangeLog.open(work.log)
     pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
@@ -313,7 +331,7 @@ def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, 
         begin = end
 
 
-def _as_ours(error: Exception) -> TailraceError:
+def as_ours(error: Exception) -> TailraceError:
     """Any failure as an error that can be shown; a defect of ours says so."""
     if isinstance(error, TailraceError):
         return error

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import pyarrow as pa
 
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import Folded
+from tailrace.tables.fold import Flags, Folded
 from tailrace.tables.upkeep import Tended, Upkeep
 
 if TYPE_CHECKING:
@@ -100,11 +100,13 @@ class LakeTable(Protocol):
         ...
 
     def land(
-        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None
+        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        kept: Sequence[Column] = (),
     ) -> int:
         """Make these staged files all that the table holds, at this position, in one commit; return their rows.
 
-        Replaces and refuses what `load` does. Files that are in the table already are not landed again: the call
+        Replaces and refuses what `load` does. `kept` are columns that the files have beside those of the shape, as
+        `evolve` leaves them. Files that are in the table already are not landed again: the call
         may be repeated. No files: an empty table.
         """
         ...
@@ -124,6 +126,18 @@ class LakeTable(Protocol):
         changes since come too. A partial row whose base is missing, or that had another key (its old one may be
         another row's by now), is then asked for by the key that it has after this batch and taken as it is given.
         One that is not given is left out: its delete, or its next move, is still to come.
+        """
+        ...
+
+    def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
+        """Which of these keys, the key's columns by their own names, it has a row of; each is asked for once."""
+        ...
+
+    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
+        """Make these whole rows the ones under their keys, at the position that the table has, in one commit.
+
+        For rows that are known to be what the table would hold at that position, had it been able to take their
+        changes. May be repeated.
         """
         ...
 

@@ -5,6 +5,8 @@ way to write in here. Whatever can be refused is refused before the commit. An o
 and nothing else, so Spark may send it to its workers.
 
 Callers speak of the source's shape; what is written has the table's own, which its form makes of it (`stored`).
+
+The file is longer than most because everything that commits stands in it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from tailrace.errors import (
     TailraceError,
     Unsupported,
 )
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
     REPLACE_HINT,
@@ -49,14 +51,14 @@ from tailrace.tables.deltalog import (
 )
 from tailrace.tables.deltashape import NTZ, add_action, create_table, delta_fields, is_naive, refuse_features
 from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import UPSERT, Folded
+from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
 from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
-from tailrace.tables.lookup import with_bases, without
-from tailrace.tables.merge import merge_of, only_new, operations, upserts_of
+from tailrace.tables.lookup import held, with_bases, without
+from tailrace.tables.merge import merge_of, only_new, operations, upserts_of, whole_rows
 from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
@@ -119,17 +121,18 @@ class DeltaRsTable:
             raise
 
     def land(
-        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None
-    ) -> int:
+        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        kept: Sequence[Column] = (),
+    ) -> int:  # fmt: skip
         refuse_names(self._form.stored(schema))
-        return self._land(self._own_table(schema.table), schema, files, cursor, origin)
+        return self._land(self._own_table(schema.table), schema, files, cursor, origin, kept)
 
     def refuse_foreign(self, table: TableId) -> None:
         self._own_table(table)
 
     def _land(
         self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
-        origin: Origin | None,
+        origin: Origin | None, kept: Sequence[Column] = (),
     ) -> int:  # fmt: skip
         """Swap what was there when the table was looked at for these files."""
         rows = sum(file.rows for file in files)
@@ -137,6 +140,7 @@ class DeltaRsTable:
             return rows
         folder = make_folder(self._path)
         stored = self._form.stored(schema)
+        stored = replace(stored, columns=(*stored.columns, *kept), facts=None) if kept else stored
         properties = self._properties(schema, cursor, origin.read_at if origin else 0)
         if table is None:
             adds, fields = self._adds_of(folder, files), delta_fields(stored)
@@ -210,6 +214,25 @@ class DeltaRsTable:
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
             bytes=written.bytes, version=version,
         )  # fmt: skip
+
+    def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
+        stored = self._form.stored(schema)
+        return held(stored, self._loaded().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
+
+    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
+        assert self._form.mode is TableMode.MIRROR, "only the last state of a row can be put right"
+        opened = self._loaded()
+        self._refuse_elsewhere(opened.position, schema, expected)
+        stored = self._form.stored(schema)
+        origin = Origin(seq=expected.seq, position=str(expected.position), read_at=time.time_ns() // 1000)
+        own = loaded(self._form, schema, rows.to_batches(), origin)
+        whole = whole_rows(stored, pa.Table.from_batches(own, pa.schema(stored.row_fields())))
+        self._write(opened, stored, whole, opened.position.properties())
+        version = opened.table.version()
+        written = self._make_durable(opened.folder, version)
+        return Applied(
+            committed=True, cursor=expected, upserted=rows.num_rows, bytes=written.bytes, version=version
+        )
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,6 +137,28 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
     )
 
 
+def own_versions(folder: Path, version: int, log_id: str) -> Iterator[tuple[int, Position]]:
+    """The versions that this log's commits made, newest first, as far back as the table's own log holds them."""
+    for number in range(version, -1, -1):
+        found = _Commit.read(folder, number)
+        if found is None:
+            return
+        if found.position is not None and found.position.log == log_id:
+            yield number, found.position
+
+
+def stats_of(folder: Path, version: int, names: Collection[str]) -> dict[str, str]:
+    """The statistics of data files as the commits tell them that added them; those of before the log's beginning
+    are left out."""
+    found: dict[str, str] = {}
+    for number in range(version, -1, -1):
+        commit = _Commit.read(folder, number) if len(found) < len(names) else None
+        if commit is None:
+            break
+        found = {name: stats for name, stats in commit.stats.items() if name in names} | found
+    return found
+
+
 class Written(NamedTuple):
     """What a commit did to a table's files; nothing, where the log no longer holds it."""
 
@@ -180,6 +203,7 @@ class _Commit:
     removes: int
     bytes: int
     """Of the files that it adds."""
+    stats: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, version: int) -> _Commit | None:
@@ -205,6 +229,11 @@ class _Commit:
             adds=tuple(unquote(action["add"]["path"]) for action in actions if "add" in action),
             removes=sum("remove" in action for action in actions),
             bytes=sum(action["add"].get("size", 0) for action in actions if "add" in action),
+            stats={
+                unquote(action["add"]["path"]): action["add"]["stats"]
+                for action in actions
+                if "add" in action and action["add"].get("stats")
+            },
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -34,6 +36,27 @@ def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
                     table=schema.table, column=column.name,
                     hint="Exclude the table, or change the column's type to text, then reload the table.",
                 )  # fmt: skip
+
+
+def far_dates(
+    schema: TableSchema, columns: Iterable[Any], rows: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Of so many rows, the table's own columns: those with such a date, and those with one in their key."""
+    far, far_key = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
+    for column, values in zip(schema.columns, columns, strict=True):
+        if pa.types.is_date32(column.type):
+            found = far_values(values)
+            far |= found
+            if column.name in schema.key:
+                far_key |= found
+    return far, far_key
+
+
+def far_values(dates: Any) -> npt.NDArray[np.bool_]:
+    """Which of these dates delta-rs cannot write."""
+    days = dates.cast(pa.int32()).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    found: npt.NDArray[np.bool_] = np.abs(days) > DAYS_MAX
+    return found
 
 
 def refuse_names(schema: TableSchema) -> None:

@@ -50,10 +50,10 @@ def with_bases(
     names = [schema.columns[i].name for i in key_ordinals(schema)]
     keys = pa.Table.from_arrays([column.filter(pa.array(wanted)) for column in partial.own], names=names)
     given = reread(keys)
-    return _replaced(schema, rows, partial.rows[wanted], given, _answers(keys, given))
+    return _replaced(schema, rows, partial.rows[wanted], given, answers_to(keys, given))
 
 
-def _answers(keys: pa.Table, given: pa.Table) -> Ints:
+def answers_to(keys: pa.Table, given: pa.Table) -> Ints:
     """Per key the row that was given for it; -1 if none was."""
     both = [_joined(keys.column(name), _as(given.column(name), kind)) for name, kind in _types(keys)]
     numbered = key_numbers(both)
@@ -205,6 +205,13 @@ def _locate(
         pieces.append(chunk.select([column.name for column in columns]).take(pa.array(hits)))
         total += hits.size
     return _Located(rows=pa.concat_tables(pieces), found=found[which])
+
+
+def held(schema: TableSchema, table: DeltaTable, keys: pa.Table) -> Flags:
+    """Which of these keys, the key's columns by their own names, the table holds. Each is asked for once."""
+    columns = [_as(keys.column(schema.columns[i].name), schema.columns[i].type) for i in key_ordinals(schema)]
+    found: Flags = _locate(schema, table, columns, []).found >= 0
+    return found
 
 
 def without(schema: TableSchema, table: DeltaTable, removals: pa.Table) -> Iterator[pa.RecordBatch]:

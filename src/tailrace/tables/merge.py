@@ -12,7 +12,7 @@ from deltalake.table import TableMerger
 
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold import UPSERT, Folded, key_ordinals
+from tailrace.tables.fold import UPSERT, Folded, folded_schema, key_ordinals
 from tailrace.tables.forms import CURRENT, DELETED, VALID_TO, Form, TableMode
 from tailrace.tables.lookup import merge_source
 
@@ -111,3 +111,15 @@ def upserts_of(schema: TableSchema, folded: Folded) -> pa.Table:
     places = pa.array(np.repeat(np.arange(copies.size), copies))
     rows = folded.rows.select(range(len(schema.columns))).take(places)
     return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))
+
+
+def whole_rows(schema: TableSchema, rows: pa.Table) -> Folded:
+    """Rows as a table has them, folded: each comes in under its key, whatever was there."""
+    fields, size = folded_schema(schema), rows.num_rows
+    own = [rows.column(column.name).cast(column.type) for column in schema.columns]
+    rest = [
+        pa.array(np.full(size, UPSERT, np.int8)), pa.nulls(size, fields.field("absent").type),
+        pa.nulls(size, fields.field("base").type), pa.array(np.zeros(size, np.bool_)),
+        pa.array(np.ones(size, np.int64)),
+    ]  # fmt: skip
+    return Folded(truncated=False, rows=pa.Table.from_arrays([*own, *rest], schema=fields))

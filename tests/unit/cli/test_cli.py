@@ -149,7 +149,7 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         (
             ["zzz"],
             "`zzz` is not a command",
-            "There are run, capture, apply, status, snapshot, retry, evolve, at, log, consumers, check, drop.",
+            "snapshot, retry, dead-letters, rebuild, evolve, at, log, consumers, check, drop.",
         ),
         (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
         (["run", "x", "--until"], "unrecognized arguments: --until", "--help`"),

@@ -1,0 +1,316 @@
+"""Dead letters: changes that a lake table could not take, below `<log>/dead/<table>/`, until somebody sees to them.
+
+    table.json              which table it is
+    <seq>-<n>.arrow         a step: letters, each with its payload and cause, and which earlier ones it clears
+    load.json               a load of the whole table is about to land: what it clears
+    forgotten-<id>.json     letters that a person has dropped
+    replay.json             a person asks for them to be tried again
+    past.json               up to where the table ever had letters
+
+A step is written before the table's own commit and named by the `_seq` that it reaches: it counts once the table is
+there. So a letter is never lost, and what a crash left of a commit that was not made is void. The same change is one
+letter, known by its `_seq`. Payloads are copies: what the log lets go of does not matter here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.changelog import files
+from tailrace.changelog.published import token
+from tailrace.errors import LogCorrupt, TailraceError
+from tailrace.model import change
+from tailrace.model.schema import TableId, TableSchema
+
+FOLDER = "dead"
+FORMAT = 1
+_META = b"tailrace"
+_STEPS_KNOWN_MAX = 4096
+
+CAUSE_CODE, CAUSE, HINT, SET_ASIDE_AT = "_cause_code", "_cause", "_hint", "_set_aside_at"
+CAUSE_FIELDS = (
+    pa.field(CAUSE_CODE, pa.string()), pa.field(CAUSE, pa.string()), pa.field(HINT, pa.string()),
+    pa.field(SET_ASIDE_AT, pa.timestamp("us", "UTC")),
+)  # fmt: skip
+"""What a letter has beside the columns of a change. A step has them first, so no column of a table meets them."""
+
+
+_SEQ_PLACE = len(CAUSE_FIELDS) + [field.name for field in change.ALWAYS].index(change.SEQ)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """Letters of one shape, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
+
+    shape: TableSchema
+    rows: pa.Table
+
+    @property
+    def changes(self) -> pa.Table:
+        return self.rows.select(range(len(CAUSE_FIELDS), self.rows.num_columns))
+
+    @property
+    def seqs(self) -> list[int]:
+        found: list[int] = self.changes.column(change.SEQ).to_pylist()
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What a step says without its payloads."""
+
+    reaches: int
+    letters: tuple[int, ...]
+    cleared: tuple[int, ...]
+    shape: dict[str, Any]
+
+
+class Letters:
+    """The letters of one table. Plain: a task may have one too. Only whoever applies to the table writes steps."""
+
+    def __init__(self, log: Path, table: TableId) -> None:
+        self.table = table
+        self._path = log / FOLDER / token(table)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to look at; cheap where there is not."""
+        return bool(self._steps())
+
+    def count(self, seq: int) -> int:
+        """How many are open for a table that has come to this `_seq`."""
+        return len(self._open(self._counting(seq)))
+
+    def open(self, seq: int, *, only: Collection[int] | None = None) -> list[Bundle]:
+        """Those that are, or some of them, each with its payload and its newest cause."""
+        return [Bundle(shape=shape, rows=rows) for shape, rows in self._bundles(seq, only)]
+
+    def keys(self, seq: int) -> list[Bundle]:
+        """Those that are, with no column of the table but its key: payloads may be large."""
+        return [
+            Bundle(shape=shape, rows=rows.select(_key_places(shape, rows))) for shape, rows in self._bundles(seq, None)
+        ]
+
+    def _bundles(self, seq: int, only: Collection[int] | None) -> Iterator[tuple[TableSchema, pa.Table]]:
+        steps = self._counting(seq)
+        owner = self._open(steps)
+        for path, step in steps:
+            mine = [number for number in step.letters if owner.get(number) == path and (only is None or number in only)]
+            if mine:
+                rows = _read_rows(path)
+                places = np.flatnonzero(np.isin(rows.column(_SEQ_PLACE).to_numpy(), np.array(mine, np.int64)))
+                whole = len(places) == rows.num_rows
+                yield TableSchema.from_json(step.shape), rows if whole else rows.take(pa.array(places))
+
+    def write(
+        self, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
+        cleared: Collection[int],
+    ) -> None:  # fmt: skip
+        """A step that counts once the table has come to `reaches`; durable when this returns."""
+        files.make_folder(self._path)
+        with files.explained(self._path):
+            if not (self._path / "table.json").exists():
+                self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
+            first, last = self.past or (reaches, reaches)
+            seqs = letters.column(change.SEQ).to_pylist()
+            self._record("past.json", {"first": min([first, *seqs]), "last": max(last, reaches)})
+            before = [path for path, step in self._steps() if step.reaches == reaches]
+            number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
+            content = _encoded(self.table, shape, reaches, letters, causes, sorted(cleared))
+            files.replace_durably(self._path / f"{reaches:020d}-{number:06d}.arrow", content)
+
+    def void(self, seq: int) -> None:
+        """Remove the steps of commits that were not made, or were taken back: the table is at `seq`."""
+        with files.explained(self._path):
+            for path, step in self._steps():
+                if step.reaches > seq:
+                    path.unlink(missing_ok=True)
+
+    def tidy(self, seq: int) -> None:
+        """Remove the oldest steps of which nothing is open. Those of the future are left alone."""
+        steps = self._counting(seq)
+        owner = self._open(steps)
+        with files.explained(self._path):
+            for path, step in steps:
+                if any(owner.get(number) == path for number in step.letters):
+                    break
+                path.unlink(missing_ok=True)
+            if not self._steps():
+                for path in self._path.glob("forgotten-*.json"):
+                    path.unlink(missing_ok=True)
+
+    # Loads.
+
+    def before_load(self, load: str, *, whole: bool, now: str | None) -> None:
+        """A load is about to land in a table that came from the load `now`; a whole one clears what is here."""
+        self.settle(now)
+        if whole and (steps := self._steps()):
+            self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
+
+    def cleared_by(self, load: str | None) -> tuple[str, ...]:
+        """The steps that the load has cleared which the table came from."""
+        stored = self._stored("load.json")
+        return () if stored is None or stored["load"] != load else tuple(stored["steps"])
+
+    def settle(self, load: str | None) -> None:
+        """Remove what the load that the table came from has cleared."""
+        if not (cleared := self.cleared_by(load)):
+            return
+        with files.explained(self._path):
+            for name in cleared:
+                (self._path / Path(name).name).unlink(missing_ok=True)
+            (self._path / "load.json").unlink(missing_ok=True)
+
+    @property
+    def past(self) -> tuple[int, int] | None:
+        """From which `_seq` to which other the table ever had letters, about; None: it never had any."""
+        stored = self._stored("past.json")
+        return None if stored is None else (int(stored["first"]), int(stored["last"]))
+
+    # What people ask for.
+
+    def forget(self, seqs: Collection[int]) -> None:
+        """Drop letters for good."""
+        self._record(f"forgotten-{uuid.uuid4().hex[:12]}.json", {"seqs": sorted(seqs)})
+
+    def ask(self) -> None:
+        """Ask for the letters to be tried again."""
+        self._record("replay.json", {"asked_at": time.time()})
+
+    @property
+    def asked(self) -> float | None:
+        """When that was; None: nobody asks."""
+        stored = self._stored("replay.json")
+        return None if stored is None else float(stored["asked_at"])
+
+    def answered(self, asked: float) -> None:
+        """They were tried. Who has asked again meanwhile is not answered by that."""
+        if self.asked == asked:
+            (self._path / "replay.json").unlink(missing_ok=True)
+
+    # Files.
+
+    def _steps(self) -> list[tuple[Path, _Step]]:
+        try:
+            names = sorted(entry.name for entry in self._path.iterdir() if entry.suffix == ".arrow")
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = []
+        for path in (self._path / name for name in names if name[0] != "."):
+            with suppress(FileNotFoundError):  # whoever applies has removed it since
+                stamp = path.stat()
+                found.append((path, _read_step(str(path), stamp.st_mtime_ns, stamp.st_ino)))
+        return found
+
+    def _counting(self, seq: int) -> list[tuple[Path, _Step]]:
+        return [(path, step) for path, step in self._steps() if step.reaches <= seq]
+
+    def _open(self, steps: list[tuple[Path, _Step]]) -> dict[int, Path]:
+        """The open letters, and which step each stands in."""
+        owner: dict[int, Path] = {}
+        for path, step in steps:
+            for number in step.cleared:
+                owner.pop(number, None)
+            owner.update(dict.fromkeys(step.letters, path))
+        for forgotten in self._path.glob("forgotten-*.json") if owner else ():
+            for number in (self._stored(forgotten.name) or {"seqs": []})["seqs"]:
+                owner.pop(number, None)
+        return owner
+
+    def _record(self, name: str, content: dict[str, Any]) -> None:
+        files.make_folder(self._path)
+        with files.explained(self._path / name):
+            files.replace_durably(self._path / name, json.dumps(content).encode())
+
+    def _stored(self, name: str) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads((self._path / name).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            raise _unreadable(self._path / name) from error
+        return found
+
+
+def tables_with_letters(log: Path) -> list[TableId]:
+    """The tables that have, or had, dead letters."""
+
+    def found() -> Iterator[TableId]:
+        for path in (log / FOLDER).glob("*/table.json"):
+            with suppress(OSError, ValueError, KeyError):
+                stored = json.loads(path.read_bytes())
+                yield TableId(stored["schema"], stored["table"])
+
+    return sorted(found())
+
+
+def _encoded(
+    table: TableId, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
+    cleared: Sequence[int],
+) -> bytes:  # fmt: skip
+    said = [
+        pa.array([cause.code for cause in causes], pa.string()),
+        pa.array([cause.headline for cause in causes], pa.string()),
+        pa.array([cause.hint for cause in causes], pa.string()),
+        pa.array([time.time_ns() // 1000] * len(causes), pa.timestamp("us", "UTC")),
+    ]  # fmt: skip
+    meta = {
+        "format": FORMAT, "schema": table.schema, "table": table.name, "reaches": reaches, "shape": shape.to_json(),
+        "letters": letters.column(change.SEQ).to_pylist(), "cleared": [int(number) for number in cleared],
+    }  # fmt: skip
+    fields = pa.schema([*CAUSE_FIELDS, *letters.schema], metadata={_META: json.dumps(meta).encode()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, fields) as writer:
+        writer.write_table(pa.Table.from_arrays([*said, *letters.columns], schema=fields))
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+@lru_cache(maxsize=_STEPS_KNOWN_MAX)
+def _read_step(path: str, _mtime_ns: int, _inode: int) -> _Step:
+    """Kept by the file's identity: status asks twice a second."""
+    try:
+        with pa.OSFile(path) as handle:
+            stored = json.loads(pa.ipc.open_file(handle).schema.metadata[_META])
+        if stored["format"] != FORMAT:
+            raise ValueError("it has a format this version does not know")
+        return _Step(
+            reaches=stored["reaches"], letters=tuple(stored["letters"]), cleared=tuple(stored["cleared"]),
+            shape=stored["shape"],
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise _unreadable(Path(path)) from error
+
+
+def _read_rows(path: Path) -> pa.Table:
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()  # only what is looked at is read
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path) from error
+
+
+def _key_places(shape: TableSchema, rows: pa.Table) -> list[int]:
+    """Where a letter's cause, what every change has, its key and what of it does not fit stand."""
+    always = len(CAUSE_FIELDS) + len(change.ALWAYS)
+    wanted = {change.UNFIT, *(change.stored_name(name) for name in shape.key)}
+    return [*range(always), *(i for i in range(always, rows.num_columns) if rows.schema.field(i).name in wanted)]
+
+
+def _unreadable(path: Path) -> LogCorrupt:
+    return LogCorrupt(
+        "a dead letter cannot be read", path=path,
+        hint="Restore the file from a copy of the log; or move it away and run `tailrace snapshot FILE TABLE`.",
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""`tailrace dead-letters`: show what was set aside, have it tried again, or drop it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from tailrace.cli.logs import one_line, redact
+from tailrace.cli.output import print_json, print_out
+from tailrace.errors import ConfigError, ExitCode
+from tailrace.pipeline import deadletters
+from tailrace.pipeline.deadletters import Asked, DeadLetter
+from tailrace.pipeline.settings import PipelineSettings
+
+
+def dead_letters(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Do what was asked for."""
+    _refuse_nonsense(arguments)
+    if arguments.action == "replay":
+        asked = deadletters.replay(settings, arguments.tables)
+        _tell(asked, arguments, done="replayed", text=_replay_text(asked, arguments.file))
+    elif arguments.forget:
+        asked = deadletters.forget(settings, arguments.tables, arguments.seq or ())
+        _tell(asked, arguments, done="forgotten", text=_forget_text(asked))
+    else:
+        letters = deadletters.open_letters(settings, arguments.tables, payload=arguments.payload)
+        if arguments.json:
+            print_json({"letters": [letter.to_json() for letter in letters]})
+        else:
+            print_out("\n".join(map(_line, letters)) or "there are no dead letters")
+    return ExitCode.OK
+
+
+def _refuse_nonsense(arguments: argparse.Namespace) -> None:
+    if arguments.action == "replay" and (arguments.payload or arguments.forget or arguments.seq):
+        raise ConfigError(
+            "`--payload`, `--forget` and `--seq` go with `list` only",
+            hint="For example: `tailrace dead-letters FILE list public.orders --forget --seq 12`.",
+        )
+    if arguments.seq and not arguments.forget:
+        raise ConfigError("`--seq` goes with `--forget` only", hint="`list` shows every letter with its number.")
+
+
+def _tell(asked: Asked, arguments: argparse.Namespace, *, done: str, text: str) -> None:
+    if arguments.json:
+        tables = [
+            {"schema": table.schema, "table": table.name, "letters": count} for table, count in asked.tables.items()
+        ]
+        print_json({done: tables, "apply_pid": asked.apply_pid})
+    else:
+        print_out(redact(text))
+
+
+def _line(letter: DeadLetter) -> str:
+    said = (
+        f"{letter.name} · seq {letter.seq} · {letter.operation} at {letter.position} · transaction {letter.transaction}"
+        f" · {letter.committed_at} · {letter.cause} [{letter.code}]"
+    )
+    payload = "" if letter.payload is None else f" · {json.dumps(letter.payload, ensure_ascii=False)}"
+    return one_line(said + payload)
+
+
+def _replay_text(asked: Asked, file: str) -> str:
+    lines = [f"{table}: {_count(count)} are tried again" for table, count in asked.tables.items()]
+    if not lines:
+        return "there are no dead letters"
+    if asked.apply_pid is not None:
+        by = f"process {asked.apply_pid}" if asked.apply_pid else "the process"
+        lines.append(f"{by} that applies now takes it up within a few seconds")
+    else:
+        lines.append(f"nothing applies now: the next `tailrace run {file}` or `tailrace apply {file}` does it")
+    return "\n".join(map(one_line, lines))
+
+
+def _forget_text(asked: Asked) -> str:
+    lines = [f"{table}: {_count(count)} dropped; the rows stay as they are" for table, count in asked.tables.items()]
+    return "\n".join(map(one_line, lines)) or "there are no dead letters"
+
+
+def _count(letters: int) -> str:
+    return "1 letter" if letters == 1 else f"{letters:,} letters"

@@ -1,0 +1,36 @@
+"""`tailrace rebuild`: make a lake table anew, and say from what."""
+
+from __future__ import annotations
+
+import argparse
+
+from tailrace.cli import renderlog
+from tailrace.cli.logs import one_line, redact
+from tailrace.cli.output import print_json, print_out
+from tailrace.cli.units import human_count, human_seconds
+from tailrace.errors import ExitCode
+from tailrace.pipeline import rebuilding
+from tailrace.pipeline.rebuilding import Rebuilt
+from tailrace.pipeline.settings import PipelineSettings
+
+
+def rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Do it, with a bar on the way."""
+    with renderlog.progress_bar("replaying", of_bytes=False) as progress:
+        done = rebuilding.rebuild(
+            settings, arguments.table, to=arguments.to, from_version=arguments.from_version, progress=progress
+        )
+    if arguments.json:
+        print_json(done.to_json())
+    else:
+        print_out(redact(one_line(_text(done))))
+    return ExitCode.OK
+
+
+def _text(done: Rebuilt) -> str:
+    base = f"version {done.base_version}" + (", as it was loaded" if done.base == "load" else "")
+    return (
+        f"{done.name}: rebuilt from {base} (position {done.base_position}, {human_count(done.base_rows, 'row')}) and "
+        f"{human_count(done.changes, 'change')} of the log; it stands at {done.position} with "
+        f"{human_count(done.rows, 'row')}, as version {done.version} · {human_seconds(done.seconds)}"
+    )

@@ -1,0 +1,333 @@
+"""`tailrace rebuild`: a lake table made anew from one of its own versions and the log; the source is not asked.
+
+The newest version is taken that is known to hold what its position says and that the log can bring to the end. Changes
+are applied to a table beside it, stretch by stretch as a pipeline applies them, and one commit swaps the two. Nothing
+else applies meanwhile: the applier's lease is held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.changelog import consumers, files
+from tailrace.changelog.consumers import TableHint
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.letters import Letters
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, SchemaChanged, TableUnusable
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.pipeline.life import Lives, Stretch, TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.settings import PipelineSettings, matches
+from tailrace.pipeline.status import APPLIER, NOTE, read_note
+from tailrace.pipeline.wiring import open_source
+from tailrace.spark.tasks import ApplyWork, changes_of
+from tailrace.tables.base import Cursor
+from tailrace.tables.formed import fold_into
+from tailrace.tables.layout import Place
+from tailrace.tables.rebuilding import Base, Rebuilding, bases
+from tailrace.tables.versions import files_at
+
+LEASE_SECONDS_MAX = 2.0
+Progress = Callable[[int, int], None]
+"""Called with how many changes are replayed, and how many there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rebuilt:
+    """What a rebuild did."""
+
+    schema: str
+    table: str
+    base_version: int
+    base: str
+    """`load`: as a load has landed it; `version`: with changes since."""
+    base_position: str
+    base_rows: int
+    changes: int
+    """How many were replayed."""
+    position: str
+    commit: int
+    rows: int
+    version: int
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.schema}.{self.table}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "seconds": round(self.seconds, 3)}
+
+
+def rebuild(
+    settings: PipelineSettings, name: str, *, to: str | None, from_version: int | None, progress: Progress
+) -> Rebuilt:
+    """Make the table anew, at a position of the log or at its end."""
+    log = ChangeLog.open(settings.log.path)
+    table, position = _known(settings, log, name), None if to is None else Lsn.parse(to)
+    try:
+        held = Lease(log.path, APPLIER, wait_seconds=LEASE_SECONDS_MAX)
+    except LogBusy as busy:
+        raise LogBusy(
+            "a process applies to the tables", **busy.fields,
+            hint="Stop that `tailrace run` or `tailrace apply` first; capture may go on.",
+        ) from busy  # fmt: skip
+    try:
+        return _Rebuild(settings, log, table, position).run(from_version, progress)
+    finally:
+        held.release()
+
+
+class _Rebuild:
+    def __init__(self, settings: PipelineSettings, log: ChangeLog, table: TableId, to: Lsn | None) -> None:
+        self._settings, self._log, self._table, self._to = settings, log, table, to
+        # How the source writes values is known without asking it.
+        value_of = open_source(settings, log.log_id).value_of
+        self._lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies, value_of)
+        self._place = settings.tables.layout.place(table, log.log_id)
+        newest = self._lives.grow()
+        self._index = self._lives.index
+        if to is not None and to > self._index.position:
+            raise ConfigError(
+                "the log does not reach this position", to=to, log_position=self._index.position,
+                hint="Give a position up to there, or leave `--to` out.",
+            )  # fmt: skip
+        self._end = newest if to is None else self._index.commit_at(to)
+        self._end_seq = self._index.next_seq(self._end) - 1
+
+    def run(self, from_version: int | None, progress: Progress) -> Rebuilt:
+        started = time.monotonic()
+        base = self._base(from_version)
+        with Rebuilding(self._place) as making:
+            rows = making.begin(base)
+            life = self._life(base, making.made_at)
+            changes = self._replay(life, progress)
+            cursor = self._cursor(base)
+            self._hold(life, cursor)
+            rows_now = making.swap(cursor)
+        self._forget_note()
+        version = self._place.open().version()
+        assert version is not None, "just swapped"
+        return Rebuilt(
+            schema=self._table.schema, table=self._table.name, base_version=base.version,
+            base="load" if base.loaded else "version", base_position=str(base.position.cursor.position), base_rows=rows,
+            changes=changes, position=str(cursor.position), commit=cursor.commit, rows=rows_now, version=version,
+            seconds=time.monotonic() - started,
+        )  # fmt: skip
+
+    # The base.
+
+    def _base(self, wanted: int | None) -> Base:
+        """The newest version that will do, or the one that is wished for."""
+        why: str | None = None
+        for base in bases(self._place):
+            if wanted is not None and base.version != wanted:
+                continue
+            reason = self._unusable(base)
+            if reason is None:
+                return base
+            why = why or f"version {base.version}: {reason}"
+        if wanted is not None:
+            raise ConfigError(
+                "the table cannot be rebuilt from this version", table=self._table, version=wanted,
+                why=why or "no commit of this log made it, or the table no longer remembers it",
+                hint="Leave `--from-version` out: the newest that will do is taken.",
+            )  # fmt: skip
+        raise LogTrimmed(
+            "the log covers no version of the table that it could be rebuilt from", table=self._table,
+            why=why or "the table has no version of this log", hint=LOAD_ANEW_HINT,
+        )  # fmt: skip
+
+    def _unusable(self, base: Base) -> str | None:
+        """Why the table cannot be rebuilt from this version."""
+        cursor, life = base.position.cursor, self._life(base, self._place)
+        if base.position.form != self._place.form:
+            return f"it was made as {base.position.form.described}"
+        if cursor.commit > self._index.commit:
+            return "it holds more than the log does"
+        if self._to is not None and cursor.position > self._to:
+            return "it is newer than the position that is asked for"
+        whole_after = None if cursor.load is None else self._lives.seeds.whole_after(cursor.load)
+        if cursor.load is not None and (whole_after is None or cursor.position < whole_after):
+            return "its load was still being replayed: some of its rows are newer than others"
+        for number in self._lives.numbers(life):
+            gone = self._index.lacks(number, cursor.seq)
+            if gone is not None and gone.commit > self._index.commit_at(cursor.position):
+                return f"the log no longer holds the changes after it ({gone.why})"
+        if self._lives.misses(life):
+            return "changes after it were never captured"
+        past = Letters(self._log.path, self._table).past
+        if past is not None and self._end_seq >= past[0] and not self._past_letters(cursor, past[1]):
+            return "changes after it, or at it, were or are in dead letters"
+        try:
+            files_at(self._place.path, base.version)
+        except TableUnusable:
+            return "files of it were removed"
+        return None
+
+    def _past_letters(self, cursor: Cursor, last: int) -> bool:
+        """Whether everything that was ever set aside is over at this version."""
+        return cursor.seq >= last and not Letters(self._log.path, self._table).count(cursor.seq)
+
+    def _life(self, base: Base, place: Place) -> TableLife:
+        life = TableLife(self._table, place, state=TableState.CATCHING_UP)
+        life.cursor, life.shape = base.position.cursor, base.position.schema
+        life.once = self._settings.load.mode_of(self._table) == "initial_only"
+        return life
+
+    # The replay.
+
+    def _replay(self, life: TableLife, progress: Progress) -> int:
+        """Apply what the log has up to the end; how many changes."""
+        total, done = self._pending(life), 0
+        progress(done, total)
+        while life.cursor is not None and life.cursor.seq < self._end_seq:
+            stretch = self._lives.stretch(life, self._end)
+            if stretch is None:
+                _refuse_stopped(life)
+                break
+            done += self._take(life, self._clipped(stretch))
+            progress(min(done, total), total)
+        return done + self._replay_straddling(life)
+
+    def _pending(self, life: TableLife) -> int:
+        return sum(item.rows for item in self._lives.pending(life, self._end))
+
+    def _clipped(self, stretch: Stretch) -> Stretch:
+        """What is sealed lies in groups of many commits, of which the last may go on past the end."""
+        if stretch.recast is not None or stretch.cursor.seq <= self._end_seq:
+            return stretch
+        slices = tuple(replace(item, last_seq=min(item.last_seq, self._end_seq)) for item in stretch.slices)
+        position = max(stretch.cursor.position, self._index.end_of(self._end))
+        return Stretch(slices, replace(stretch.cursor, seq=self._end_seq, commit=self._end, position=position))
+
+    def _take(self, life: TableLife, stretch: Stretch, upto: Lsn | None = None) -> int:
+        """One commit of the new table; how many changes came in."""
+        assert life.cursor is not None, "a base has one"
+        assert life.shape is not None, "a base has one"
+        table = life.place.open()
+        if stretch.recast is not None:
+            table.evolve(stretch.recast, life.cursor)
+            life.moved(life.cursor, stretch.recast.schema)
+            return 0
+        work = ApplyWork(
+            table=self._table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
+            expected=life.cursor, cursor=stretch.cursor,
+        )  # fmt: skip
+        changes = changes_of(work)
+        cursor = stretch.cursor
+        if upto is not None:
+            changes = _up_to(changes, upto)
+            if not changes.num_rows:
+                return 0
+            cursor = replace(life.cursor, seq=changes.column(change.SEQ)[-1].as_py())
+        folded = fold_into(life.place.form, life.shape, changes)
+        applied = table.apply(life.shape, folded, life.cursor, cursor, touch=True)
+        life.moved(applied.cursor, life.shape)
+        return int(changes.num_rows)
+
+    def _replay_straddling(self, life: TableLife) -> int:
+        """The commit that the position lies in: those of its transactions that ended at or before it."""
+        if self._to is None or self._to <= self._index.end_of(self._end) or life.once:
+            return 0
+        after, done = self._end + 1, 0
+        while pending := [item for item in self._lives.pending(life, after) if item.first <= after <= item.last]:
+            # Looked at first: a shape that comes later must not be taken on.
+            if not any(len(_up_to(pa.Table.from_batches([batch.completed()]), self._to)) for batch in self._log.read(
+                after, after, tables=[pending[0].table], after_seq=life.cursor.seq if life.cursor else 0,
+                to_seq=pending[0].last_seq,
+            )):  # fmt: skip
+                break
+            stretch = self._lives.stretch(life, after)
+            if stretch is None:
+                _refuse_stopped(life)
+                break
+            before = done
+            done += self._take(life, stretch, self._to)
+            if stretch.recast is None and done == before:
+                break
+        return done
+
+    # The end.
+
+    def _cursor(self, base: Base) -> Cursor:
+        """Where the table stands then."""
+        was = base.position.cursor
+        if self._to is not None:
+            return replace(self._lives.cursor_at(self._to), load=was.load)
+        return Cursor(
+            seq=max(was.seq, self._end_seq), commit=max(was.commit, self._end),
+            position=max(was.position, self._index.position), load=was.load,
+        )  # fmt: skip
+
+    def _hold(self, life: TableLife, cursor: Cursor) -> None:
+        """Have the log keep what the table will lack, before it does."""
+        others = [hint for hint in consumers.hints(self._log.path) if hint.table != self._table]
+        numbers = tuple(self._lives.numbers(life))
+        mine = TableHint(table=self._table, numbers=numbers, commit=cursor.commit, seq=cursor.seq)
+        consumers.leave_hints(self._log.path, [*others, mine])
+
+    def _forget_note(self) -> None:
+        """What a process said of the table of before is over."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            path = self._log.path / NOTE
+            stored = json.loads(path.read_bytes())
+            stored["tables"] = [item for item in stored["tables"] if _id(item) != self._table]
+            files.replace(path, json.dumps(stored).encode())
+
+
+def _up_to(changes: pa.Table, position: Lsn) -> pa.Table:
+    """The changes whose transaction ended at or before the position."""
+    texts = changes.column(change.POSITION)
+    early = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) <= position]
+    return changes.filter(pc.is_in(texts, value_set=pa.array(early, pa.string())))
+
+
+def _refuse_stopped(life: TableLife) -> None:
+    """Raise why the table goes no further; nothing, if there is nothing left to do."""
+    if life.refresh is not None:
+        raise SchemaChanged(
+            "the log alone does not bring the table over a change of its shape", table=life.table, why=life.refresh,
+            hint=LOAD_ANEW_HINT,
+        )  # fmt: skip
+    if life.state.broken and life.error is not None:
+        raise life.error
+
+
+def _known(settings: PipelineSettings, log: ChangeLog, name: str) -> TableId:
+    """The table of this name that the log knows and the settings match."""
+    log.schemas.load()
+    tables = {version.schema.table for version in log.schemas.latest()}
+    tables |= {hint.table for hint in consumers.hints(log.path)} | set(read_note(log.path))
+    wanted = sorted(table for table in tables if matches(settings.source, table))
+    found = [table for table in wanted if str(table) == name]
+    if len(found) == 1:
+        return found[0]
+    raise ConfigError(
+        f"`{name}` is no table of this pipeline" if not found else f"`{name}` names two tables",
+        hint=_close(name, wanted),
+    )  # fmt: skip
+
+
+def _close(name: str, tables: Iterable[TableId]) -> str:
+    close = difflib.get_close_matches(name, list(map(str, tables)), n=3)
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    return "`tailrace status FILE` lists the tables."
+
+
+def _id(item: dict[str, Any]) -> TableId:
+    return TableId(item["schema"], item["table"])

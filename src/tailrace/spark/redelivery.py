@@ -1,0 +1,197 @@
+"""Dead letters tried again: their rows are read from the source, and put into the table once it may have them.
+
+What must stay true: a row is put in as it is at the table's position, though it was read at another. That is so when
+the table has passed all that the reading saw, and the reading saw every letter of the row: whatever happened to the
+row since its first letter is a letter itself, for a whole change or a delete would have cleared it. A row that has got
+another letter meanwhile is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace import failpoints
+from tailrace.capture.postgres.snapshot import SnapshotReader
+from tailrace.changelog import files
+from tailrace.changelog.letters import FOLDER, Bundle, Letters
+from tailrace.changelog.published import token
+from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit, kind_of
+from tailrace.model import change
+from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.spark.setting_aside import dead_keys
+from tailrace.spark.tasks import Outcome, as_ours, read_rows
+from tailrace.tables.base import Cursor
+from tailrace.tables.fold import key_ordinals
+from tailrace.tables.identity import key_numbers
+from tailrace.tables.layout import Place
+from tailrace.tables.limits import far_dates
+from tailrace.tables.lookup import answers_to
+from tailrace.tables.sifting import REPLAY_HINT
+
+NAME = "reread.rows"
+_META = b"tailrace"
+GONE_HINT = "If the source has no row of this key, drop the letter: `tailrace dead-letters FILE list TABLE --forget`."
+
+
+@dataclass(frozen=True, kw_only=True)
+class RereadWork:
+    """Read the rows of a table's open letters again."""
+
+    log: Path
+    shape: TableSchema
+    expected: Cursor
+    reader: SnapshotReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeliverWork:
+    """Put the rows that were read into the table, which has passed what the reading saw."""
+
+    log: Path
+    place: Place
+    shape: TableSchema
+    expected: Cursor
+
+
+@dataclass
+class _Read:
+    """What a reading came to."""
+
+    rows: list[pa.Table] = field(default_factory=list)
+    failed: dict[int, TailraceError] = field(default_factory=dict)
+    """By the key's place."""
+    seen: Lsn = ZERO
+
+
+def reread_letters(work: RereadWork) -> Outcome:
+    """Read, and keep what was read beside the letters; says what the table must pass."""
+    table = work.shape.table
+    try:
+        bundles = Letters(work.log, table).keys(work.expected.seq)
+        dead = dead_keys(work.shape, bundles)
+        names = [work.shape.columns[i].name for i in key_ordinals(work.shape)]
+        numbers = key_numbers(dead.columns).numbers
+        _, firsts, which = np.unique(numbers, return_index=True, return_inverse=True)
+        keys = pa.Table.from_arrays([column.take(pa.array(firsts)) for column in dead.columns], names=names)
+        read, transactions = _Read(), [tx for bundle in bundles for tx in bundle.changes.column(change.TX).to_pylist()]
+        _read(work, keys, np.arange(keys.num_rows), sorted(set(transactions)), read)
+        rows = pa.concat_tables([pa.schema(work.shape.row_fields()).empty_table(), *read.rows])
+        answers = answers_to(keys, rows)
+        _judge(work.shape, rows, answers, read)
+        whose = zip(dead.seqs.tolist(), which.tolist(), strict=True)
+        causes = {seq: read.failed[key] for seq, key in whose if key in read.failed}
+        good = [int(answers[key]) for key in range(keys.num_rows) if key not in read.failed]
+        _keep(work, rows.take(pa.array(good, pa.int64())), dead.seqs.tolist(), causes)
+    except Exception as error:  # the task's boundary
+        return Outcome(table=table, error=as_ours(error))
+    return Outcome(table=table, rows=len(good), seen=read.seen)
+
+
+def _read(work: RereadWork, keys: pa.Table, some: Any, transactions: Sequence[int], into: _Read) -> None:
+    """Read the rows of some keys; where one does not fit, each half by itself, until it is known which."""
+    if not some.size:
+        return
+    try:
+        rows, seen = read_rows(work.reader, work.shape, keys.take(pa.array(some)), transactions)
+    except ValueUnfit as error:
+        if some.size == 1:
+            into.failed[int(some[0])] = error
+            return
+        half = some.size // 2
+        _read(work, keys, some[:half], transactions, into)
+        _read(work, keys, some[half:], transactions, into)
+        return
+    into.rows.append(rows)
+    into.seen = max(into.seen, seen)
+
+
+def _judge(shape: TableSchema, rows: pa.Table, answers: Any, read: _Read) -> None:
+    """Rows that are not there, or that the table cannot hold."""
+    far, _ = far_dates(shape, rows.columns, rows.num_rows)
+    for key, answer in enumerate(answers.tolist()):
+        if key in read.failed:
+            continue
+        if answer < 0:
+            read.failed[key] = BaseRowMissing("the source has no row of this key", table=shape.table, hint=GONE_HINT)
+        elif far[answer]:
+            read.failed[key] = ValueUnfit(
+                "a date lies past what Delta can hold", table=shape.table, hint=REPLAY_HINT
+            )
+
+
+def _path(log: Path, table: TableId) -> Path:
+    return log / FOLDER / token(table) / NAME
+
+
+def _keep(work: RereadWork, rows: pa.Table, seqs: list[int], causes: dict[int, TailraceError]) -> None:
+    said = {
+        str(seq): {"code": error.code, "message": error.message, "hint": error.hint,
+                   "fields": {name: str(value) for name, value in error.fields.items()}}
+        for seq, error in causes.items()
+    }  # fmt: skip
+    meta = {"shape": work.shape.to_json(), "seqs": seqs, "causes": said, "at": time.time()}
+    fields = rows.schema.with_metadata({_META: json.dumps(meta).encode()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, fields) as writer:
+        writer.write_table(rows.replace_schema_metadata(fields.metadata))
+    path = _path(work.log, work.shape.table)
+    with files.explained(path):
+        files.replace(path, sink.getvalue().to_pybytes())
+
+
+def deliver_letters(work: DeliverWork) -> Outcome:
+    """One commit of the rows that may come in, then what became of the letters."""
+    started, table = time.monotonic(), work.shape.table
+    letters, path = Letters(work.log, table), _path(work.log, work.shape.table)
+    try:
+        with pa.OSFile(str(path)) as handle:
+            rows = pa.ipc.open_file(handle).read_all()
+        stored = json.loads(rows.schema.metadata[_META])
+        if not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
+            return Outcome(table=table, again=True)
+        keys, read, version = letters.keys(work.expected.seq), set(stored["seqs"]), None
+        ready, delivered = _ready(work.shape, rows, keys, read)
+        if ready.num_rows:
+            version = work.place.open().put(work.shape, ready, work.expected).version
+        failpoints.hit("letters.delivered")
+        _settle(letters, work, delivered, stored["causes"])
+        path.unlink(missing_ok=True)
+        left = letters.count(work.expected.seq)
+    except Exception as error:  # the task's boundary
+        return Outcome(table=table, error=as_ours(error))
+    return Outcome(
+        table=table, rows=len(delivered), seconds=time.monotonic() - started, letters=left, version=version,
+        again=any(seq not in read for seq in dead_keys(work.shape, keys).seqs.tolist()),
+    )  # fmt: skip
+
+
+def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[int]) -> tuple[pa.Table, list[int]]:
+    """The rows of which no letter came after they were read, and the letters of those rows."""
+    dead = dead_keys(shape, bundles)
+    names = [shape.columns[i].name for i in key_ordinals(shape)]
+    answers = answers_to(pa.Table.from_arrays(dead.columns, names=names), rows.select(names))
+    unseen = {int(row) for seq, row in zip(dead.seqs, answers, strict=True) if int(seq) not in read}
+    whole = [row for row in sorted({*answers.tolist()} - {-1}) if row not in unseen]
+    delivered = [int(seq) for seq, row in zip(dead.seqs, answers, strict=True) if row in set(whole)]
+    return rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None), delivered
+
+
+def _settle(letters: Letters, work: DeliverWork, delivered: list[int], causes: dict[str, Any]) -> None:
+    """Clear what was delivered; what failed again has its new cause."""
+    seq, empty = work.expected.seq, work.shape.change_schema().empty_table()
+    if delivered:
+        letters.write(work.shape, seq, empty, [], delivered)
+    for bundle in letters.open(seq, only=set(map(int, causes))):
+        said = [causes[str(number)] for number in bundle.seqs]
+        errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]
+        letters.write(bundle.shape, seq, bundle.changes, errors, [])
+    letters.tidy(seq)

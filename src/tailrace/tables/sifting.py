@@ -1,0 +1,277 @@
+"""Changes that a lake table cannot take, told from those that it can: what `on_bad_row: dead-letter` does with them.
+
+What must stay true: a row of the table is whole, of some moment, and never half of two. A key whose newest change was
+set aside is *dead*: its row stays as it was, and what builds on the change that is missing (a partial update, a move)
+is set aside too. A whole change or a delete of the key makes it live again, and what was set aside before is cleared.
+The result does not depend on how the changes were cut into batches.
+
+Pure: no I/O but `holds`, which is asked only for rows that partial changes build on. Only for tables with a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit
+from tailrace.kernels import kernel
+from tailrace.model import change
+from tailrace.model.change import OPERATION_NAMES, Operation
+from tailrace.model.schema import TableSchema
+from tailrace.tables.fold import Codes, Flags, key_ordinals
+from tailrace.tables.identity import Ints, key_numbers
+from tailrace.tables.limits import far_dates, far_values
+
+Holds = Callable[[pa.Table], Flags]
+"""Given keys, the key's columns by their own names: which of them the table holds."""
+
+_UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
+_UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
+_UNFIT, _MISSING, _BUILDS_ON_DEAD = 1, 2, 3
+_NOWHERE = -1
+
+REPLAY_HINT = (
+    "Mend the row at the source, then run `tailrace dead-letters FILE replay TABLE`; or load the table anew with "
+    "`tailrace snapshot FILE TABLE`."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadKeys:
+    """The keys of letters that are still open: one row per letter, the key's columns in the table's order."""
+
+    seqs: Ints
+    columns: list[Any]
+
+    @classmethod
+    def none(cls, schema: TableSchema) -> DeadKeys:
+        columns = [pa.array([], schema.columns[i].type) for i in key_ordinals(schema)]
+        return cls(seqs=np.empty(0, np.int64), columns=columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sifted:
+    """What a batch comes to."""
+
+    changes: pa.Table
+    """What the table can take, in order."""
+    letters: pa.Table
+    """What it cannot, as the log has it, in order."""
+    causes: list[TailraceError]
+    """Why, letter by letter."""
+    cleared: Ints
+    """`_seq` of earlier letters whose rows have been replaced or deleted since."""
+
+
+def has_unfit(changes: pa.Table) -> bool:
+    """Whether a value came that its column cannot hold; all that is looked at where nothing is wrong."""
+    column = changes.column(change.UNFIT)
+    return bool(column.null_count < len(column))
+
+
+def sift(schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds) -> Sifted:
+    """Tell the changes, which stand in `_seq` order and have every column, apart."""
+    codes = pc.index_in(changes.column(change.OP), value_set=OPERATION_NAMES)
+    operations = np.asarray(codes.to_numpy(), dtype=np.int8)
+    truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
+    first = int(truncates[-1]) + 1 if truncates.size else 0
+    rows = changes.slice(first).combine_chunks()
+    batch = _Batch.of(schema, rows, operations[first:], dead)
+    walked = _walk_all(batch, schema, holds, emptied=truncates.size > 0)
+    aside = walked.cause > 0
+    still = walked.dead[batch.own] & (np.arange(rows.num_rows) >= walked.since[batch.own])
+    letters = np.flatnonzero(aside & (batch.lost | still))
+    # A row that the table cannot hold need not be taken out of it.
+    kept = ~aside & ~((batch.operations == _DELETED) & batch.far_key)
+    taken = rows.filter(pa.array(kept))
+    place = taken.schema.get_field_index(change.UNFIT)
+    taken = taken.set_column(place, taken.schema.field(place), pa.nulls(taken.num_rows, change.UNFIT_TYPE))
+    cleared = dead.seqs if truncates.size else dead.seqs[walked.renewed[batch.dead]]
+    return Sifted(
+        changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
+        letters=rows.take(pa.array(letters)), cleared=cleared,
+        causes=[_cause(schema, rows, row, int(walked.cause[row])) for row in letters.tolist()],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The changes after the last TRUNCATE as numbers."""
+
+    operations: Codes
+    own: Ints
+    old: Ints
+    dead: Ints
+    """The keys of open letters."""
+    bad: Flags
+    """A value that would come into the table cannot."""
+    lost: Flags
+    """The key itself does not fit, so that nobody can say which row it is."""
+    far_key: Flags
+    partial: Flags
+    keys: list[Any]
+    """The columns that the numbers were made of, and where each number stands in them."""
+    places: Ints
+    limit: int
+
+    @classmethod
+    def of(cls, schema: TableSchema, rows: pa.Table, operations: Codes, dead: DeadKeys) -> _Batch:
+        size, ordinals = rows.num_rows, key_ordinals(schema)
+        own = [one_array(rows.column(change.stored_name(schema.columns[i].name))) for i in ordinals]
+        moved = one_array(rows.column(change.MOVED_FROM))
+        movers = np.flatnonzero(moved.is_valid().to_numpy(zero_copy_only=False))
+        before = moved.take(pa.array(movers))
+        columns = [
+            pa.concat_arrays([mine, pc.struct_field(before, [i]).cast(mine.type), gone.cast(mine.type)])
+            for i, (mine, gone) in enumerate(zip(own, map(one_array, dead.columns), strict=True))
+        ]
+        numbered = key_numbers(columns)
+        numbers = numbered.numbers
+        old = np.full(size, _NOWHERE, np.int64)
+        old[movers] = numbers[size : size + movers.size]
+        places = np.zeros(numbered.limit, np.int64)
+        places[numbers] = np.arange(numbers.size)
+        unfit, lost = _unfit_rows(schema, rows)
+        own_columns = (rows.column(change.stored_name(column.name)) for column in schema.columns)
+        far, far_key = far_dates(schema, own_columns, size)
+        deletes = operations == _DELETED
+        return cls(
+            operations=operations, own=numbers[:size], old=old, dead=numbers[size + movers.size :],
+            bad=(unfit | far) & ~deletes, lost=lost, far_key=far_key,
+            partial=pc.list_value_length(one_array(rows.column(change.UNCHANGED))).fill_null(0).to_numpy() > 0,
+            keys=columns, places=places, limit=numbered.limit,
+        )  # fmt: skip
+
+    def named(self, schema: TableSchema, numbers: Ints) -> pa.Table:
+        """The keys with these numbers."""
+        places = pa.array(self.places[numbers])
+        names = [schema.columns[i].name for i in key_ordinals(schema)]
+        return pa.Table.from_arrays([column.take(places) for column in self.keys], names=names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Walked:
+    cause: Codes
+    dead: Flags
+    since: Ints
+    renewed: Flags
+
+
+def _walk_all(batch: _Batch, schema: TableSchema, holds: Holds, *, emptied: bool) -> _Walked:
+    """Walk once to learn which rows of the table are built on, and again if some of them are not there."""
+    state = np.zeros(batch.limit, np.int8)
+    walked, asked = _walk(batch, state, emptied)
+    wanted = np.flatnonzero(asked)
+    if wanted.size:
+        missing = wanted[~holds(batch.named(schema, wanted))]
+        if missing.size:
+            state[missing] = _GONE
+            walked, _ = _walk(batch, state, emptied)
+    return walked
+
+
+def _walk(batch: _Batch, state: Codes, emptied: bool) -> tuple[_Walked, Flags]:
+    dead = np.zeros(batch.limit, np.bool_)
+    if not emptied:
+        dead[batch.dead] = True
+    asked, renewed = np.zeros(batch.limit, np.bool_), np.zeros(batch.limit, np.bool_)
+    since = np.zeros(batch.limit, np.int64)
+    cause = np.zeros(batch.own.size, np.int8)
+    _follow(
+        batch.operations, batch.own, batch.old, batch.bad, batch.lost, batch.partial, emptied,
+        state.copy(), dead, asked, renewed, since, cause,
+        np.full(batch.limit, _NOWHERE, np.int64), np.zeros(batch.limit, np.int8), np.zeros(batch.limit, np.bool_),
+    )  # fmt: skip
+    return _Walked(cause=cause, dead=dead, since=since, renewed=renewed), asked
+
+
+@kernel
+def _follow(
+    operations: Codes, own: Ints, old: Ints, bad: Flags, lost: Flags, partial: Flags, emptied: bool,
+    state: Codes, dead: Flags, asked: Flags, renewed: Flags, since: Ints, cause: Codes,
+    left_at: Ints, left_why: Codes, left_untouched: Flags,
+) -> None:  # fmt: skip
+    """Walk the changes in order: why each is set aside (0: it is not), and what becomes of the keys.
+
+    As in the fold, a row that was deleted lends its values only to the row right after it, as the other half of a
+    move; `left_why` says whether it could.
+    """
+    for i in range(own.size):
+        if lost[i]:
+            cause[i] = _UNFIT
+            continue
+        k = own[i]
+        known = state[k] == _ALIVE or (state[k] == _UNTOUCHED and not emptied)
+        why = _BUILDS_ON_DEAD if dead[k] else (0 if known else _MISSING)
+        if operations[i] == _DELETED:
+            left_at[k], left_why[k], left_untouched[k] = i, why, state[k] == _UNTOUCHED
+            state[k], dead[k], renewed[k] = _GONE, False, True
+            continue
+        base, untouched = k, state[k] == _UNTOUCHED
+        if operations[i] != _UPDATED:
+            why, base = _MISSING, old[i]
+            if base >= 0 and i > 0 and left_at[base] == i - 1:
+                why, untouched = left_why[base], left_untouched[base]
+        if bad[i]:
+            why = _UNFIT
+        elif not partial[i]:
+            why = 0
+        elif why == 0 and untouched:
+            asked[base] = True
+        if why:
+            cause[i] = why
+            if not dead[k]:
+                since[k] = i
+            dead[k] = True
+        else:
+            state[k], dead[k], renewed[k] = _ALIVE, False, True
+
+
+def _unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:
+    """The rows with a value of their own that does not fit, and those whose key it is.
+
+    What is said of `_before` or `_moved_from` is not a value that comes into the table.
+    """
+    unfit = one_array(rows.column(change.UNFIT))
+    where = pc.list_parent_indices(unfit).to_numpy()
+    names = pc.struct_field(unfit.flatten(), [0])
+    own, key = np.zeros(rows.num_rows, np.bool_), np.zeros(rows.num_rows, np.bool_)
+    own[where[pc.is_in(names, value_set=pa.array(schema.names)).to_numpy(zero_copy_only=False)]] = True
+    key[where[pc.is_in(names, value_set=pa.array(schema.key, pa.string())).to_numpy(zero_copy_only=False)]] = True
+    return own, key
+
+
+def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int) -> TailraceError:
+    position = rows.column(change.POSITION)[row].as_py()
+    if why == _UNFIT:
+        said = rows.column(change.UNFIT)[row].as_py() or []
+        own = [entry["column"] for entry in said if entry["column"] in schema.names]
+        message = "a value does not fit the column's type" if own else "a date lies past what Delta can hold"
+        found = own or _far_columns(schema, rows.slice(row, 1))
+        return ValueUnfit(
+            message, table=schema.table, column=", ".join(found), position=position, hint=REPLAY_HINT
+        )
+    message = "a partial change arrived for a row that does not exist"
+    if why == _BUILDS_ON_DEAD:
+        message = "a partial change builds on one that is in dead letters"
+    return BaseRowMissing(message, table=schema.table, position=position, hint=REPLAY_HINT)
+
+
+def _far_columns(schema: TableSchema, row: pa.Table) -> list[str]:
+    ones = [
+        (column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns
+        if pa.types.is_date32(column.type)
+    ]  # fmt: skip
+    return [column.name for column, values in ones if far_values(values).any()]
+
+
+def one_array(column: Any) -> Any:
+    """One array, however many chunks there are."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -1,0 +1,233 @@
+"""Rows that a lake table cannot take, on a real server: the table goes on, and a replay brings them in."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tailrace.changelog.letters import Letters
+from tailrace.model.schema import TableId
+from tailrace.pipeline.report import TableState
+from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters, reread_letters
+from tests.support.loads import Local, Scene, life, wait_for_state
+from tests.support.pipelines import eventually, execute
+
+THINGS = TableId("public", "things")
+TABLE = """
+CREATE TABLE things (id int PRIMARY KEY, amount numeric(10, 2), large text);
+ALTER TABLE things ALTER large SET STORAGE EXTERNAL;
+INSERT INTO things SELECT g, g, repeat('x', 4000) FROM generate_series(1, 20) g;
+CREATE TABLE others (id int PRIMARY KEY);
+"""
+BAD = "UPDATE things SET amount = 'NaN' WHERE id = {}"
+
+
+@pytest.fixture
+def scene(database: str, tmp_path: Path) -> Iterator[Scene]:
+    execute(database, *TABLE.strip().split(";\n"))
+    opened = Scene(tmp_path, database)
+    settings = opened.settings
+    opened.pipeline.file.write_text(f"{opened.pipeline.file.read_text()}  on_bad_row: dead-letter\n")
+    tables = settings.tables.model_copy(update={"on_bad_row": "dead-letter"})
+    opened.settings = settings.model_copy(update={"tables": tables})
+    with opened:
+        yield opened
+
+
+def rows(applying: Local) -> dict[int, dict[str, Any]]:
+    table = life(applying, "things").place
+    files = table.open().files()
+    return {row["id"]: row for file in files for row in pq.read_table(table.path / file).to_pylist()}
+
+
+def letters(scene: Scene, *flags: str) -> list[dict[str, Any]]:
+    done = scene.pipeline.ask("dead-letters", "list", *flags, "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)["letters"]
+    return found
+
+
+def replay(scene: Scene) -> None:
+    done = scene.pipeline.ask("dead-letters", "replay")
+    assert done.returncode == 0, done.stderr
+    assert "tried again" in done.stdout
+    answered = Letters(scene.settings.log.path, THINGS)
+    assert eventually(lambda: answered.asked is None, seconds=30)
+
+
+def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 50 WHERE id = 4",
+                "INSERT INTO things VALUES (30, 'NaN', 'fresh')")  # fmt: skip
+        assert scene.settled(applying)
+        found = rows(applying)
+        assert (found[3]["amount"], found[4]["amount"], 30 in found) == (3, 50, False)
+        first, second = letters(scene)
+        assert (first["table"], first["operation"], first["code"]) == ("things", "update", "value-unfit")
+        assert (second["operation"], "payload" in second) == ("insert", False)
+        payload = letters(scene, "--payload")[1]["payload"]
+        assert (payload["values"]["amount"], payload["values"]["large"], payload["unfit"]) == (
+            "NaN", "fresh", ["amount"]
+        )  # fmt: skip
+        status = scene.pipeline.table_status("things")
+        assert (status["state"], status["dead_letters"]) == ("live", 2)
+        assert "tailrace dead-letters FILE list" in status["note"]
+
+        replay(scene)  # nothing was mended
+        assert [letter["seq"] for letter in letters(scene)] == [first["seq"], second["seq"]]
+
+        # Partial updates: the large value is not sent, and builds on what was set aside.
+        execute(scene.pipeline.url, "UPDATE things SET amount = 7 WHERE id = 3")
+        assert scene.settled(applying)
+        assert (rows(applying)[3]["amount"], len(letters(scene))) == (3, 3)
+        replay(scene)
+        assert (rows(applying)[3]["amount"], rows(applying)[3]["large"]) == (7, "x" * 4000)
+        assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
+
+        execute(scene.pipeline.url, "UPDATE things SET amount = 8, large = 'y' WHERE id = 30")
+        scene.assert_equal(applying, "things")
+        assert (letters(scene), scene.pipeline.table_status("things")["dead_letters"]) == ([], 0)
+
+
+def test_a_partial_change_of_a_row_that_the_table_lacks_is_read_again_at_a_replay(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        publication = applying._source.settings.publication
+        # A row that nobody was told of, and then a change that leaves its large value out.
+        with_it_unseen = f"ALTER PUBLICATION {publication} DROP TABLE things"
+        execute(scene.pipeline.url, with_it_unseen, "INSERT INTO things VALUES (40, 1, repeat('z', 4000))",
+                f"ALTER PUBLICATION {publication} ADD TABLE things",
+                "UPDATE things SET amount = 2 WHERE id = 40")  # fmt: skip
+        assert scene.settled(applying)
+        (letter,) = letters(scene)
+        assert (letter["code"], 40 in rows(applying)) == ("base-row-missing", False)
+        replay(scene)
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
+
+
+DELIVER = """
+import pickle, sys
+from tailrace.spark.redelivery import deliver_letters
+deliver_letters(pickle.load(open(sys.argv[1], "rb")))
+"""
+
+
+def test_killed_between_the_commit_and_the_letters_it_is_done_again_and_changes_nothing(
+    scene: Scene, tmp_path: Path
+) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 7 WHERE id = 3")
+        assert scene.settled(applying)
+        here, reader = life(applying, "things"), applying._source.row_reader(60)
+    assert here.cursor is not None
+    assert here.shape is not None
+    log = scene.settings.log.path
+    read = reread_letters(RereadWork(log=log, shape=here.shape, expected=here.cursor, reader=reader))
+    assert (read.error, read.rows) == (None, 1)
+    work = DeliverWork(log=log, place=here.place, shape=here.shape, expected=here.cursor)
+    (tmp_path / "work").write_bytes(pickle.dumps(work))
+    armed = {"TAILRACE_FAILPOINT": "letters.delivered", "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
+    died = subprocess.run(
+        [sys.executable, "-c", DELIVER, str(tmp_path / "work")], check=False, start_new_session=True,
+        env={**os.environ, **armed},
+    )  # fmt: skip
+    assert (died.returncode, len(letters(scene))) == (-9, 2)
+    again = deliver_letters(work)
+    assert (again.error, again.letters, again.again, letters(scene)) == (None, 0, False, [])
+    scene.pipeline.assert_equal("things")
+
+
+def test_a_row_that_has_got_another_letter_since_it_was_read_is_read_again(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), BAD.format(4), "UPDATE things SET amount = 7 WHERE id IN (3, 4)")
+        assert scene.settled(applying)
+        here, log = life(applying, "things"), scene.settings.log.path
+        assert here.cursor is not None
+        assert here.shape is not None
+        reader = applying._source.row_reader(60)
+        assert reread_letters(RereadWork(log=log, shape=here.shape, expected=here.cursor, reader=reader)).error is None
+        execute(scene.pipeline.url, "UPDATE things SET amount = 8 WHERE id = 3")
+        assert scene.settled(applying)
+        work = DeliverWork(log=log, place=here.place, shape=here.shape, expected=here.cursor)
+        with here.lock:
+            done = deliver_letters(work)
+        assert (done.error, done.rows, done.again) == (None, 2, True)
+        found = rows(applying)
+        assert (found[3]["amount"], found[4]["amount"]) == (3, 7), "one waits, the other is in"
+        replay(scene)
+        scene.assert_equal(applying, "things")
+
+
+def story(chance: random.Random) -> str:
+    key, other = chance.randint(1, 25), chance.randint(1, 25)
+    amount = chance.choice(["'NaN'", "1", "2", "3"])
+    return chance.choices(
+        [
+            f"UPDATE things SET amount = {amount} WHERE id = {key}",
+            f"UPDATE things SET amount = {amount}, large = repeat('{key % 10}', 4000) WHERE id = {key}",
+            f"UPDATE things SET id = {other} WHERE id = {key} AND NOT EXISTS (SELECT FROM things WHERE id = {other})",
+            f"INSERT INTO things VALUES ({key}, {amount}, repeat('i', 4000)) ON CONFLICT DO NOTHING",
+            f"DELETE FROM things WHERE id = {key}",
+            "TRUNCATE things",
+        ],
+        weights=[40, 10, 15, 15, 10, 1],
+    )[0]  # fmt: skip
+
+
+def test_any_story_ends_as_the_source_once_its_rows_are_mended_and_replayed(scene: Scene) -> None:
+    chance = random.Random(20261116)
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        seen = 0
+        for _ in range(8):
+            execute(scene.pipeline.url, *(story(chance) for _ in range(25)))
+            assert scene.settled(applying)
+            seen = max(seen, len(letters(scene)))
+        assert seen > 5, "there was something to mend"
+        assert scene.pipeline.ask("dead-letters", "replay").returncode == 0  # while changes come
+        execute(scene.pipeline.url, *(story(chance) for _ in range(25)))
+        execute(scene.pipeline.url, "UPDATE things SET amount = 9 WHERE amount = 'NaN'")
+        assert scene.settled(applying)
+        if letters(scene):
+            replay(scene)
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
+
+
+def test_a_load_of_the_whole_table_clears_its_letters(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3))
+        assert scene.settled(applying)
+        assert len(letters(scene)) == 1
+        execute(scene.pipeline.url, "UPDATE things SET amount = 1 WHERE id = 3")
+        assert scene.pipeline.ask("snapshot", "public.things").returncode == 0
+        assert eventually(lambda: not letters(scene), seconds=60)
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
+
+
+def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), BAD.format(4))
+        assert scene.settled(applying)
+        first, second = letters(scene)
+        said = scene.pipeline.ask("dead-letters", "list", "public.things", "--forget", "--seq", str(first["seq"]))
+        assert said.stdout == "public.things: 1 letter dropped; the rows stay as they are\n"
+        assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
+        assert rows(applying)[3]["amount"] == 3

@@ -1,0 +1,152 @@
+"""A pipeline without a source: a log that a test writes, and lake tables that are brought to its end here.
+
+`python -m tests.support.quiet FILE` does that in a process of its own, so that it can be killed on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.reader import ChangeLog
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.pipeline.life import Lives
+from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.pipeline.status import APPLIER
+from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+from tests.support.changes import SHOP, Change, record_batches
+from tests.support.logs import STEP, Diary
+from tests.support.windows import window
+
+SETTINGS = """\
+name: quiet
+source:
+  url: postgresql://app:s3cret-word@127.0.0.1:1/shop
+  tables: ["public.*"]
+log: ./log
+tables: {{format: delta, path: ./lake, on_bad_row: {on_bad_row}}}
+"""
+THINGS = TableId("public", "things")
+
+
+class Quiet:
+    """One pipeline of one table, whose source never answers."""
+
+    def __init__(self, folder: Path, *, on_bad_row: str = "stop") -> None:
+        self.file = folder / "tailrace.yaml"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(SETTINGS.format(on_bad_row=on_bad_row))
+        self.diary = Diary(folder / "log")
+
+    @property
+    def settings(self) -> PipelineSettings:
+        return load_settings(self.file)
+
+    @property
+    def table(self) -> DeltaRsTable:
+        log = ChangeLog.open(self.settings.log.path)
+        return self.settings.tables.layout.place(THINGS, log.log_id).open()
+
+    @property
+    def cursor(self) -> Cursor:
+        found = self.table.cursor()
+        assert found is not None
+        return found
+
+    def load(self, rows: Sequence[dict[str, Any]] = (), schema: TableSchema = SHOP) -> None:
+        """What a load leaves that saw these rows and nothing of the log."""
+        self.diary.commit()
+        lives = self.lives()
+        at = lives.index.position
+        self.table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
+
+    def commit(self, *rows: Change, schema: TableSchema = SHOP) -> Lsn:
+        """One commit of the log; where it ends."""
+        self.diary.commit((schema, list(rows)))
+        return self.diary.writer.position
+
+    def commit_two(self, first: Sequence[Change], second: Sequence[Change]) -> tuple[Lsn, Lsn]:
+        """One commit of two transactions; where each ends."""
+        begin = self.diary.writer.position.value
+        ends = Lsn(begin + STEP // 2), Lsn(begin + STEP)
+        (made,) = self.diary._batches([(SHOP, [*first, *second])], "")
+        place = made.data.schema.get_field_index(change.POSITION)
+        texts = [str(ends[0])] * len(first) + [str(ends[1])] * len(second)
+        data = made.data.set_column(place, made.data.schema.field(place), pa.array(texts))
+        self.diary.writer.append(window(begin, begin + STEP, replace(made, data=data), transactions=2))
+        return ends
+
+    def lives(self) -> Lives:
+        settings = self.settings
+        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout)
+        lives.grow()
+        return lives
+
+    def apply(self, to: int | None = None) -> list[Outcome]:
+        """Bring the table to a commit, or to the end of the log."""
+        return apply(self.settings, to)
+
+    def apply_killed(self, failpoint: str, hits: Path) -> int:
+        """The same in a process that dies at a named place; how that ended."""
+        return subprocess.run(
+            [sys.executable, "-m", "tests.support.quiet", str(self.file)], check=False, start_new_session=True,
+            env={**os.environ, "TAILRACE_FAILPOINT": failpoint, "TAILRACE_FAILPOINT_LOG": str(hits)},
+        ).returncode  # fmt: skip
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """The lake table's rows, by key."""
+        path = self.settings.tables.layout.path(THINGS)
+        found = [row for file in self.table.files() for row in pq.read_table(path / file).to_pylist()]
+        assert len({row["id"] for row in found}) == len(found), "a key stands in one row"
+        return {row["id"]: row for row in found}
+
+    def ns(self) -> dict[int, Any]:
+        """The value of `n` in each row."""
+        return {key: row["n"] for key, row in sorted(self.rows().items())}
+
+
+def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
+    log = ChangeLog.open(settings.log.path)
+    lives = Lives(log, settings.tables.layout)
+    newest = lives.grow()
+    end = newest if to is None else to
+    life = lives.add(THINGS)
+    outcomes: list[Outcome] = []
+    held = Lease(log.path, APPLIER)
+    try:
+        while (stretch := lives.stretch(life, end)) is not None:
+            assert life.cursor is not None
+            assert life.shape is not None
+            work: ApplyWork | EvolveWork = ApplyWork(
+                table=THINGS, log=log.path, place=life.place, slices=stretch.slices, shape=life.shape,
+                expected=life.cursor, cursor=stretch.cursor, letters=settings.tables.sets_aside(THINGS),
+            )  # fmt: skip
+            if stretch.recast is not None:
+                work = EvolveWork(table=THINGS, place=life.place, recast=stretch.recast, expected=life.cursor)
+            outcome = advance_table(work)
+            outcomes.append(outcome)
+            if outcome.error is not None:
+                break
+            assert outcome.cursor is not None
+            assert outcome.schema is not None
+            life.moved(outcome.cursor, outcome.schema)
+    finally:
+        held.release()
+    return outcomes
+
+
+if __name__ == "__main__":
+    apply(load_settings(sys.argv[1]))

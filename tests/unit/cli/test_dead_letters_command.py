@@ -1,0 +1,116 @@
+"""`tailrace dead-letters`: how it is called, what it says, and what it leaves in the log."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.letters import Letters
+from tailrace.cli.main import main
+from tailrace.errors import ExitCode
+from tailrace.pipeline.status import APPLIER
+from tests.support.changes import update
+from tests.support.quiet import THINGS, Quiet
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Quiet:
+    made = Quiet(tmp_path, on_bad_row="dead-letter")
+    made.load([{"id": 1, "n": 0}, {"id": 2, "n": 0}])
+    made.commit(update(1, name="né", unfit=("n",)), update(2, unfit=("n",)))
+    made.apply()
+    return made
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], quiet: Quiet) -> Any:
+    def called(*arguments: str) -> tuple[int, str, str]:
+        code = main(["dead-letters", str(quiet.file), *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return called
+
+
+def test_they_are_listed_without_any_value(call: Any) -> None:
+    code, out, err = call("list")
+    assert (code, err) == (ExitCode.OK, "")
+    first, second = out.splitlines()
+    assert first.startswith("public.things · seq 1 · update at 0/C8 · transaction 2 · 1970-01-01T")
+    assert first.endswith("[value-unfit]")
+    assert "seq 2" in second
+    assert "SECRET" not in out
+
+
+def test_payloads_are_shown_when_they_are_asked_for(call: Any) -> None:
+    (first, _) = json.loads(call("list", "public.things", "--payload", "--json")[1])["letters"]
+    assert first["payload"] == {
+        "values": {"id": 1, "name": "né", "big": None, "n": "SECRET"}, "unfit": ["n"], "unchanged": [],
+        "moved_from": None,
+    }  # fmt: skip
+    assert "SECRET" in call("list", "--payload")[1]
+
+
+def test_as_json_they_have_all_that_is_known(call: Any) -> None:
+    (first, _) = json.loads(call("list", "--json")[1])["letters"]
+    assert {name: first[name] for name in ("schema", "table", "seq", "position", "transaction", "code")} == {
+        "schema": "public", "table": "things", "seq": 1, "position": "0/C8", "transaction": 2, "code": "value-unfit",
+    }  # fmt: skip
+    assert "payload" not in first
+
+
+def test_a_replay_is_asked_for_and_who_will_do_it_is_said(call: Any, quiet: Quiet) -> None:
+    code, out, _ = call("replay")
+    assert (code, out.splitlines()) == (ExitCode.OK, [
+        "public.things: 2 letters are tried again",
+        f"nothing applies now: the next `tailrace run {quiet.file}` or `tailrace apply {quiet.file}` does it",
+    ])  # fmt: skip
+    assert Letters(quiet.settings.log.path, THINGS).asked is not None
+    held = Lease(quiet.settings.log.path, APPLIER)
+    try:
+        assert f"process {os.getpid()} that applies now takes it up" in call("replay", "public.things")[1]
+    finally:
+        held.release()
+
+
+def test_letters_are_dropped_by_hand(call: Any) -> None:
+    assert call("list", "public.things", "--forget", "--seq", "2")[1] == (
+        "public.things: 1 letter dropped; the rows stay as they are\n"
+    )
+    assert [letter["seq"] for letter in json.loads(call("list", "--json")[1])["letters"]] == [1]
+    forgotten = json.loads(call("list", "public.*", "--forget", "--json")[1])["forgotten"]
+    assert forgotten == [{"schema": "public", "table": "things", "letters": 1}]
+    assert call("list")[1] == "there are no dead letters\n"
+    assert call("replay")[1] == "there are no dead letters\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "ACTION"),
+        (("mend",), "invalid choice: 'mend'"),
+        (("list", "public.nothing"), "`public.nothing` matches no table that ever had dead letters"),
+        (("list", "--forget"), "which letters are to be dropped is not said"),
+        (("list", "public.things", "--forget", "--seq", "99"), "there is no such open letter"),
+        (("list", "--seq", "1"), "`--seq` goes with `--forget` only"),
+        (("replay", "--payload"), "go with `list` only"),
+        (("replay", "--forget"), "go with `list` only"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call: Any, arguments: tuple[str, ...], said: str) -> None:
+    code, out, err = call(*arguments)
+    assert (code, out) == (ExitCode.CONFIG, "")
+    assert said in err
+    assert "hint: " in err
+
+
+def test_a_pipeline_without_letters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Quiet(tmp_path / "other")
+    made.load()
+    assert main(["dead-letters", str(made.file), "list"]) == ExitCode.OK
+    assert capsys.readouterr().out == "there are no dead letters\n"

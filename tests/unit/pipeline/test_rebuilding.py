@@ -1,0 +1,273 @@
+"""`tailrace rebuild`: which version it starts from, what it replays, and that a kill leaves the table whole.
+
+The source of these pipelines never answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from tailrace.changelog.lease import Lease
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.cli.main import main
+from tailrace.errors import ExitCode, ForeignWrite
+from tailrace.model.position import Lsn
+from tailrace.pipeline.status import APPLIER
+from tailrace.spark.seeds import Seeds
+from tests.support.changes import delete, insert, move, update
+from tests.support.logs import WIDER
+from tests.support.quiet import THINGS, Quiet
+
+BIG = ("big",)
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Quiet:
+    """A table loaded with three rows, and four commits of changes, each applied by itself."""
+    made = Quiet(tmp_path)
+    made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)])
+    for rows in (
+        [update(1, unchanged=BIG, n=1)], [insert(4, n=4), delete(2)], [*move(3, 5, unchanged=BIG, n=5)],
+        [update(4, n=44)],
+    ):  # fmt: skip
+        made.commit(*rows)
+        made.apply()
+    return made
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], quiet: Quiet) -> Any:
+    def called(*arguments: str) -> tuple[int, str, str]:
+        code = main(["rebuild", str(quiet.file), *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return called
+
+
+def rebuilt(call: Any, *arguments: str) -> dict[str, Any]:
+    code, out, err = call("public.things", *arguments, "--json")
+    assert (code, err) == (ExitCode.OK, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def wreck(quiet: Quiet) -> None:
+    """What a person does who takes a mirror for a table of his own."""
+    DeltaTable(str(quiet.settings.tables.layout.path(THINGS))).delete("id = 1")
+    with pytest.raises(ForeignWrite):
+        quiet.table.cursor()
+
+
+def test_a_table_that_others_changed_is_as_it_was_and_goes_on(quiet: Quiet, call: Any) -> None:
+    whole = quiet.rows()
+    wreck(quiet)
+    found = rebuilt(call)
+    assert (found["base"], found["base_version"], found["changes"], found["rows"]) == ("version", 4, 0, 3)
+    assert (quiet.rows(), quiet.cursor.position) == (whole, quiet.diary.writer.position)
+    quiet.commit(update(5, unchanged=BIG, n=6))
+    assert quiet.apply()[-1].error is None
+    assert (quiet.ns(), quiet.rows()[5]["big"]) == ({1: 1, 4: 44, 5: 6}, "x" * 50)
+
+
+def test_what_the_log_has_since_comes_too(quiet: Quiet, call: Any) -> None:
+    quiet.commit(insert(9, n=9), delete(1))
+    found = rebuilt(call, "--from-version", "0")
+    assert (found["base_version"], found["base_rows"], found["changes"]) == (0, 3, 8)
+    assert (quiet.ns(), quiet.apply()) == ({4: 44, 5: 5, 9: 9}, [])
+
+
+def test_it_says_in_words_what_it_did(quiet: Quiet, call: Any) -> None:
+    code, out, _ = call("public.things")
+    assert code == ExitCode.OK
+    assert out.startswith("public.things: rebuilt from version 4 (position ")
+    assert "0 changes of the log; it stands at " in out
+
+
+def test_a_table_of_an_earlier_position_goes_on_from_there(quiet: Quiet, call: Any) -> None:
+    position = quiet.diary.writer.position
+    now = quiet.rows()
+    found = rebuilt(call, "--to", str(Lsn(position.value - 100)))
+    assert (found["base_version"], found["changes"], quiet.ns()) == (3, 0, {1: 1, 4: 4, 5: 5})
+    assert quiet.cursor.position == Lsn(position.value - 100)
+    quiet.apply()
+    assert quiet.rows() == now
+
+
+def test_a_position_inside_a_commit_takes_the_transactions_up_to_it(quiet: Quiet, call: Any) -> None:
+    first, second = quiet.commit_two([update(4, n=100)], [update(4, n=200), insert(8)])
+    rebuilt(call, "--to", str(first))
+    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 100, 5: 5}, first)
+    quiet.apply()
+    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 200, 5: 5, 8: None}, second)
+
+
+def test_a_position_inside_what_is_sealed_is_exact(quiet: Quiet, call: Any) -> None:
+    positions = [quiet.commit(update(1, n=1000 + n), insert(100 + n, n=n)) for n in range(6)]
+    with Sealer(quiet.settings.log.path, limits=Limits(commits=2, join_count=2)) as sealer:
+        sealer.seal()
+        sealer.join()
+    found = rebuilt(call, "--to", str(positions[2]))
+    expected = {1: 1002, 4: 44, 5: 5, 100: 0, 101: 1, 102: 2}
+    assert (found["changes"], quiet.ns(), quiet.cursor.position) == (6, expected, positions[2])
+    quiet.apply()
+    assert quiet.ns() == expected | {1: 1005, 103: 3, 104: 4, 105: 5}
+
+
+def test_a_change_of_shape_that_only_a_load_brings_is_refused(quiet: Quiet, call: Any) -> None:
+    quiet.commit(insert(7, added=True), schema=WIDER)  # nothing is known of the new column's default
+    before = quiet.table.version()
+    code, _, err = call("public.things")
+    assert (code, quiet.table.version()) == (ExitCode.TABLE, before)
+    assert "the log alone does not bring the table over a change of its shape" in err
+    assert "hint: Run `tailrace snapshot FILE TABLE`" in err
+
+
+def test_versions_of_before_can_still_be_read(quiet: Quiet, call: Any) -> None:
+    rebuilt(call, "--from-version", "1")
+    rebuilt(call, "--from-version", "0")
+    path = str(quiet.settings.tables.layout.path(THINGS))
+    for version in range(7):
+        assert DeltaTable(path, version=version).count() == 3
+    assert not (Path(path) / "_rebuild").exists()
+
+
+def land(quiet: Quiet, passed: Lsn) -> None:
+    """A load of no rows that has landed, and is whole once the log has passed this."""
+    seeds = Seeds(quiet.settings.log.path)
+    seeds.folder("abc").mkdir(parents=True)
+    seeds.land("abc", passed)
+    shape = quiet.table.shape()
+    assert shape is not None
+    quiet.table.load(shape, [], replace(quiet.cursor, load="abc"))
+
+
+def test_a_load_that_is_still_replayed_is_no_base(quiet: Quiet, call: Any) -> None:
+    land(quiet, Lsn(quiet.cursor.position.value + 100))
+    assert rebuilt(call)["base_version"] == 4
+    code, _, err = call("public.things", "--from-version", "5")
+    assert (code, "still being replayed" in err) == (ExitCode.CONFIG, True)
+
+
+def test_a_landed_load_is_named_as_the_base(quiet: Quiet, call: Any) -> None:
+    land(quiet, quiet.cursor.position)
+    found = rebuilt(call)
+    assert (found["base"], found["base_version"], found["rows"]) == ("load", 5, 0)
+    assert quiet.cursor.load == "abc"
+
+
+def test_without_the_changes_it_refuses_and_names_the_remedy(quiet: Quiet, call: Any) -> None:
+    for _ in range(2):
+        quiet.commit(update(1, n=7))
+        quiet.apply()
+    wreck(quiet)
+    path = quiet.settings.tables.layout.path(THINGS)
+    for version in range(1, 7):
+        (path / "_delta_log" / f"{version:020d}.json").rename(path / f"{version}.hidden")
+    for version in (7,):
+        (path / "_delta_log" / f"{version:020d}.json").rename(path / "_delta_log" / f"{1:020d}.json")
+    with Sealer(quiet.settings.log.path, limits=Limits(commits=2, join_count=2)) as sealer:
+        sealer.seal()
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    code, _, err = call("public.things")
+    assert code == ExitCode.LOG
+    assert "the log no longer holds the changes after it" in err
+    assert "hint: Run `tailrace snapshot FILE TABLE`" in err
+
+
+def test_removed_files_are_noticed(quiet: Quiet, call: Any) -> None:
+    path = quiet.settings.tables.layout.path(THINGS)
+    for name in quiet.table.files():
+        (path / name).unlink()
+    code, _, err = call("public.things", "--from-version", "4")
+    assert (code, "files of it were removed" in err) == (ExitCode.CONFIG, True)
+
+
+def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
+    quiet.load([{"id": 1, "n": 0}])
+    positions = []
+    for rows in ([update(1, n=1)], [update(1, unfit=("n",))], [insert(2, n=2)], [update(1, n=4)], [insert(3, n=3)]):
+        positions.append(quiet.commit(*rows))
+        quiet.apply()
+
+    def tried(*arguments: str) -> tuple[int, str]:
+        code = main(["rebuild", str(quiet.file), "public.things", *arguments])
+        return code, capsys.readouterr().err
+
+    for version in ("2", "3"):
+        code, err = tried("--from-version", version)
+        assert (code, "dead letters" in err) == (ExitCode.CONFIG, True)
+    for version in ("4", "5"):  # what was set aside had been replaced by then
+        assert tried("--from-version", version)[0] == ExitCode.OK
+        assert quiet.ns() == {1: 4, 2: 2, 3: 3}
+    assert tried("--to", str(positions[0]))[0] == ExitCode.OK
+    assert quiet.ns() == {1: 1}
+    quiet.apply()
+    assert quiet.ns() == {1: 4, 2: 2, 3: 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("public.thing",), ExitCode.CONFIG, "Did you mean public.things?"),
+        (("public.things", "--to", "nonsense"), ExitCode.CONFIG, "not a log sequence number"),
+        (("public.things", "--to", "FF/0"), ExitCode.CONFIG, "the log does not reach this position"),
+        (("public.things", "--to", "0/1"), ExitCode.LOG, "it is newer than the position that is asked for"),
+        (("public.things", "--from-version", "99"), ExitCode.CONFIG, "no commit of this log made it"),
+        (("public.things", "--from-version", "x"), ExitCode.CONFIG, "invalid int value"),
+        ((), ExitCode.CONFIG, "TABLE"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    quiet: Quiet, call: Any, arguments: tuple[str, ...], code: ExitCode, said: str
+) -> None:
+    before = quiet.table.version()
+    found, out, err = call(*arguments)
+    assert (found, out) == (code, "")
+    assert said in err
+    assert "hint: " in err
+    assert quiet.table.version() == before
+
+
+def test_while_something_applies_it_refuses(quiet: Quiet, call: Any) -> None:
+    held = Lease(quiet.settings.log.path, APPLIER)
+    try:
+        code, _, err = call("public.things")
+    finally:
+        held.release()
+    assert (code, "Stop that `tailrace run`" in err) == (ExitCode.BUSY, True)
+
+
+@pytest.mark.parametrize(
+    "place", ["rebuild.replayed", "rebuild.linked", "table.before_commit:2", "table.after_commit:3"]
+)
+def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: Path, place: str) -> None:
+    quiet.commit(insert(9, n=9))
+    before, version = quiet.rows(), quiet.table.version()
+    hits = tmp_path / "hits"
+    done = subprocess.run(
+        [sys.executable, "-m", "tailrace", "rebuild", str(quiet.file), "public.things", "--from-version", "0"],
+        check=False, capture_output=True, start_new_session=True,
+        env={**os.environ, "TAILRACE_FAILPOINT": place, "TAILRACE_FAILPOINT_LOG": str(hits)},
+    )  # fmt: skip
+    assert (done.returncode, hits.exists()) == (-9, True), done.stderr
+    swapped = quiet.table.version() != version
+    assert quiet.rows() == (before | {9: quiet.rows()[9]} if swapped else before)
+    quiet.apply()
+    expected = before | {9: {"id": 9, "name": None, "big": None, "n": 9}}
+    assert quiet.rows() == expected
+    rebuilt(call, "--from-version", "0")
+    assert quiet.rows() == expected
+    left = [path.name for path in quiet.settings.tables.layout.path(THINGS).iterdir() if path.name == "_rebuild"]
+    assert left == []

@@ -1,0 +1,156 @@
+"""Letters beside a real lake table: written before the commit, counted once it is made, the same however it is cut."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
+from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
+from tailrace.pipeline.status import deadletters_open
+from tailrace.spark import setting_aside
+from tests.support.changes import Change, delete, insert, move, update
+from tests.support.quiet import THINGS, Quiet
+
+BIG, BAD = ("big",), ("n",)
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Quiet:
+    return loaded(tmp_path)
+
+
+def loaded(folder: Path, on_bad_row: str = "dead-letter") -> Quiet:
+    made = Quiet(folder, on_bad_row=on_bad_row)
+    made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 6)])
+    return made
+
+
+def letters(quiet: Quiet) -> dict[int, str]:
+    """The open ones: the code of each, by `_seq`."""
+    found = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq)
+    return {
+        seq: code for bundle in found
+        for seq, code in zip(bundle.seqs, bundle.rows.column(CAUSE_CODE).to_pylist(), strict=True)
+    }  # fmt: skip
+
+
+def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
+    quiet.commit(update(1, unfit=BAD), update(2, n=2), insert(9, unfit=BAD))
+    (outcome,) = quiet.apply()
+    assert (outcome.error, outcome.letters) == (None, 2)
+    assert (quiet.ns(), letters(quiet)) == ({1: 0, 2: 2, 3: 0, 4: 0, 5: 0}, {1: "value-unfit", 3: "value-unfit"})
+    assert deadletters_open(quiet.settings.log.path, THINGS, quiet.cursor) == 2
+    assert tables_with_letters(quiet.settings.log.path) == [THINGS]
+
+
+def test_while_nothing_is_wrong_nothing_is_written(quiet: Quiet) -> None:
+    quiet.commit(update(1, unchanged=BIG, n=1), insert(9))
+    quiet.apply()
+    assert not (quiet.settings.log.path / "dead").exists()
+
+
+def test_letters_outlive_batches_and_go_with_what_replaces_their_rows(quiet: Quiet) -> None:
+    quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
+    quiet.apply()
+    quiet.commit(update(1, unchanged=BIG, n=7), update(3, n=3))
+    quiet.apply()
+    assert letters(quiet) == {1: "value-unfit", 2: "value-unfit", 3: "base-row-missing"}
+    quiet.commit(update(1, n=8), delete(2))
+    quiet.apply()
+    assert (letters(quiet), quiet.ns()) == ({}, {1: 8, 3: 3, 4: 0, 5: 0})
+    assert not Letters(quiet.settings.log.path, THINGS).any, "nothing is left to look at"
+
+
+def test_a_partial_change_without_its_row_is_set_aside_and_never_nulled(quiet: Quiet) -> None:
+    quiet.commit(update(77, unchanged=BIG, n=7), *move(78, 79, unchanged=BIG), update(1, unchanged=BIG, n=1))
+    quiet.apply()
+    assert letters(quiet) == {1: "base-row-missing", 3: "base-row-missing"}
+    assert quiet.ns() == {1: 1, 2: 0, 3: 0, 4: 0, 5: 0}
+
+
+def test_the_default_is_to_stop(tmp_path: Path) -> None:
+    quiet = loaded(tmp_path, on_bad_row="stop")
+    quiet.commit(update(1, unfit=BAD))
+    (outcome,) = quiet.apply()
+    assert isinstance(outcome.error, ValueUnfit)
+    assert not (quiet.settings.log.path / "dead").exists()
+
+
+def test_with_letters_left_from_before_nothing_builds_on_their_rows(quiet: Quiet) -> None:
+    quiet.commit(update(1, unfit=BAD))
+    quiet.apply()
+    quiet.file.write_text(quiet.file.read_text().replace("dead-letter", "stop"))
+    quiet.commit(update(1, unchanged=BIG, n=1))
+    (outcome,) = quiet.apply()
+    assert isinstance(outcome.error, BaseRowMissing)
+    assert letters(quiet) == {1: "value-unfit"}
+
+
+def test_too_many_letters_stop_the_table(quiet: Quiet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting_aside, "LETTERS_MAX", 2)
+    quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
+    quiet.apply()
+    quiet.commit(update(3, unfit=BAD))
+    (outcome,) = quiet.apply()
+    assert isinstance(outcome.error, DeadLettersFull)
+    assert len(letters(quiet)) == 2
+
+
+def test_a_letter_that_cannot_be_read_is_said_and_stops_only_its_table(quiet: Quiet) -> None:
+    quiet.commit(update(1, unfit=BAD))
+    quiet.apply()
+    (step,) = (quiet.settings.log.path / "dead").glob("*/*.arrow")
+    step.write_bytes(b"nothing of the kind")
+    quiet.commit(update(2, n=1))
+    (outcome,) = quiet.apply()
+    assert isinstance(outcome.error, LogCorrupt)
+
+
+STORY: list[list[Change]] = [
+    [update(1, unfit=BAD), update(2, unchanged=BIG, n=2)],
+    [update(1, unchanged=BIG, n=3), insert(6, unfit=BAD)],
+    [*move(1, 8, unchanged=BIG, n=4), update(2, unfit=BAD)],
+    [update(2, n=5), update(8, unchanged=BIG, n=6), update(3, unfit=BAD)],
+    [delete(6), insert(6, n=6), update(3, unchanged=BIG, n=9)],
+]
+
+
+def told(quiet: Quiet) -> tuple[object, ...]:
+    return quiet.rows(), sorted(letters(quiet))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    quiet = loaded(tmp_path_factory.mktemp("expected"))
+    for rows in STORY:
+        quiet.commit(*rows)
+    quiet.apply()
+    return told(quiet)
+
+
+def test_however_the_story_is_cut_the_letters_are_the_same(tmp_path: Path, expected: tuple[object, ...]) -> None:
+    chance = random.Random(6)
+    for number in range(4):
+        quiet = loaded(tmp_path / str(number))
+        for rows in STORY:
+            quiet.commit(*rows)
+            if chance.random() < 0.6:
+                quiet.apply()
+        quiet.apply()
+        assert told(quiet) == expected
+
+
+@pytest.mark.parametrize("place", ["letters.written", "table.after_commit", "letters.tidied"])
+def test_killed_anywhere_no_letter_is_lost_and_none_is_doubled(
+    tmp_path: Path, expected: tuple[object, ...], place: str
+) -> None:
+    quiet = loaded(tmp_path / "quiet")
+    for part in (STORY[:3], STORY[3:]):  # the second try has more changes than the one that died
+        for rows in part:
+            quiet.commit(*rows)
+        assert quiet.apply_killed(place, tmp_path / "hits") == -9
+    quiet.apply()
+    assert told(quiet) == expected

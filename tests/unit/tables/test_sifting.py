@@ -1,0 +1,241 @@
+"""Which changes are set aside, against sentences about it and against the plainest model of a table."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import date, timedelta
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.errors import BaseRowMissing, ValueUnfit
+from tailrace.model import change
+from tailrace.model.schema import TableSchema
+from tailrace.tables.fold import Flags, fold, key_ordinals
+from tailrace.tables.sifting import DeadKeys, Sifted, sift
+from tests.support.changes import (
+    COMPOSITE,
+    SHOP,
+    Change,
+    Model,
+    Row,
+    apply_in_memory,
+    changes,
+    delete,
+    insert,
+    move,
+    table_schema,
+    truncate,
+    update,
+)
+
+BIG, BAD = ("big",), ("n",)
+
+
+def completed(schema: TableSchema, *rows: Change, first: int = 0) -> pa.Table:
+    """As the log gives them: every optional column in place."""
+    given = changes(schema, *rows, first=first)
+    columns = [
+        given.column(field.name) if field.name in given.column_names else pa.nulls(len(rows), field.type)
+        for field in schema.change_schema()
+    ]
+    return pa.Table.from_arrays(columns, schema=schema.change_schema())
+
+
+def sifted(*rows: Change, dead: DeadKeys | None = None, holds: bool = True, schema: TableSchema = SHOP) -> Sifted:
+    def held(keys: pa.Table) -> Flags:
+        return np.full(keys.num_rows, holds)
+
+    return sift(schema, completed(schema, *rows), dead or DeadKeys.none(schema), held)
+
+
+def seqs(table: pa.Table) -> list[int]:
+    found: list[int] = table.column(change.SEQ).to_pylist()
+    return found
+
+
+def dead(*keys: int) -> DeadKeys:
+    return DeadKeys(seqs=np.arange(100, 100 + len(keys)), columns=[pa.array(keys, pa.int64())])
+
+
+def test_a_change_that_does_not_fit_is_set_aside_and_the_others_are_taken() -> None:
+    found = sifted(insert(1, n=1), insert(2, unfit=BAD), insert(3, n=3))
+    assert (seqs(found.changes), seqs(found.letters)) == ([0, 2], [1])
+    assert [(type(cause), cause.fields["column"], cause.fields["position"]) for cause in found.causes] == [
+        (ValueUnfit, "n", "0/1")
+    ]
+
+
+def test_a_letter_keeps_the_text_that_did_not_fit() -> None:
+    assert sifted(update(1, unfit=BAD)).letters.column(change.UNFIT).to_pylist() == [
+        [{"column": "n", "text": "SECRET"}]
+    ]
+
+
+def test_no_cause_says_a_value() -> None:
+    assert "SECRET" not in str(sifted(update(1, unfit=BAD)).causes[0])
+
+
+@pytest.mark.parametrize("after", [update(1, n=2), insert(1, n=2), delete(1)])
+def test_a_whole_change_or_a_delete_after_it_leaves_no_letter(after: Change) -> None:
+    found = sifted(update(1, unfit=BAD), after)
+    assert (seqs(found.changes), seqs(found.letters)) == ([1], [])
+
+
+def test_a_partial_change_of_a_row_that_was_set_aside_is_set_aside_too() -> None:
+    found = sifted(update(1, unfit=BAD), update(1, unchanged=BIG, n=2), update(2, unchanged=BIG, n=2))
+    assert (seqs(found.changes), seqs(found.letters)) == ([2], [0, 1])
+    assert isinstance(found.causes[1], BaseRowMissing)
+
+
+def test_a_partial_change_of_a_row_with_an_open_letter_is_set_aside() -> None:
+    found = sifted(update(1, unchanged=BIG), update(2, unchanged=BIG), dead=dead(1))
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([1], [0], [])
+
+
+@pytest.mark.parametrize("after", [update(1, n=2), delete(1), truncate()])
+def test_what_replaces_the_row_clears_its_letters(after: Change) -> None:
+    found = sifted(after, dead=dead(1))
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([0], [], [100])
+
+
+def test_a_truncate_clears_the_letters_of_rows_that_did_not_change() -> None:
+    found = sifted(update(1, unfit=BAD), truncate(), insert(2, n=1), dead=dead(7, 8))
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([1, 2], [], [100, 101])
+
+
+def test_the_letters_of_other_rows_stay_open() -> None:
+    assert sifted(update(1, n=1), dead=dead(1, 2, 1)).cleared.tolist() == [100, 102]
+
+
+def test_a_row_that_dies_again_has_only_its_new_letters() -> None:
+    found = sifted(update(1, n=1), update(1, unfit=BAD), dead=dead(1))
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([0], [1], [100])
+
+
+def test_a_partial_move_of_a_dead_row_takes_the_old_row_away_and_sets_the_new_one_aside() -> None:
+    found = sifted(*move(1, 2, unchanged=BIG, n=5), update(2, unchanged=BIG, n=6), dead=dead(1))
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([0], [1, 2], [100])
+
+
+def test_a_whole_move_of_a_dead_row_makes_it_live() -> None:
+    found = sifted(*move(1, 2, big="x", n=5), dead=dead(1))
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([0, 1], [], [100])
+
+
+def test_a_partial_change_whose_row_the_table_lacks_is_set_aside() -> None:
+    found = sifted(update(1, unchanged=BIG), *move(2, 3, unchanged=BIG), update(4, n=1), holds=False)
+    assert (seqs(found.changes), seqs(found.letters)) == ([1, 3], [0, 2])
+    assert {type(cause) for cause in found.causes} == {BaseRowMissing}
+
+
+def test_a_partial_change_after_a_delete_is_set_aside() -> None:
+    found = sifted(delete(1), update(1, unchanged=BIG))
+    assert (seqs(found.changes), seqs(found.letters)) == ([0], [1])
+
+
+def test_the_table_is_asked_only_for_rows_that_are_built_on() -> None:
+    asked: list[list[Any]] = []
+
+    def held(keys: pa.Table) -> Flags:
+        asked.append(keys.column("id").to_pylist())
+        return np.ones(keys.num_rows, np.bool_)
+
+    rows = completed(SHOP, update(1, n=1), update(2, unchanged=BIG), *move(3, 4, unchanged=BIG), *move(5, 6, n=1))
+    sift(SHOP, rows, DeadKeys.none(SHOP), held)
+    assert asked == [[2, 3]]
+
+
+def test_a_key_that_does_not_fit_is_set_aside_with_everything_that_happens_to_it() -> None:
+    found = sifted(insert(None, unfit=("id",)), update(None, unfit=("id",)), delete(None, unfit=("id",)), insert(1))
+    assert (seqs(found.changes), seqs(found.letters)) == ([3], [0, 1, 2])
+
+
+def test_a_date_past_what_delta_holds_is_set_aside() -> None:
+    schema = table_schema({"id": pa.int64(), "day": pa.date32()})
+    near = date(2026, 1, 1)
+    rows = completed(schema, insert(1, day=near), insert(2, day=near), delete(2, day=near))
+    far = pa.array([0, 99_000_000, 99_000_000], pa.int32()).view(pa.date32())
+    rows = rows.set_column(rows.schema.get_field_index("day"), schema.change_schema().field("day"), far)
+    found = sift(schema, rows.slice(0, 2), DeadKeys.none(schema), lambda keys: np.ones(keys.num_rows, np.bool_))
+    assert (seqs(found.changes), seqs(found.letters), found.causes[0].fields["column"]) == ([0], [1], "day")
+    found = sift(schema, rows, DeadKeys.none(schema), lambda keys: np.ones(keys.num_rows, np.bool_))
+    assert (seqs(found.changes), seqs(found.letters)) == ([0, 2], [])
+
+
+def test_a_row_of_a_day_that_delta_holds_is_taken() -> None:
+    schema = table_schema({"id": pa.int64(), "day": pa.date32()})
+    found = sifted(insert(1, day=date.max), insert(2, day=date.min + timedelta(days=1)), schema=schema)
+    assert seqs(found.changes) == [0, 1]
+
+
+# --- any story ---------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "update", "update", "delete", "move", "truncate"]), st.integers(0, 3),
+        st.integers(0, 3), st.text("ab", max_size=2), st.sampled_from([(), ("big",), ("big", "name")]), st.booleans(),
+    ),
+    max_size=30,
+)  # fmt: skip
+
+
+class Lake:
+    """A table in memory that sets aside what it cannot take, batch by batch."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Any, Row] = {}
+        self.letters: dict[int, Any] = {}
+
+    def take(self, batch: pa.Table) -> None:
+        names = [COMPOSITE.names[i] for i in key_ordinals(COMPOSITE)]
+        types = [COMPOSITE.columns[i].type for i in key_ordinals(COMPOSITE)]
+        keys = list(self.letters.values())
+        dead = DeadKeys(
+            seqs=np.array(list(self.letters), np.int64),
+            columns=[pa.array([key[i] for key in keys], kind) for i, kind in enumerate(types)],
+        )
+
+        def holds(wanted: pa.Table) -> Flags:
+            return np.array([tuple(row[name] for name in names) in self.rows for row in wanted.to_pylist()], np.bool_)
+
+        found = sift(COMPOSITE, batch, dead, holds)
+        self.rows = apply_in_memory(COMPOSITE, self.rows, fold(COMPOSITE, found.changes))
+        for seq in found.cleared.tolist():
+            del self.letters[seq]
+        for row in found.letters.to_pylist():
+            self.letters[row[change.SEQ]] = tuple(row[name] for name in names)
+
+
+def told(steps: list[tuple[Any, ...]]) -> tuple[list[Change], dict[Any, Row], list[dict[Any, Row]]]:
+    """The changes, some of which do not fit; the rows at the end, and after each change."""
+    model, sent, states = Model(), [], []
+    for *step, bad in steps:
+        for item in model.step(*step):
+            poisoned = bad and item.op not in ("delete", "truncate")
+            sent.append(Change(**{**item.__dict__, "unfit": BAD if poisoned else None}))
+            states.append(model.table())
+    return sent, model.table(), states
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=STEPS, cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_rows_are_right_or_have_a_letter_and_the_cuts_do_not_matter(steps: list[Any], cuts: list[int]) -> None:
+    sent, at_source, states = told(steps)
+    whole = completed(COMPOSITE, *sent)
+    lake, once = Lake(), Lake()
+    # The two halves of a move are of one transaction, and never come apart.
+    cuts = [cut for cut in cuts if cut < len(sent) and sent[cut].moved_from is None]
+    for first, last in itertools.pairwise(sorted({0, len(sent), *cuts})):
+        lake.take(whole.slice(first, last - first))
+    once.take(whole)
+    assert (lake.rows, sorted(lake.letters)) == (once.rows, sorted(once.letters))
+    open_keys = set(lake.letters.values())
+    for key in {*at_source, *lake.rows} - open_keys:
+        assert lake.rows.get(key) == at_source.get(key), "a row without a letter is as at the source"
+    for key in open_keys & lake.rows.keys():
+        assert any(state.get(key) == lake.rows[key] for state in states), "a row is whole, of some moment"
