@@ -42,7 +42,7 @@ def test_the_last_pattern_that_matches_a_table_decides(tmp_path: Path) -> None:
     [
         ("on_bad_row: skip", "tables.on_bad_row", "`on_bad_row: dead-letter`"),
         ("on_bad_row: {}", "tables.on_bad_row", "`on_bad_row: stop`"),
-        ('rules: {"public.a": {on_bad_row: skip}}', "tables.rules", "dead-letter"),
+        ('rules: {"public.a": {on_bad_row: skip}}', "tables.rules", "For example"),
         ("on_bad_rwo: stop", "tables", "on_bad_row"),
     ],
 )
