@@ -203,6 +203,16 @@ def test_rows_that_change_while_they_are_read_are_marked_as_they_should_be(datab
         ]  # fmt: skip
 
 
+def test_rows_that_must_be_read_again_come_in_the_tables_own_shape(database: str, tmp_path: Path) -> None:
+    make(database, "t")
+    lines = ("soft_delete: true", 'rules: {"public.t": {metadata: [_op], columns: {id: key, large: text}}}')
+    with Scene(tmp_path, database, mode="schema_only").tables_are(*lines) as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        execute(database, "UPDATE t SET x = 20 WHERE id = 2", "DELETE FROM t WHERE id = 3")
+        assert scene.settled(applying)
+        assert rows(applying, "t", "key, x, length(text), _deleted, _op") == [(2, 20, 5000, False, "update")]
+
+
 def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_for(
     database: str, tmp_path: Path
 ) -> None:
