@@ -39,7 +39,7 @@ NOWHERE = -1
 
 _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
-    "then reload the table."
+    "then reload the table. `tables.on_bad_row: dead-letter` lets it go on without such rows."
 )
 _TEXT_HINT = (
     "The text is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "

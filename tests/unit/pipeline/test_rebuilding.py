@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
@@ -24,7 +25,7 @@ from tailrace.errors import ExitCode, ForeignWrite
 from tailrace.model.position import Lsn
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds
-from tests.support.changes import delete, insert, move, update
+from tests.support.changes import KEYLESS, delete, insert, move, update
 from tests.support.logs import WIDER
 from tests.support.quiet import THINGS, Quiet
 
@@ -131,6 +132,20 @@ def test_a_change_of_shape_that_only_a_load_brings_is_refused(quiet: Quiet, call
     assert (code, quiet.table.version()) == (ExitCode.TABLE, before)
     assert "the log alone does not bring the table over a change of its shape" in err
     assert "hint: Run `tailrace snapshot FILE TABLE`" in err
+
+
+def test_a_table_without_a_key_is_rebuilt_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Quiet(tmp_path / "keyless")
+    quiet.load([{"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": "y"}], schema=KEYLESS)
+    quiet.commit(insert({"a": 3}, b="z"), delete({"a": 1}, b="x"), schema=KEYLESS)
+    quiet.commit(update({"a": 5}, b="v", before={"a": 2, "b": "y"}), schema=KEYLESS)
+    quiet.apply()
+    path = quiet.settings.tables.layout.path(THINGS)
+    DeltaTable(str(path)).delete("a = 1")
+    code = main(["rebuild", str(quiet.file), "public.things", "--from-version", "0"])
+    assert code == ExitCode.OK, capsys.readouterr()
+    found = [row for file in quiet.table.files() for row in pq.read_table(path / file).to_pylist()]
+    assert sorted((row["a"], row["b"]) for row in found) == [(1, "x"), (3, "z"), (5, "v")]
 
 
 def test_versions_of_before_can_still_be_read(quiet: Quiet, call: Any) -> None:

@@ -11,7 +11,7 @@ from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
 from tailrace.pipeline.status import deadletters_open
 from tailrace.spark import setting_aside
-from tests.support.changes import Change, delete, insert, move, update
+from tests.support.changes import KEYLESS, Change, delete, insert, move, update
 from tests.support.quiet import THINGS, Quiet
 
 BIG, BAD = ("big",), ("n",)
@@ -74,6 +74,15 @@ def test_a_partial_change_without_its_row_is_set_aside_and_never_nulled(quiet: Q
 def test_the_default_is_to_stop(tmp_path: Path) -> None:
     quiet = loaded(tmp_path, on_bad_row="stop")
     quiet.commit(update(1, unfit=BAD))
+    (outcome,) = quiet.apply()
+    assert isinstance(outcome.error, ValueUnfit)
+    assert not (quiet.settings.log.path / "dead").exists()
+
+
+def test_a_table_without_a_key_stops_whatever_is_set(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter")
+    quiet.load([{"a": 1, "b": "x"}], schema=KEYLESS)
+    quiet.commit(insert({"a": 2}, unfit=("b",)), schema=KEYLESS)
     (outcome,) = quiet.apply()
     assert isinstance(outcome.error, ValueUnfit)
     assert not (quiet.settings.log.path / "dead").exists()
