@@ -43,7 +43,8 @@ soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other reader
 	@TAILRACE_THOROUGH=1 TAILRACE_SOAK_ROUNDS=$(ROUNDS) TAILRACE_LOAD_KILLS=$(ROUNDS) TAILRACE_ORACLE_EXAMPLES=$$(($(ROUNDS) * 20)) \
 		$(PY) -m pytest tests/crash tests/oracle tests/integration/test_loading.py \
 		tests/integration/test_load_modes.py tests/integration/test_load_manners.py \
-		tests/integration/test_snapshot_command.py tests/integration/test_read_format.py --timeout=0 $(ARGS)
+		tests/integration/test_snapshot_command.py tests/integration/test_read_format.py \
+		tests/integration/test_benches.py --timeout=0 $(ARGS)
 
 fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, ARGS="--target decode --keep")
 	@nice -n 10 $(PY) tools/fuzz.py --seconds $(SECONDS) $(ARGS)
