@@ -442,6 +442,7 @@ class TablesSettings(BaseModel):
 
     model_config = _FROZEN
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
+    engine: Literal["delta-rs", "spark"] = "delta-rs"
     path: Folder
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
@@ -451,7 +452,7 @@ class TablesSettings(BaseModel):
         """Where each table lies."""
         from tailrace.tables.layout import Layout
 
-        return Layout(root=self.path)
+        return Layout(root=self.path, engine=self.engine)
 
 
 class LoadSettings(BaseModel):
@@ -683,6 +684,7 @@ _EXAMPLES = {
     "log.seal": "`seal: {bytes: 128MiB, commits: 4096, age: 10min}`",
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
+    "tables.engine": "`engine: delta-rs`, or `engine: spark`",
     "tables.path": "`path: ./shop/lake`",
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",

@@ -152,7 +152,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
         Seeds(work.log).stage(work.seed, done)
         failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.schema.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=as_ours(error))
     return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done)
 
 
@@ -169,7 +169,7 @@ def refresh_table(work: RefreshWork) -> Outcome:
             keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None,
         )  # fmt: skip
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.schema.table, error=_as_ours(error))
+        return Outcome(table=work.schema.table, error=as_ours(error))
     return Outcome(
         table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
         cursor=applied.cursor, schema=work.schema,
@@ -211,7 +211,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
         again = partial(_read_again, work, changes) if work.reader is not None else None
         applied = table.apply(work.shape, folded, work.expected, work.cursor, touch=True, reread=again)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
         table=work.table,
         rows=changes.num_rows,
@@ -230,7 +230,7 @@ def tend_table(work: TendWork) -> Outcome:
     try:
         tended = work.place.open().tend(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.table, error=_as_ours(error), seconds=time.monotonic() - started)
+        return Outcome(table=work.table, error=as_ours(error), seconds=time.monotonic() - started)
     return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
 
 
@@ -240,19 +240,22 @@ def evolve_table(work: EvolveWork) -> Outcome:
     try:
         work.place.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
-        return Outcome(table=work.table, error=_as_ours(error))
+        return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
         table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema
     )
 
 
 def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
-    """The rows as the source has them now, the transactions of these changes included.
+    return read_again(work, pc.unique(changes.column(change.TX)).to_pylist(), keys)
+
+
+def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
+    """The rows as the source has them now, these transactions included.
 
     Whoever waits for the replay to pass the last chunk must hear of it before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
-    transactions = pc.unique(changes.column(change.TX)).to_pylist()
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with work.reader as reader:
@@ -271,9 +274,13 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
 
 def _changes(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
+    empty = pa.RecordBatch.from_pylist([], work.shape.change_schema())
+    return pa.Table.from_batches([empty, *change_batches(work, work.expected.seq)])
+
+
+def change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
+    """The changes of the work's slices past this number that the table has not covered, in order."""
     log = ChangeLog.open(work.log)
-    pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
-    seq = work.expected.seq
     for first, last in _together(log, work.slices):
         for batch in log.read(
             first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq
@@ -282,9 +289,8 @@ def _changes(work: ApplyWork) -> pa.Table:
             if batch.data.num_rows:
                 if error := unusable(work.shape, batch.schema, first.first):
                     raise error
-                pieces.append(batch.completed())
+                yield batch.completed()
         seq = max(seq, last.last_seq)
-    return pa.Table.from_batches(pieces)
 
 
 def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:
@@ -304,7 +310,7 @@ def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, 
         begin = end
 
 
-def _as_ours(error: Exception) -> TailraceError:
+def as_ours(error: Exception) -> TailraceError:
     """Any failure as an error that can be shown; a defect of ours says so."""
     if isinstance(error, TailraceError):
         return error

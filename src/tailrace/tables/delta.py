@@ -51,7 +51,7 @@ from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Opened:
+class Opened:
     """The table as it stood at one version."""
 
     folder: Path
@@ -184,12 +184,12 @@ class DeltaRsTable:
         self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
         reread: Reread | None = None,
     ) -> Applied:  # fmt: skip
-        opened = self._loaded()
+        opened = self.opened()
         here = opened.position.cursor
         idle = not folded.truncated and not folded.rows.num_rows
         if here.seq >= cursor.seq or (idle and not touch):
             return Applied(committed=False, cursor=here)
-        self._refuse_elsewhere(opened.position, schema, expected)
+        self.refuse_elsewhere(opened.position, schema, expected)
         if not folded.truncated:
             folded = replace(folded, rows=with_bases(schema, opened.table, folded.rows, reread))
         self._write(opened, schema, folded, self._properties(schema, cursor))
@@ -207,11 +207,11 @@ class DeltaRsTable:
     ) -> Applied:  # fmt: skip
         if not schema.key:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
-        opened = self._loaded()
+        opened = self.opened()
         here = opened.position.cursor
         if here != expected and here.seq >= cursor.seq:
             return Applied(committed=False, cursor=here)
-        self._refuse_elsewhere(opened.position, schema, expected)
+        self.refuse_elsewhere(opened.position, schema, expected)
         self._refuse_features(opened.table)
         properties, before = self._properties(schema, cursor), opened.table.version()
         try:
@@ -241,7 +241,7 @@ class DeltaRsTable:
             )  # fmt: skip
 
     def _exchange(
-        self, opened: _Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
+        self, opened: Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
     ) -> None:  # fmt: skip
         """Swap some files for others with these rows."""
@@ -267,12 +267,12 @@ class DeltaRsTable:
             discard(self._path, name)
 
     def evolve(self, recast: Recast, expected: Cursor) -> Applied:
-        opened = self._loaded()
+        opened = self.opened()
         here, old = opened.position.cursor, opened.position.schema
         if here == expected and old.same_as(recast.schema):
             return Applied(committed=False, cursor=here)
         if here != expected:
-            raise self._elsewhere(here, expected)
+            raise self.elsewhere(here, expected)
         self._refuse_features(opened.table)
         before = opened.table.version()
         laid = lay_out(opened.table, recast)
@@ -291,7 +291,7 @@ class DeltaRsTable:
         self._make_durable(opened.folder, before + 1)
         return Applied(committed=True, cursor=here)
 
-    def _recast(self, opened: _Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
+    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
         """Write every row anew, and swap the files."""
         name = f"recast-{uuid.uuid4().hex}"
         files = stage(self._path, name, shape, recast_rows(opened.table, laid))
@@ -302,9 +302,9 @@ class DeltaRsTable:
             raise
 
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
-        opened = self._loaded()
+        opened = self.opened()
         if opened.position.cursor != expected:
-            raise self._elsewhere(opened.position.cursor, expected)
+            raise self.elsewhere(opened.position.cursor, expected)
         table, properties = opened.table, opened.position.properties()
         done = Tended()
         adds = pa.table(table.get_add_actions(flatten=True))
@@ -327,29 +327,31 @@ class DeltaRsTable:
             done = replace(done, removed=removed[0])
         return done
 
-    def _loaded(self) -> _Opened:
+    def opened(self) -> Opened:
+        """The table as it stands; refuses where `cursor` is None."""
         opened = self._open()
         if opened is None:
             raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
         return opened
 
-    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
+    def refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
         """Refuse to go on from another position, or with rows of another shape."""
         if position.cursor != expected:
-            raise self._elsewhere(position.cursor, expected)
+            raise self.elsewhere(position.cursor, expected)
         if not position.schema.same_rows(schema):
             raise SchemaChanged(
                 "the table was loaded with other columns", table=schema.table, path=self._path, hint=REPLACE_HINT
             )
 
-    def _elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
+    def elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
+        """What an apply that starts from another position is told."""
         return ForeignWrite(
             "the table is not where this apply starts from", path=self._path, expected_seq=expected.seq,
-            found_seq=here.seq, hint=_ONE_APPLIER,
+            found_seq=here.seq, hint=ONE_APPLIER,
         )  # fmt: skip
 
     def _write(
-        self, opened: _Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
+        self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
         """One commit, in the cheapest way that is exact."""
         table, before = opened.table, opened.table.version()
@@ -380,7 +382,7 @@ class DeltaRsTable:
         )
 
     def _rewrite(
-        self, opened: _Opened, schema: TableSchema, folded: Folded, upserts: pa.Table, properties: CommitProperties
+        self, opened: Opened, schema: TableSchema, folded: Folded, upserts: pa.Table, properties: CommitProperties
     ) -> None:  # fmt: skip
         """Everything but the rows to be removed, then the rows to be added."""
         reading = DeltaTable(str(opened.folder), version=opened.table.version())
@@ -411,7 +413,7 @@ class DeltaRsTable:
             write()
         except CommitFailedError as exc:
             raise ForeignWrite(
-                "someone else committed to the table at the same time", path=self._path, hint=_ONE_APPLIER
+                "someone else committed to the table at the same time", path=self._path, hint=ONE_APPLIER
             ) from exc
         except (DeltaError, OSError) as exc:
             raise unreadable(self._path, exc) from exc
@@ -437,7 +439,7 @@ class DeltaRsTable:
         except (DeltaError, OSError) as exc:
             raise unreadable(self._path, exc) from exc
 
-    def _open(self) -> _Opened | None:
+    def _open(self) -> Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
         newest = self._newest()
         if newest is None:
@@ -451,7 +453,7 @@ class DeltaRsTable:
             raise ForeignWrite(
                 "the table's position and its transaction number differ", path=self._path, hint=REPLACE_HINT
             )
-        return _Opened(folder=folder, table=table, position=position)
+        return Opened(folder=folder, table=table, position=position)
 
     def _own_table(self) -> DeltaTable | None:
         """What a load may replace; None where there is nothing. Others' changes to our table do not hinder it."""
@@ -475,7 +477,7 @@ class DeltaRsTable:
 
 _NTZ = "timestampNtz"
 _LOAD_AGAIN = "Load the table again; nobody else may write or remove files in its folder meanwhile."
-_ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
+ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 
 
 def _create(folder: Path, fields: DeltaSchema, adds: list[AddAction], properties: CommitProperties) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tailrace.model.schema import TableId
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.paths import table_path
+
+Engine = Literal["delta-rs", "spark"]
+"""Who writes rows: delta-rs, on one machine, or Spark's Delta connector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,9 +20,11 @@ class Place:
 
     path: Path
     log_id: str
+    engine: Engine = "delta-rs"
 
     def open(self) -> DeltaRsTable:
-        """The table, whether it is there or not."""
+        """The table, whether it is there or not. What needs no rows is the same for every engine; with another than
+        delta-rs, work that changes rows is done by `spark/driving.py`."""
         return DeltaRsTable(self.path, self.log_id)
 
 
@@ -27,10 +33,11 @@ class Layout:
     """Where the tables of one pipeline lie."""
 
     root: Path
+    engine: Engine = "delta-rs"
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
-        return Place(path=self.path(table), log_id=log_id)
+        return Place(path=self.path(table), log_id=log_id, engine=self.engine)
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""

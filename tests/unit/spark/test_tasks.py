@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ def memory() -> Iterator[pa.MemoryPool]:
     pool = pa.proxy_memory_pool(before)
     pa.set_memory_pool(pool)
     yield pool
+    gc.collect()  # what came from this pool must not outlive it
     pa.set_memory_pool(before)
 
 

@@ -20,10 +20,10 @@ from tailrace import failpoints
 from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, Unsupported
 from tailrace.model.position import Lsn
 from tailrace.tables.base import Applied, Cursor
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import StagedFile, stage
 from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update
+from tests.support.engines import open_table
 
 LOG = "a-log"
 KEYED = table_schema(
@@ -45,7 +45,7 @@ class Lake:
 
     def __init__(self, folder: Path, files: Sequence[Sequence[dict[str, Any]]], schema: Any = SHOP) -> None:
         self.path, self.schema, self._count = folder / "t", schema, 0
-        self.table = DeltaRsTable(self.path, LOG)
+        self.table = open_table(self.path, LOG)
         self.table.land(schema, [file for rows in files for file in self.stage(rows)], at(0))
 
     def stage(self, rows: Sequence[dict[str, Any]], schema: Any = None) -> tuple[StagedFile, ...]:
@@ -189,7 +189,7 @@ def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path
     with pytest.raises(Unsupported):
         Lake(tmp_path / "k", [], KEYLESS).refresh([])
     with pytest.raises(TableUnusable, match="not been loaded"):
-        DeltaRsTable(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
+        open_table(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
 
 
 def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(
