@@ -1,4 +1,4 @@
-"""A real Delta table written by delta-rs, held to every promise of `LakeTable`."""
+"""A real Delta table, held to every promise of `LakeTable`: by delta-rs, or with `make engines` by Spark."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.engines import open_table
+from tests.support.engines import examples, not_spark, open_table
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id, content
 
 
@@ -62,6 +62,7 @@ def nothing_committed(mirror: Mirror) -> Iterator[None]:
 # --- position ----------------------------------------------------------------------------------------------
 
 
+@not_spark  # a session cannot be sent to another process
 def test_a_delta_table_is_a_lake_table(tmp_path: Path) -> None:
     table: LakeTable = open_table(tmp_path / "t", LOG)
     assert pickle.loads(pickle.dumps(table)).cursor() is None
@@ -752,7 +753,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, pending = Model(), []
@@ -767,7 +768,7 @@ def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[An
 
 
 @given(STEPS, st.lists(st.integers(0, 40), min_size=5, max_size=5))
-@settings(max_examples=100 if os.environ.get("TAILRACE_THOROUGH") else 40, deadline=None)
+@settings(max_examples=examples(100 if os.environ.get("TAILRACE_THOROUGH") else 40), deadline=None)
 def test_rows_read_at_any_time_and_the_changes_since_end_in_the_source_s_rows(
     steps: list[tuple[Any, ...]], read_at: list[int]
 ) -> None:
@@ -799,7 +800,7 @@ IMAGE = st.tuples(st.sampled_from([None, 0]), st.sampled_from([None, "x"]))
 
 @given(st.lists(st.tuples(st.sampled_from(["insert"] * 4 + ["update", "delete", "delete", "truncate"]), IMAGE, IMAGE,
                           st.integers(0, 5).map(lambda n: n == 0)), min_size=10, max_size=30))  # fmt: skip
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_any_keyless_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, pending = KeylessModel(), []

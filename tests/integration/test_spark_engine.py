@@ -9,6 +9,8 @@ import pytest
 
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
+from tailrace.tables.staging import StagedFile, stage
+from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import (
     KEYLESS,
     SHOP,
@@ -80,6 +82,20 @@ def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest
     for plan in plans:
         assert "Relation [" in plan or "InMemoryRelation" in plan, "rows come from files"
         assert "LocalRelation" not in plan, "and not from here"
+
+
+def test_small_files_are_joined_and_the_position_stays(tmp_path: Path) -> None:
+    path, files = tmp_path / "t", list[StagedFile]()
+    for number in range(10):
+        files += stage(path, f"load-{number}", SHOP, record_batches(SHOP, [{"id": number, "big": str(number)}]))
+    table = open_table(path, LOG)
+    table.land(SHOP, files, at(0))
+    tended = table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(0))
+    assert (tended.joined, tended.made, len(table.files())) == (10, 1, 1)
+    for engine in (table, DeltaRsTable(path, LOG)):
+        assert (engine.cursor(), engine.rows()) == (at(0), 10)
+    assert table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=3600.0), at(0)).joined == 0
+    assert by_id(content(path, SHOP)) == {number: str(number) for number in range(10)}
 
 
 SOURCE = """

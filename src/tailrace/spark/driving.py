@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from py4j.protocol import Py4JNetworkError
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
@@ -87,7 +88,7 @@ class SparkEngine:
                     work.shape, folded, work.expected, work.cursor, touch=True, given=given
                 )
         except Exception as error:  # the work's boundary: the table fails, the others go on
-            return Outcome(table=work.table, error=as_ours(error))
+            return _failed(work.table, error)
         return Outcome(
             table=work.table, rows=folded.changes, seconds=time.monotonic() - started, cursor=work.cursor,
             schema=work.shape, bytes_changed=folded.bytes, bytes_written=applied.bytes, version=applied.version,
@@ -162,10 +163,20 @@ def _transactions(batch: pa.RecordBatch) -> Iterator[int]:
     yield from pc.unique(batch.column(change.TX)).to_pylist()
 
 
+def _failed(table: TableId, error: Exception) -> Outcome:
+    """What failed is the table's, unless Spark itself is gone: whoever watches over that says so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (Py4JNetworkError, ConnectionError)):
+            raise error
+        cause = cause.__cause__
+    return Outcome(table=table, error=as_ours(error))
+
+
 def _timed(table: TableId, work: Callable[[], Outcome]) -> Outcome:
     started = time.monotonic()
     try:
         done = work()
     except Exception as error:  # the work's boundary: the table fails, the others go on
-        done = Outcome(table=table, error=as_ours(error))
+        done = _failed(table, error)
     return replace(done, seconds=time.monotonic() - started)

@@ -37,6 +37,8 @@ ROWS_AT_ONCE_MAX = 1 << 18
 """Changes that one task folds."""
 BUCKETS_MAX = 512
 """Files that one task writes at a time; past 134 million changes of one stretch buckets grow."""
+BATCH_ROWS_MAX = 1 << 12
+"""Changes that are dealt out together."""
 GROUP_ROWS_MAX = 1 << 17
 _SEED = 0
 
@@ -122,7 +124,10 @@ class _Part:
     """The number of the last TRUNCATE of the stretch: what came before it is of no account."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        return change_batches(replace(self.work, slices=self.slices), self.after_seq)
+        """In pieces small enough to be copied."""
+        for batch in change_batches(replace(self.work, slices=self.slices), self.after_seq):
+            for start in range(0, batch.num_rows, BATCH_ROWS_MAX):
+                yield batch.slice(start, BATCH_ROWS_MAX)
 
 
 @dataclass(frozen=True, kw_only=True)

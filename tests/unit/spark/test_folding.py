@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -51,6 +52,14 @@ def folded(
     folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]], rows_max: int
 ) -> tuple[FoldedFiles, pa.Table]:
     """What comes of these commits, and the rows in the files."""
+    found = fold_stretch(stretch(folder, schema, commits), folder / "scratch", here, rows_max)
+    pieces = [pq.ParquetFile(file).read() for file in found.files]
+    rows = [row for piece in pieces for row in piece.to_pylist()]
+    return found, pa.Table.from_pylist(rows, schema=folded_schema(schema))
+
+
+def stretch(folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]]) -> ApplyWork:
+    """A log of these commits, to be applied from its beginning; and a folder for what comes of them."""
     diary = Diary(folder / "log")
     for rows in commits:
         diary.commit((schema, rows))
@@ -59,16 +68,11 @@ def folded(
     index = LogIndex(log)
     index.grow()
     slices = tuple(index.pending(1, -1, index.commit))
-    work = ApplyWork(
+    (folder / "scratch").mkdir()
+    return ApplyWork(
         table=schema.table, log=diary.path, place=Place(path=folder / "t", log_id=log.log_id), slices=slices,
         shape=schema, expected=START, cursor=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
     )  # fmt: skip
-    (folder / "scratch").mkdir()
-    found = fold_stretch(work, folder / "scratch", here, rows_max)
-    pieces = [pq.ParquetFile(file).read() for file in found.files]
-    fields = folded_schema(schema)
-    rows = [row for piece in pieces for row in piece.to_pylist()]
-    return found, pa.Table.from_pylist(rows, schema=fields)
 
 
 STEPS = st.lists(
@@ -129,6 +133,25 @@ def test_a_transaction_larger_than_a_task_holds_is_dealt_out(tmp_path: Path) -> 
     assert sorted(table.column("c0").to_pylist()) == list(range(5_000))
     sizes = [pq.ParquetFile(file).metadata.num_rows for file in found.files]
     assert max(sizes) < 2 * 700  # no task folds many more than it should
+
+
+def test_memory_does_not_grow_with_the_transaction(tmp_path: Path) -> None:
+    wide = "x" * 1_000
+    peaks = []
+    for number, rows in enumerate((4_000, 32_000)):
+        before = pa.default_memory_pool()
+        pool = pa.proxy_memory_pool(before)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        work = stretch(folder, SHOP, [[insert(i, big=f"{i}{wide}") for i in range(rows)]])
+        pa.set_memory_pool(pool)
+        try:
+            assert fold_stretch(work, folder / "scratch", here, 2_000).upserts == rows
+            gc.collect()  # what came from this pool must not outlive it
+        finally:
+            pa.set_memory_pool(before)
+        peaks.append(pool.max_memory())
+    assert peaks[1] < 2 * peaks[0], peaks
 
 
 def test_a_row_that_changes_again_and_again_does_not_fill_its_bucket(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tailrace.tables.base import Applied, Cursor
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import StagedFile, stage
 from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update
-from tests.support.engines import open_table
+from tests.support.engines import examples, open_table
 
 LOG = "a-log"
 KEYED = table_schema(
@@ -237,7 +237,7 @@ ROWS = st.dictionaries(KEY, VALUE, max_size=5).map(rows_of)
 
 
 @given(st.lists(ROWS, max_size=4), ROWS, st.none() | st.lists(KEY, max_size=8), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys: Any, other: int) -> None:
     table: Rows = {}
     files: list[Rows] = []
