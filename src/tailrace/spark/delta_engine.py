@@ -43,8 +43,8 @@ from tailrace.spark.frames import (
     merge_statement,
     named,
     own_columns,
-    quoted,
     spark_schema,
+    table_at,
 )
 from tailrace.spark.guard import guard, was_overtaken
 from tailrace.tables.base import Applied, Cursor, Reread
@@ -54,13 +54,14 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import DELETE, UPSERT, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.limits import refuse_spark_names
-from tailrace.tables.recast import Laid, lay_out, only_adds
+from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.upkeep import Tended, Upkeep, to_join
 
 SCRATCH = "_tailrace"
 """Below a table's folder; readers and Delta's own upkeep pass over names that begin so."""
 
+_UNREADABLE = re.compile(r"PATH_NOT_FOUND|FAILED_READ_FILE|CANNOT_READ_FILE|FileNotFoundException|not a Parquet file")
 _SETTINGS = {
     # Who commits meanwhile fails us, whatever it was.
     "spark.databricks.delta.maxCommitAttempts": "0",
@@ -87,6 +88,8 @@ class _Source:
     kept: frozenset[int] = frozenset()
     left_out: int = 0
     """Rows that were to be read again, and are gone at the source."""
+    emptied: tuple[str, ...] = ()
+    """Columns that only the table has, and that rows lose which are read anew."""
 
 
 Given = Callable[[DataFrame], DataFrame]
@@ -103,8 +106,6 @@ class SparkDeltaTable:
             self.session.conf.set(name, value)
         self._path, self._log_id = path.absolute(), log_id
         self._plain = DeltaRsTable(path, log_id)
-
-    # What needs no rows needs no Spark.
 
     def cursor(self) -> Cursor | None:
         return self._plain.cursor()
@@ -195,8 +196,6 @@ class SparkDeltaTable:
             return self._nothing(fields)
         return self.session.read.schema(spark_schema(fields)).parquet(*map(str, folded.files))
 
-    # Rows with a key.
-
     def _merge_source(
         self, schema: TableSchema, table: Opened, rows: DataFrame, absent: frozenset[int], given: Given | None
     ) -> _Source:  # fmt: skip
@@ -253,11 +252,9 @@ class SparkDeltaTable:
         view = f"source_{uuid.uuid4().hex}"
         self._guarded(table, source.rows).createOrReplaceTempView(view)
         try:
-            self.session.sql(merge_statement(schema, _target(table), view, source.kept))
+            self.session.sql(merge_statement(schema, table.folder, view, source.kept, source.emptied))
         finally:
             self.session.catalog.dropTempView(view)
-
-    # Rows without a key.
 
     def _without(self, schema: TableSchema, table: Opened, rows: DataFrame) -> DataFrame:
         """The table's rows less so many copies of each image; too few of one is an error."""
@@ -282,8 +279,6 @@ class SparkDeltaTable:
         kept = joined.where("image IS NULL").unionByName(numbered.where(~dropped).drop("n"))
         return kept.select(*(f.col(f"t{i}").alias(c.name) for i, c in enumerate(schema.columns)))
 
-    # Other commits.
-
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
         keys: Sequence[StagedFile] | None = None,
@@ -303,7 +298,9 @@ class SparkDeltaTable:
         found = self._keep(changes)
         counts = {row["op"]: row["count"] for row in found.groupBy("op").count().collect()}
         if counts:
-            version = self._commit(table, after, lambda: self._merge(schema, table, _Source(rows=found)))
+            emptied = tuple(column.name for column in kept_columns(table.table, schema))
+            source = _Source(rows=found, emptied=emptied)
+            version = self._commit(table, after, lambda: self._merge(schema, table, source))
         elif after.cursor != table.position.cursor:
             nothing = self._nothing(pa.schema(schema.row_fields()))
             version = self._commit(table, after, lambda: self._save(table, nothing, "append"))
@@ -337,7 +334,11 @@ class SparkDeltaTable:
         if here != expected:
             raise self._plain.elsewhere(here, expected)
         laid = lay_out(table.table, recast)
-        refuse_spark_names(replace(recast.schema, columns=laid.columns, facts=None))
+        shape = replace(recast.schema, columns=laid.columns, facts=None)
+        refuse_spark_names(shape)
+        # A commit without rows, which the connector makes nobody but a person do.
+        self._plain.add_features(table.folder, table.table, shape)
+        table = self._plain.opened()
         after = replace(table.position, schema=recast.schema)
         if only_adds(table.table, laid):
             nothing = self._nothing(laid.fields)
@@ -394,7 +395,7 @@ class SparkDeltaTable:
         before = table.table.version()
         with self._told():
             self._unset()
-            self.session.sql(f"OPTIMIZE {_target(table)}").collect()
+            self.session.sql(f"OPTIMIZE {table_at(table.folder)}").collect()
         joined = made = size = 0
         for version in range(before + 1, (self._plain.version() or before) + 1):
             written = self._make_durable(version)
@@ -457,6 +458,8 @@ class SparkDeltaTable:
             if was_overtaken(said):
                 raise self._overtaken() from exc
             found = re.search(r"\[([A-Z][A-Z0-9_.]{3,})\]", said)
+            if _UNREADABLE.search(said):
+                raise unreadable(self._path, OSError(found[1] if found else "")) from exc
             raise TableFailed(
                 "Spark's Delta connector failed", path=self._path, reason=found[1] if found else type(exc).__name__,
                 hint="See the file status/spark.log of the log; if it comes back, report it.",
@@ -481,7 +484,8 @@ class SparkDeltaTable:
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
         try:
-            yield folder
+            with self._told():
+                yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -493,7 +497,3 @@ class SparkDeltaTable:
 
     def _scratch(self) -> Path:
         return self._folder() / SCRATCH
-
-
-def _target(table: Opened) -> str:
-    return f"delta.{quoted(str(table.folder))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import pyarrow as pa
 from pyspark.sql import Column as SparkColumn
@@ -23,6 +24,11 @@ def spark_schema(fields: pa.Schema) -> StructType:
 def quoted(name: str) -> str:
     """A column's name as Spark's SQL has it, verbatim."""
     return "`" + name.replace("`", "``") + "`"
+
+
+def table_at(folder: Path) -> str:
+    """A Delta table as Spark's SQL names it."""
+    return f"delta.{quoted(str(folder))}"
 
 
 def named(name: str) -> SparkColumn:
@@ -57,15 +63,19 @@ def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
     return came.select(*(f.col(f"c{i}").alias(column.name) for i, column in enumerate(schema.columns)))
 
 
-def merge_statement(schema: TableSchema, target: str, view: str, kept: Collection[int]) -> str:
-    """The merge of a view's rows `c0…cN` and `op`; where a flag `k<i>` is set the table's own row keeps its value."""
+def merge_statement(
+    schema: TableSchema, folder: Path, view: str, kept: Collection[int], emptied: Collection[str] = ()
+) -> str:
+    """The merge of a view's rows `c0…cN` and `op`; where a flag `k<i>` is set the table's own row keeps its value.
+    Columns that are emptied have null in rows that change."""
     names = [quoted(column.name) for column in schema.columns]
     over = ", ".join(
         f"{name} = CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else f"{name} = s.c{i}"
         for i, name in enumerate(names)
     )
+    over += "".join(f", {quoted(name)} = NULL" for name in emptied)
     return (
-        f"MERGE INTO {target} t USING {view} s"
+        f"MERGE INTO {table_at(folder)} t USING {view} s"
         f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}"
         f" WHEN MATCHED AND s.op = {DELETE} THEN DELETE"
         f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}"

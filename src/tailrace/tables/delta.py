@@ -133,7 +133,7 @@ class DeltaRsTable:
     ) -> None:  # fmt: skip
         """Make the files all that the table holds, with these columns."""
         adds = [self._add(folder, file) for file in files]
-        self._add_features(folder, table, schema)
+        self.add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
                 [*adds], mode="overwrite", schema=_delta_fields(schema), commit_properties=properties
@@ -157,7 +157,7 @@ class DeltaRsTable:
             data_change=True, stats=file.stats,
         )  # fmt: skip
 
-    def _add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
+    def add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
         """Allow the table timestamps without a zone, a feature that a new schema does not bring along.
 
         A commit of its own that changes no rows. It repeats the position, unless others wrote since: what a crash
@@ -282,7 +282,7 @@ class DeltaRsTable:
         if not only_adds(opened.table, laid):
             self._recast(opened, shape, laid, properties)
         elif laid.added:
-            self._add_features(opened.folder, opened.table, shape)
+            self.add_features(opened.folder, opened.table, shape)
             before = opened.table.version()
             fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
             self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=properties))
