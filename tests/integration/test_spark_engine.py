@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tailrace.errors import TableFailed
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import StagedFile, stage
@@ -137,6 +138,18 @@ def test_a_pipeline_changes_its_engine_and_back(database: str, tmp_path: Path) -
     pipeline.catch_up()
     pipeline.assert_equal("orders", "marks", "cleared")
     assert "Apache-Spark" not in newest_commit(pipeline.lake / "public" / "orders")
+
+
+def test_jars_that_cannot_be_had_are_named_with_the_next_step(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    pipeline = Pipeline(tmp_path / "one", database)
+    wrong = "io.delta:delta-spark_9.9_2.13:1.0"
+    spark = f'spark: {{settings: {{spark.jars.packages: "{wrong}"}}}}\n'
+    pipeline.file.write_text(spark + pipeline.file.read_text() + "  engine: spark\n")
+    done = pipeline.call("run", "--until-caught-up")
+    assert done.returncode == TableFailed.exit_code, done.stderr
+    assert f"error: Spark did not start with its Delta connector (packages={wrong})" in done.stderr
+    assert "hint: Can this machine fetch the jars?" in done.stderr
 
 
 def newest_commit(folder: Path) -> str:
