@@ -2,7 +2,7 @@
 # Needs Python 3.11 or newer and make; `make setup` gets the rest into .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test demo bench matrix soak fuzz clean distclean
+.PHONY: help setup check test demo bench matrix engines soak fuzz clean distclean
 
 PY := .venv/bin/python
 ARGS ?=
@@ -39,6 +39,9 @@ bench: setup ## Measure against pg_recvlogical and Debezium; writes docs/benchma
 matrix: setup ## Run the tests that talk to a server on every PostgreSQL at hand (VERSIONS="15 16 18")
 	@TAILRACE_THOROUGH=1 $(PY) tools/matrix.py $(VERSIONS) -- $(ARGS)
 
+engines: setup ## Hold Spark's Delta connector to the tests of lake tables, in an environment of its own (.venv-spark)
+	@$(PY) tools/engines.py $(ARGS)
+
 soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other readers at length
 	@TAILRACE_THOROUGH=1 TAILRACE_SOAK_ROUNDS=$(ROUNDS) TAILRACE_LOAD_KILLS=$(ROUNDS) TAILRACE_ORACLE_EXAMPLES=$$(($(ROUNDS) * 20)) \
 		$(PY) -m pytest tests/crash tests/oracle tests/integration/test_loading.py \
@@ -55,4 +58,4 @@ clean: ## Remove caches and build leftovers; .venv stays
 	@find src tests benchmarks tools -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too
-	@rm -rf .venv .venv-debezium
+	@rm -rf .venv .venv-debezium .venv-spark

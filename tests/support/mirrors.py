@@ -11,9 +11,9 @@ from deltalake import DeltaTable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
 from tests.support.changes import SHOP, Change, changes, record_batches
+from tests.support.engines import open_table
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
 BIG = ("big",)
@@ -29,7 +29,7 @@ class Mirror:
 
     def __init__(self, folder: Path, schema: TableSchema = SHOP, rows: Any = (), log: str = LOG) -> None:
         self.schema, self.folder = schema, folder
-        self.table = DeltaRsTable(folder, log)
+        self.table = open_table(folder, log)
         self.table.load(schema, record_batches(schema, rows), at(0))
 
     @property

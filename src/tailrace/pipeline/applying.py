@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -35,6 +36,8 @@ from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
+from tailrace.spark.connector import connector_settings
+from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.spark.wake import Wake
@@ -76,6 +79,8 @@ class Applying:
         self._scratch.mkdir(mode=0o700)
         self._jvm: Jvm | None = None
         self._spark: SparkSession | None = None
+        self._engine: SparkEngine | None = None
+        """Where Spark's connector writes the tables."""
         self._query: StreamingQuery | None = None
         self._restarts = 0
         self._threads: list[threading.Thread] = []
@@ -101,14 +106,25 @@ class Applying:
         self._in_background(self._start)
 
     def _start(self) -> None:
-        spark = self._settings.spark
-        self._jvm = Jvm(
-            self._settings.name, self._scratch, self.spark_log, master=spark.master, settings=spark.settings,
-            readers=self._settings.load.connections,
-        )  # fmt: skip
+        spark, by_spark = self._settings.spark, self._settings.tables.engine == "spark"
+        settings = connector_settings(spark.settings) if by_spark else spark.settings
+        try:
+            self._jvm = Jvm(
+                self._settings.name, self._scratch, self.spark_log, master=spark.master, settings=settings,
+                readers=self._settings.load.connections,
+            )  # fmt: skip
+        except PySparkRuntimeError as exc:
+            if not by_spark:
+                raise
+            raise TableFailed(
+                "Spark did not start with its Delta connector", packages=settings.get("spark.jars.packages"),
+                hint=f"Can this machine fetch the jars? See {self.spark_log}. Another place for them can be named in "
+                "`spark.settings` (spark.jars.repositories, spark.jars.ivySettings, spark.jars).",
+            ) from exc
         if self._stopping.is_set():
             return
         self._spark = self._jvm.open_session()
+        self._engine = SparkEngine(self._spark) if by_spark else None
         known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
         self._wake = Wake(self.lives.bounded, min([*known, self.lives.index.commit]) if known else 0)
         self._in_background(lambda: self._wake.speak(self._stopping))
@@ -221,6 +237,8 @@ class Applying:
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         assert self._spark is not None, "started"
+        if self._engine is not None and self._engine.does(task):
+            return self._engine.run(task, works)
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
     # Applying.

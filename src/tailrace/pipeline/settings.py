@@ -497,6 +497,7 @@ class TablesSettings(BaseModel):
     model_config = _FROZEN
     _pipeline: str = PrivateAttr(default="")
     format: Annotated[Literal["delta"], BeforeValidator(_check_format)] = "delta"
+    engine: Literal["delta-rs", "spark"] = "delta-rs"
     path: Folder
     mode: Kept = "mirror"
     soft_delete: bool = False
@@ -517,6 +518,24 @@ class TablesSettings(BaseModel):
                     f"is for `mode: mirror`: a table in `mode: {mode}` keeps what is deleted anyway",
                     "Remove it, or write `mode: mirror`.", (*at, "soft_delete"),
                 )  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _spark_writes_mirrors(self) -> TablesSettings:
+        if self.engine != "spark":
+            return self
+        rules: list[tuple[Loc, TablesSettings | RuleSettings]] = [((), self)]
+        for at, said in (*rules, *((("rules", glob), rule) for glob, rule in self.rules.items())):
+            asked = {
+                "mode": said.mode not in (None, "mirror"), "soft_delete": said.soft_delete, "metadata": said.metadata,
+                "on_bad_row": said.on_bad_row == "dead-letter", "columns": getattr(said, "columns", None),
+            }  # fmt: skip
+            for name, wanted in asked.items():
+                if wanted:
+                    raise _refusal(
+                        "is not known to `engine: spark`, which writes plain mirrors",
+                        "Remove it, or write `engine: delta-rs`.", (*at, name),
+                    )  # fmt: skip
         return self
 
     def form_of(self, table: TableId) -> Form:
@@ -544,7 +563,9 @@ class TablesSettings(BaseModel):
         """Where each table lies, and what it is."""
         from tailrace.tables.layout import Layout
 
-        return Layout(root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline)
+        return Layout(
+            root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine
+        )
 
     def sets_aside(self, table: TableId) -> bool:
         """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
@@ -785,6 +806,7 @@ _EXAMPLES = {
     "log.seal": "`seal: {bytes: 128MiB, commits: 4096, age: 10min}`",
     "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
     "tables.format": "`format: delta`",
+    "tables.engine": "`engine: delta-rs`, or `engine: spark`",
     "tables.path": "`path: ./shop/lake`",
     "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
     "tables.soft_delete": "`soft_delete: true`",

@@ -18,7 +18,7 @@ from tailrace.changelog.letters import Bundle, Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.tables.base import Applied, Cursor, LakeTable, Reread
+from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
@@ -51,7 +51,7 @@ class Done:
     cleared: int = 0
 
 
-def apply_with_letters(table: LakeTable, step: Step, changes: pa.Table) -> Done:
+def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Done:
     """One commit. Where nothing is left to write the position is still committed: the driver goes on from it."""
     if step.form.mode is not TableMode.MIRROR:
         return Done(applied=_apply(table, step, changes))
@@ -82,12 +82,12 @@ def apply_with_letters(table: LakeTable, step: Step, changes: pa.Table) -> Done:
     return Done(applied=applied, letters=sifted.letters.num_rows, cleared=int(sifted.cleared.size))
 
 
-def _apply(table: LakeTable, step: Step, changes: pa.Table) -> Applied:
+def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:
     folded = fold_into(step.form, step.schema, changes)
     return table.apply(step.schema, folded, step.expected, step.cursor, touch=True, reread=step.reread)
 
 
-def _sifted(table: LakeTable, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
+def _sifted(table: MendedTable, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
     def holds(keys: pa.Table) -> Flags:
         if step.reread is not None:
             return np.ones(keys.num_rows, np.bool_)  # what is missing is read again

@@ -266,14 +266,18 @@ def evolve_table(work: EvolveWork) -> Outcome:
 
 
 def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
-    """The rows as the source has them now, the transactions of these changes included.
+    return read_again(work, pc.unique(changes.column(change.TX)).to_pylist(), keys)
+
+
+def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
+    """The rows as the source has them now, these transactions included.
 
     Whoever waits for the replay to pass the last chunk must hear of it before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
     form, shape = work.place.form, work.shape
     keys = keys.rename_columns([name for name in shape.names if name in shape.key])
-    rows, seen = read_rows(work.reader, shape, keys, pc.unique(changes.column(change.TX)).to_pylist())
+    rows, seen = read_rows(work.reader, shape, keys, transactions)
     if work.seed is not None:
         Seeds(work.log).reread(work.seed, seen)
     return rows.rename_columns([form.name_of(name) for name in rows.column_names])
@@ -298,9 +302,13 @@ def read_rows(
 
 def changes_of(work: ApplyWork) -> pa.Table:
     """The changes the table has not covered, in order."""
+    empty = pa.RecordBatch.from_pylist([], work.shape.change_schema())
+    return pa.Table.from_batches([empty, *change_batches(work, work.expected.seq)])
+
+
+def change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
+    """The changes of the work's slices past this number that the table has not covered, in order."""
     log = ChangeLog.open(work.log)
-    pieces = [pa.RecordBatch.from_pylist([], work.shape.change_schema())]
-    seq = work.expected.seq
     for first, last in _together(log, work.slices):
         for batch in log.read(
             first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq
@@ -309,9 +317,8 @@ def changes_of(work: ApplyWork) -> pa.Table:
             if batch.data.num_rows:
                 if error := unusable(work.shape, batch.schema, first.first):
                     raise error
-                pieces.append(batch.completed())
+                yield batch.completed()
         seq = max(seq, last.last_seq)
-    return pa.Table.from_batches(pieces)
 
 
 def _together(log: ChangeLog, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Slice]]:

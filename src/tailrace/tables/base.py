@@ -129,18 +129,6 @@ class LakeTable(Protocol):
         """
         ...
 
-    def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
-        """Which of these keys, the key's columns by their own names, it has a row of; each is asked for once."""
-        ...
-
-    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
-        """Make these whole rows the ones under their keys, at the position that the table has, in one commit.
-
-        For rows that are known to be what the table would hold at that position, had it been able to take their
-        changes. May be repeated.
-        """
-        ...
-
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
         keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
@@ -173,4 +161,20 @@ class LakeTable(Protocol):
 
     def version(self) -> int | None:
         """The table's own number of its newest version; None if there is no table."""
+        ...
+
+
+class MendedTable(LakeTable, Protocol):
+    """One of which single rows can be looked for and put right, for changes that it could not take."""
+
+    def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
+        """Which of these keys, the key's columns by their own names, it has a row of; each is asked for once."""
+        ...
+
+    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
+        """Make these whole rows the ones under their keys, at the position that the table has, in one commit.
+
+        For rows that are known to be what the table would hold at that position, had it been able to take their
+        changes. May be repeated.
+        """
         ...

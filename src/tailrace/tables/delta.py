@@ -68,7 +68,7 @@ from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Opened:
+class Opened:
     """The table as it stood at one version."""
 
     folder: Path
@@ -158,7 +158,7 @@ class DeltaRsTable:
     ) -> None:  # fmt: skip
         """Make the files all that the table holds, with these columns; or add them."""
         adds = self._adds_of(folder, files)
-        self._add_features(folder, table, schema)
+        self.add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
                 [*adds], mode=mode, schema=delta_fields(schema), commit_properties=properties
@@ -168,7 +168,7 @@ class DeltaRsTable:
     def _adds_of(self, folder: Path, files: Sequence[StagedFile]) -> list[AddAction]:
         return [add_action(self._path, folder, file) for file in files]
 
-    def _add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
+    def add_features(self, folder: Path, table: DeltaTable, schema: TableSchema) -> None:
         """Allow the table timestamps without a zone, a feature that a new schema does not bring along.
 
         A commit of its own that changes no rows. It repeats the position, unless others wrote since: what a crash
@@ -195,11 +195,11 @@ class DeltaRsTable:
         self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
         reread: Reread | None = None,
     ) -> Applied:  # fmt: skip
-        opened = self._loaded()
+        opened = self.opened()
         here = opened.position.cursor
         if here.seq >= cursor.seq or (folded.empty and not touch):
             return Applied(committed=False, cursor=here)
-        self._refuse_elsewhere(opened.position, schema, expected)
+        self.refuse_elsewhere(opened.position, schema, expected)
         stored, clock = self._form.stored(schema), opened.position.clock
         folded = timed(stored, folded, clock)
         if not folded.truncated:
@@ -217,12 +217,12 @@ class DeltaRsTable:
 
     def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
         stored = self._form.stored(schema)
-        return held(stored, self._loaded().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
+        return held(stored, self.opened().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
 
     def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
         assert self._form.mode is TableMode.MIRROR, "only the last state of a row can be put right"
-        opened = self._loaded()
-        self._refuse_elsewhere(opened.position, schema, expected)
+        opened = self.opened()
+        self.refuse_elsewhere(opened.position, schema, expected)
         stored = self._form.stored(schema)
         origin = Origin(seq=expected.seq, position=str(expected.position), read_at=time.time_ns() // 1000)
         own = loaded(self._form, schema, rows.to_batches(), origin)
@@ -241,11 +241,11 @@ class DeltaRsTable:
         appends = self._form.mode is TableMode.APPEND
         if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
-        opened = self._loaded()
+        opened = self.opened()
         here, clock, before = opened.position.cursor, opened.position.clock, opened.table.version()
         if (here != expected and here.seq >= cursor.seq) or (appends and _holds(opened.table, files)):
             return Applied(committed=False, cursor=here)
-        self._refuse_elsewhere(opened.position, schema, expected)
+        self.refuse_elsewhere(opened.position, schema, expected)
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         properties = self._properties(schema, cursor, max(clock, origin.read_at))
         if appends:
@@ -274,7 +274,7 @@ class DeltaRsTable:
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
 
     def _exchange(
-        self, opened: _Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
+        self, opened: Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
     ) -> None:  # fmt: skip
         """Swap some files for others with these rows."""
@@ -300,12 +300,12 @@ class DeltaRsTable:
             discard(self._path, name)
 
     def evolve(self, recast: Recast, expected: Cursor) -> Applied:
-        opened = self._loaded()
+        opened = self.opened()
         here, old = opened.position.cursor, opened.position.schema
         if here == expected and old.same_as(recast.schema):
             return Applied(committed=False, cursor=here)
         if here != expected:
-            raise self._elsewhere(here, expected)
+            raise self.elsewhere(here, expected)
         refuse_features(self._path, opened.table)
         before = opened.table.version()
         own = recast_into(self._form, recast)
@@ -316,7 +316,7 @@ class DeltaRsTable:
         if not only_adds(opened.table, laid):
             self._recast(opened, shape, laid, properties)
         elif laid.added:
-            self._add_features(opened.folder, opened.table, shape)
+            self.add_features(opened.folder, opened.table, shape)
             before = opened.table.version()
             fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
             self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=properties))
@@ -325,7 +325,7 @@ class DeltaRsTable:
         self._make_durable(opened.folder, before + 1)
         return Applied(committed=True, cursor=here)
 
-    def _recast(self, opened: _Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
+    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
         """Write every row anew, and swap the files."""
         name = f"recast-{uuid.uuid4().hex}"
         files = stage(self._path, name, shape, recast_rows(opened.table, laid))
@@ -336,9 +336,9 @@ class DeltaRsTable:
             raise
 
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
-        opened = self._loaded()
+        opened = self.opened()
         if opened.position.cursor != expected:
-            raise self._elsewhere(opened.position.cursor, expected)
+            raise self.elsewhere(opened.position.cursor, expected)
         table, properties = opened.table, opened.position.properties()
         done = Tended()
         adds = pa.table(table.get_add_actions(flatten=True))
@@ -361,29 +361,31 @@ class DeltaRsTable:
             done = replace(done, removed=removed[0])
         return done
 
-    def _loaded(self) -> _Opened:
+    def opened(self) -> Opened:
+        """The table as it stands; refuses where `cursor` is None."""
         opened = self._open()
         if opened is None:
             raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
         return opened
 
-    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
+    def refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
         """Refuse to go on from another position, or with rows of another shape."""
         if position.cursor != expected:
-            raise self._elsewhere(position.cursor, expected)
+            raise self.elsewhere(position.cursor, expected)
         if not position.schema.same_rows(schema):
             raise SchemaChanged(
                 "the table was loaded with other columns", table=schema.table, path=self._path, hint=REPLACE_HINT
             )
 
-    def _elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
+    def elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
+        """What an apply that starts from another position is told."""
         return ForeignWrite(
             "the table is not where this apply starts from", path=self._path, expected_seq=expected.seq,
-            found_seq=here.seq, hint=_ONE_APPLIER,
+            found_seq=here.seq, hint=ONE_APPLIER,
         )  # fmt: skip
 
     def _write(
-        self, opened: _Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
+        self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
         """One commit, in the cheapest way that is exact."""
         table, before = opened.table, opened.table.version()
@@ -414,7 +416,7 @@ class DeltaRsTable:
         )
 
     def _rewrite(
-        self, opened: _Opened, schema: TableSchema, folded: Folded, upserts: pa.Table, properties: CommitProperties
+        self, opened: Opened, schema: TableSchema, folded: Folded, upserts: pa.Table, properties: CommitProperties
     ) -> None:  # fmt: skip
         """Everything but the rows to be removed, then the rows to be added."""
         reading = DeltaTable(str(opened.folder), version=opened.table.version())
@@ -437,7 +439,7 @@ class DeltaRsTable:
             write()
         except CommitFailedError as exc:
             raise ForeignWrite(
-                "someone else committed to the table at the same time", path=self._path, hint=_ONE_APPLIER
+                "someone else committed to the table at the same time", path=self._path, hint=ONE_APPLIER
             ) from exc
         except (DeltaError, OSError) as exc:
             raise unreadable(self._path, exc) from exc
@@ -465,7 +467,7 @@ class DeltaRsTable:
         except (DeltaError, OSError) as exc:
             raise unreadable(self._path, exc) from exc
 
-    def _open(self) -> _Opened | None:
+    def _open(self) -> Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
         opened = self._open_any()
         if opened is not None and opened.position.form != self._form:
@@ -475,7 +477,7 @@ class DeltaRsTable:
             )  # fmt: skip
         return opened
 
-    def _open_any(self) -> _Opened | None:
+    def _open_any(self) -> Opened | None:
         """The same, in whatever form."""
         newest = self._newest()
         if newest is None:
@@ -489,7 +491,7 @@ class DeltaRsTable:
             raise ForeignWrite(
                 "the table's position and its transaction number differ", path=self._path, hint=REPLACE_HINT
             )
-        return _Opened(folder=folder, table=table, position=position)
+        return Opened(folder=folder, table=table, position=position)
 
     def _own_table(self, source: TableId) -> DeltaTable | None:
         """What a load of this source table may replace, whoever changed it; None where there is nothing."""
@@ -513,7 +515,7 @@ class DeltaRsTable:
         return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
 
-_ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
+ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 
 

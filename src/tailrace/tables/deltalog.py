@@ -45,8 +45,8 @@ class Position:
     clock: int = 0
     """The latest time that a version of a row begins or ends at, µs since 1970."""
 
-    def properties(self) -> CommitProperties:
-        """What makes a commit ours. No retries: a commit made by anyone since the table was read fails it."""
+    def text(self) -> str:
+        """As it stands in a commit."""
         stored = {
             "format": FORMAT,
             "log": self.log,
@@ -58,8 +58,17 @@ class Position:
         }
         if self.form != PLAIN:
             stored |= {"form": self.form.to_json(), "clock": self.clock}
+        return json.dumps(stored)
+
+    def user_metadata(self, token: str) -> str:
+        """As it stands in a commit that Spark's connector makes: that has one place for what users have to say. By the
+        token we know the commit again."""
+        return json.dumps({METADATA_KEY: self.text(), "token": token})
+
+    def properties(self) -> CommitProperties:
+        """What makes a commit ours. No retries: a commit made by anyone since the table was read fails it."""
         return CommitProperties(
-            custom_metadata={METADATA_KEY: json.dumps(stored)},
+            custom_metadata={METADATA_KEY: self.text()},
             app_transactions=[Transaction(app_id(self.log), self.cursor.seq)],
             max_commit_retries=0,
         )
@@ -159,6 +168,14 @@ def stats_of(folder: Path, version: int, names: Collection[str]) -> dict[str, st
     return found
 
 
+def made_by(folder: Path, version: int, token: str) -> bool:
+    """Whether a commit is the one with this token."""
+    try:
+        return token.encode() in _commit_path(folder, version).read_bytes()
+    except FileNotFoundError:
+        return False
+
+
 class Written(NamedTuple):
     """What a commit did to a table's files; nothing, where the log no longer holds it."""
 
@@ -213,7 +230,8 @@ class _Commit:
             lines = _commit_path(folder, version).read_bytes().split(b"\n")
             actions = [json.loads(line) for line in lines if line]
             info = _only(actions, "commitInfo")
-            position = Position.parse(info[METADATA_KEY]) if METADATA_KEY in info else None
+            stated = _stated(info)
+            position = None if stated is None else Position.parse(stated)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as exc:
@@ -240,6 +258,16 @@ class _Commit:
 def _only(actions: list[dict[str, Any]], kind: str) -> dict[str, Any]:
     """The commit's action of this kind; nothing if it has none, as a commit may."""
     return next((action[kind] for action in actions if kind in action), {})
+
+
+def _stated(info: dict[str, Any]) -> str | None:
+    """Our position's text, wherever the engine that made the commit has put it; None if the commit is not ours."""
+    if METADATA_KEY in info:
+        return str(info[METADATA_KEY])
+    said = info.get("userMetadata")
+    if not isinstance(said, str) or not said.startswith(f'{{"{METADATA_KEY}":'):
+        return None
+    return str(json.loads(said)[METADATA_KEY])
 
 
 def _commit_path(folder: Path, version: int) -> Path:

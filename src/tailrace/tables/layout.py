@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tailrace.model.schema import TableId
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.paths import TEMPLATE, table_path
+
+Engine = Literal["delta-rs", "spark"]
+"""Who writes rows: delta-rs, on one machine, or Spark's Delta connector."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +23,11 @@ class Place:
     path: Path
     log_id: str
     form: Form = PLAIN
+    engine: Engine = "delta-rs"
 
     def open(self) -> DeltaRsTable:
-        """The table, whether it is there or not."""
+        """The table, whether it is there or not. What needs no rows is the same for every engine; with another than
+        delta-rs, work that changes rows is done by `spark/driving.py`."""
         return DeltaRsTable(self.path, self.log_id, self.form)
 
 
@@ -35,10 +41,11 @@ class Layout:
     name_of: Callable[[TableId], str] = lambda _: TEMPLATE
     """and the template of its folder."""
     pipeline: str = ""
+    engine: Engine = "delta-rs"
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
-        return Place(path=self.path(table), log_id=log_id, form=self.form_of(table))
+        return Place(path=self.path(table), log_id=log_id, form=self.form_of(table), engine=self.engine)
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -74,4 +75,19 @@ def refuse_names(schema: TableSchema) -> None:
                 "two columns differ only in case, which Delta does not allow",
                 table=schema.table, columns=f"{other}, {name}",
                 hint="Rename one at the source, or publish the table without it, or exclude the table.",
+            )  # fmt: skip
+
+
+_NOT_FOR_SPARK = re.compile(r"[ ,;{}()\n\t=]")
+
+
+def refuse_spark_names(schema: TableSchema) -> None:
+    """Refuse columns that no Delta table can have, or that Spark's connector gives to none: it merges into tables that
+    have such columns, but changes no shape with one."""
+    refuse_names(schema)
+    for name in schema.names:
+        if _NOT_FOR_SPARK.search(name):
+            raise TableUnusable(
+                "Spark's connector changes no table with a column of such a name", table=schema.table, column=name,
+                hint="Set `tables.engine: delta-rs` for this change; afterwards `spark` goes on.",
             )  # fmt: skip

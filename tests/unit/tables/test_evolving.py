@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
@@ -17,11 +17,14 @@ from tailrace.model.policies import POLICIES, Policies, Policy
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast, Refresh, is_wider, plan
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import stage
 from tests.support.changes import changes, delete, insert, record_batches, truncate, update
+from tests.support.engines import open_table
+
+if TYPE_CHECKING:
+    from tests.support.engines import AnyTable
 
 KEEP, APPLY, STOP, REFRESH = Policy.KEEP_NULL, Policy.APPLY, Policy.STOP, Policy.REFRESH
 START = Cursor(seq=7, commit=1, position=Lsn(160))
@@ -174,22 +177,22 @@ def test_what_arrives_as_text_is_wider_only_among_texts(was: str, now: str, wide
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> DeltaRsTable:
+def table(tmp_path: Path) -> AnyTable:
     return filled(tmp_path / "t", OLD, ROWS)
 
 
-def filled(path: Path, schema: TableSchema, rows: list[dict[str, Any]]) -> DeltaRsTable:
-    made = DeltaRsTable(path, "a-log")
+def filled(path: Path, schema: TableSchema, rows: list[dict[str, Any]]) -> AnyTable:
+    made = open_table(path, "a-log")
     made.load(schema, record_batches(schema, rows), START)
     return made
 
 
-def content(table: DeltaRsTable) -> list[dict[str, Any]]:
+def content(table: AnyTable) -> list[dict[str, Any]]:
     rows = pa.table(DeltaTable(str(table._path)).scan()).to_pylist()
     return sorted(rows, key=lambda row: str(row["id"]))
 
 
-def applied(table: DeltaRsTable, schema: TableSchema, *given: Any) -> None:
+def applied(table: AnyTable, schema: TableSchema, *given: Any) -> None:
     start = table.cursor()
     assert start is not None
     table.apply(schema, fold(schema, changes(schema, *given)), start, replace(start, seq=start.seq + 1))
@@ -215,7 +218,7 @@ def applied(table: DeltaRsTable, schema: TableSchema, *given: Any) -> None:
     ids=["add", "add-filled", "drop-kept", "drop", "rename", "widen", "drop-and-add", "swap", "order"],
 )  # fmt: skip
 def test_rows_at_rest_become_rows_of_the_new_shape(
-    table: DeltaRsTable, new: TableSchema, policies: dict[str, Policy], rows: list[dict[str, Any]]
+    table: AnyTable, new: TableSchema, policies: dict[str, Policy], rows: list[dict[str, Any]]
 ) -> None:
     done = table.evolve(recast(new, Policies(**policies)), START)
     assert (done.committed, done.cursor) == (True, START)
@@ -227,7 +230,7 @@ def test_rows_at_rest_become_rows_of_the_new_shape(
                pa.types.is_string(column.type) for column in new.columns)  # fmt: skip
 
 
-def test_a_key_may_be_renamed(table: DeltaRsTable) -> None:
+def test_a_key_may_be_renamed(table: AnyTable) -> None:
     new = shape((1, "ident", pa.int64()), A, B, key=("ident",))
     table.evolve(recast(new), START)
     applied(table, new, update({"ident": 1}, a=5, b="x"), delete({"ident": 2}))
@@ -235,7 +238,7 @@ def test_a_key_may_be_renamed(table: DeltaRsTable) -> None:
     assert rows == [{"ident": 1, "a": 5, "b": "x"}, {"ident": 3, "a": 30, "b": "b3"}]
 
 
-def test_what_was_done_is_not_done_again(table: DeltaRsTable) -> None:
+def test_what_was_done_is_not_done_again(table: AnyTable) -> None:
     step = recast(shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}))
     table.evolve(step, START)
     version = DeltaTable(str(table._path)).version()
@@ -243,7 +246,7 @@ def test_what_was_done_is_not_done_again(table: DeltaRsTable) -> None:
     assert DeltaTable(str(table._path)).version() == version
 
 
-def test_a_null_column_costs_no_rewrite(table: DeltaRsTable) -> None:
+def test_a_null_column_costs_no_rewrite(table: AnyTable) -> None:
     before = table.files()
     table.evolve(recast(shape(ID, A, B, (4, "c", pa.timestamp("us")))), START)
     assert table.files() == before
@@ -251,7 +254,7 @@ def test_a_null_column_costs_no_rewrite(table: DeltaRsTable) -> None:
     assert [row["c"] for row in content(table)] == [None] * 4
 
 
-def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table: DeltaRsTable) -> None:
+def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table: AnyTable) -> None:
     new = shape(ID, A)
     table.evolve(recast(new), START)
     applied(table, new, insert(4, a=40), update(1, a=11), delete(2))
@@ -262,7 +265,7 @@ def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table:
     assert content(table) == [{"id": 5, "a": 50, "b": None}]
 
 
-def test_a_kept_column_survives_a_refresh(table: DeltaRsTable, tmp_path: Path) -> None:
+def test_a_kept_column_survives_a_refresh(table: AnyTable, tmp_path: Path) -> None:
     new = shape(ID, A)
     table.evolve(recast(new), START)
     rows = [{"id": 1, "a": 10}, {"id": 2, "a": 21}, {"id": 4, "a": 40}]
@@ -273,14 +276,14 @@ def test_a_kept_column_survives_a_refresh(table: DeltaRsTable, tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_a_load_anew_has_the_source_s_columns_only(table: DeltaRsTable) -> None:
+def test_a_load_anew_has_the_source_s_columns_only(table: AnyTable) -> None:
     new = shape(ID, A)
     table.evolve(recast(new), START)
     table.load(new, record_batches(new, [{"id": 1, "a": 1}]), NEXT)
     assert content(table) == [{"id": 1, "a": 1}]
 
 
-def test_many_changes_at_once(table: DeltaRsTable) -> None:
+def test_many_changes_at_once(table: AnyTable) -> None:
     new = shape(
         ID, (3, "note", pa.string()), (4, "price", pa.decimal128(10, 2)), (5, "a", pa.string()),
         fills={"price": "1.50"},
@@ -299,7 +302,7 @@ def test_an_empty_table_evolves_too(tmp_path: Path) -> None:
     assert content(table) == [{"id": 1, "x": 2, "c": 3, "b": None}]
 
 
-def test_from_elsewhere_nothing_is_recast(table: DeltaRsTable) -> None:
+def test_from_elsewhere_nothing_is_recast(table: AnyTable) -> None:
     with pytest.raises(ForeignWrite, match="not where"):
         table.evolve(recast(shape(ID, A)), NEXT)
     write_deltalake(str(table._path), pa.table(DeltaTable(str(table._path)).scan()), mode="append")

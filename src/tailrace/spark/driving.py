@@ -1,0 +1,182 @@
+"""Work on lake tables that Spark's Delta connector writes: driven from here, one job after the other for each table.
+
+The work and its outcome are those of `tasks`; only who does it differs. There a task does a table's work by itself,
+here the driver has Spark do it, tables side by side in threads, each with a session of its own. Rows are read, folded
+and merged in tasks all the same, and what comes back are counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from py4j.protocol import Py4JNetworkError
+from pyspark.sql import DataFrame, SparkSession
+
+from tailrace import failpoints
+from tailrace.errors import TailraceError
+from tailrace.model import change
+from tailrace.model.schema import TableId
+from tailrace.spark.delta_engine import Given, SparkDeltaTable
+from tailrace.spark.folding import fold_stretch
+from tailrace.spark.frames import spark_schema
+from tailrace.spark.seeds import Seeds
+from tailrace.spark.tasks import (
+    ApplyWork,
+    EvolveWork,
+    Outcome,
+    RefreshWork,
+    TendWork,
+    advance_table,
+    as_ours,
+    change_batches,
+    read_again,
+    refresh_table,
+    tend_table,
+)
+from tailrace.tables.fold import key_ordinals
+from tailrace.tables.layout import Place
+
+TABLES_AT_ONCE_MAX = 4
+"""Tables whose jobs are under way side by side."""
+
+
+class SparkEngine:
+    """Does the work of tables that the connector writes."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+        self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
+            advance_table: self._advance, refresh_table: self._refresh, tend_table: self._tend,
+        }  # fmt: skip
+
+    def does(self, task: Callable[..., Outcome]) -> bool:
+        """Whether this is work on a lake table; reading the source is done in tasks, whoever writes."""
+        return task in self._ways
+
+    def run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
+        """Each piece of work is another table's. What fails is an outcome, not an exception."""
+        with ThreadPoolExecutor(max_workers=min(len(works), TABLES_AT_ONCE_MAX)) as threads:
+            return list(threads.map(self._ways[task], works))
+
+    def _in_tasks(self, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
+        return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
+
+    def _table(self, place: Place) -> SparkDeltaTable:
+        return SparkDeltaTable(self._spark, place.path, place.log_id)
+
+    def _advance(self, work: ApplyWork | EvolveWork) -> Outcome:
+        return self._evolve(work) if isinstance(work, EvolveWork) else self._apply(work)
+
+    def _apply(self, work: ApplyWork) -> Outcome:
+        started = time.monotonic()
+        failpoints.hit("apply.before_table")
+        try:
+            table = self._table(work.place)
+            with table.scratch() as scratch:
+                folded = fold_stretch(work, scratch, self._in_tasks)
+                given = None if work.reader is None else self._given(work, table, scratch)
+                applied = table.apply_files(
+                    work.shape, folded, work.expected, work.cursor, touch=True, given=given
+                )
+        except Exception as error:  # the work's boundary: the table fails, the others go on
+            return _failed(work.table, error)
+        return Outcome(
+            table=work.table, rows=folded.changes, seconds=time.monotonic() - started, cursor=work.cursor,
+            schema=work.shape, bytes_changed=folded.bytes, bytes_written=applied.bytes, version=applied.version,
+        )  # fmt: skip
+
+    def _given(self, work: ApplyWork, table: SparkDeltaTable, scratch: Path) -> Given:
+        """Rows that a task reads from the source again; the keys and the rows pass through files."""
+
+        def rows(keys: DataFrame) -> DataFrame:
+            keys.coalesce(1).write.parquet(str(scratch / "keys"))
+            (error,) = self._in_tasks(_read_given, [_Asked(work=work, scratch=scratch)])
+            if error is not None:
+                raise error
+            fields = spark_schema(pa.schema(work.shape.row_fields()))
+            return table.session.read.schema(fields).parquet(str(scratch / "given.parquet"))
+
+        return rows
+
+    def _evolve(self, work: EvolveWork) -> Outcome:
+        return _timed(work.table, partial(self._evolved, work))
+
+    def _evolved(self, work: EvolveWork) -> Outcome:
+        self._table(work.place).evolve(work.recast, work.expected)
+        return Outcome(table=work.table, cursor=work.expected, schema=work.recast.schema)
+
+    def _refresh(self, work: RefreshWork) -> Outcome:
+        return _timed(work.schema.table, partial(self._refreshed, work))
+
+    def _refreshed(self, work: RefreshWork) -> Outcome:
+        chunks = Seeds(work.log).staged(work.seed).values()
+        table = self._table(work.place)
+        expected = table.cursor()
+        assert expected is not None, "a table that is refreshed has been loaded"
+        applied = table.refresh(
+            work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
+            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None,
+        )  # fmt: skip
+        return Outcome(
+            table=work.schema.table, rows=applied.upserted + applied.deleted, cursor=applied.cursor, schema=work.schema
+        )
+
+    def _tend(self, work: TendWork) -> Outcome:
+        return _timed(work.table, partial(self._tended, work))
+
+    def _tended(self, work: TendWork) -> Outcome:
+        return Outcome(table=work.table, tended=self._table(work.place).tend(work.upkeep, work.expected))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """Keys that lie in a file, whose rows are to be read again."""
+
+    work: ApplyWork
+    scratch: Path
+
+
+def _read_given(asked: _Asked) -> TailraceError | None:
+    work = asked.work
+    try:
+        keys = pq.read_table(asked.scratch / "keys")
+        columns = [work.shape.columns[i] for i in key_ordinals(work.shape)]
+        fields = pa.schema([(column.name, column.type) for column in columns])
+        transactions = {tx for batch in change_batches(work, work.expected.seq) for tx in _transactions(batch)}
+        rows = read_again(work, sorted(transactions), keys.select(fields.names).cast(fields))
+        pq.write_table(rows, asked.scratch / "given.parquet", store_schema=False)
+    except Exception as error:  # the task's boundary
+        return as_ours(error)
+    return None
+
+
+def _transactions(batch: pa.RecordBatch) -> Iterator[int]:
+    yield from pc.unique(batch.column(change.TX)).to_pylist()
+
+
+def _failed(table: TableId, error: Exception) -> Outcome:
+    """What failed is the table's, unless Spark itself is gone: whoever watches over that says so."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (Py4JNetworkError, ConnectionError)):
+            raise error
+        cause = cause.__cause__
+    return Outcome(table=table, error=as_ours(error))
+
+
+def _timed(table: TableId, work: Callable[[], Outcome]) -> Outcome:
+    started = time.monotonic()
+    try:
+        done = work()
+    except Exception as error:  # the work's boundary: the table fails, the others go on
+        done = _failed(table, error)
+    return replace(done, seconds=time.monotonic() - started)

@@ -1,0 +1,106 @@
+"""Rows as Spark's frames: names, images, and what a merge is told. Nothing here runs a job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
+
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.fold import DELETE, UPSERT, key_ordinals
+
+
+def spark_schema(fields: pa.Schema) -> StructType:
+    """Arrow's fields as Spark's."""
+    return StructType(list(from_arrow_schema(fields)))
+
+
+def quoted(name: str) -> str:
+    """A column's name as Spark's SQL has it, verbatim."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def table_at(folder: Path) -> str:
+    """A Delta table as Spark's SQL names it."""
+    return f"delta.{quoted(str(folder))}"
+
+
+def named(name: str) -> SparkColumn:
+    """A column by its very name."""
+    return f.col(quoted(name))
+
+
+def own_columns(schema: TableSchema) -> list[str]:
+    """The names of the table's own columns in folded rows."""
+    return [f"c{i}" for i in range(len(schema.columns))]
+
+
+def all_of(conditions: Sequence[SparkColumn]) -> SparkColumn:
+    """One condition of several."""
+    whole = conditions[0]
+    for condition in conditions[1:]:
+        whole = whole & condition
+    return whole
+
+
+def bits(value: SparkColumn, column: Column) -> SparkColumn:
+    """To compare images by: 0.0 is not -0.0 there, and Spark takes them for equal."""
+    kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+    return value.cast("string") if pa.types.is_floating(kind) else value
+
+
+def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
+    """The folded rows that come, under the table's own names; a row of a keyless table as often as it came."""
+    came = rows.where(f.col("op") == UPSERT)
+    if not schema.key:
+        came = came.withColumn("copy", f.explode(f.sequence(f.lit(1), f.col("copies").cast("int"))))
+    return came.select(*(f.col(f"c{i}").alias(column.name) for i, column in enumerate(schema.columns)))
+
+
+def merge_statement(
+    schema: TableSchema, folder: Path, view: str, kept: Collection[int], emptied: Collection[str] = ()
+) -> str:
+    """The merge of a view's rows `c0…cN` and `op`; where a flag `k<i>` is set the table's own row keeps its value.
+    Columns that are emptied have null in rows that change."""
+    names = [quoted(column.name) for column in schema.columns]
+    over = ", ".join(
+        f"{name} = CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else f"{name} = s.c{i}"
+        for i, name in enumerate(names)
+    )
+    over += "".join(f", {quoted(name)} = NULL" for name in emptied)
+    return (
+        f"MERGE INTO {table_at(folder)} t USING {view} s"
+        f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}"
+        f" WHEN MATCHED AND s.op = {DELETE} THEN DELETE"
+        f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}"
+        f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(names)})"
+        f" VALUES ({', '.join(f's.c{i}' for i in range(len(names)))})"
+    )
+
+
+def difference(schema: TableSchema, table: DataFrame, staged: DataFrame, listed: DataFrame | None) -> DataFrame:
+    """What must be written and what must go, so that a table holds the staged rows, as a merge takes it. With `listed`
+    keys, rows of the table that are not staged stay if their key is listed."""
+    columns, own = schema.columns, key_ordinals(schema)
+    staged = staged.select(*(named(c.name).alias(f"c{i}") for i, c in enumerate(columns)))
+    there = table.select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
+    there = there.withColumn("there", f.lit(True))
+    same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in own]
+    same = all_of([
+        bits(f.col(f"c{i}"), c).eqNullSafe(bits(f.col(f"t{i}"), c)) for i, c in enumerate(columns)
+    ])  # fmt: skip
+    came = staged.join(there, same_key, "left").where(f.col("there").isNull() | ~same)
+    gone = there.join(staged, same_key, "left_anti")
+    if listed is not None:
+        listed = listed.select(*(named(columns[i].name).alias(f"l{i}") for i in own))
+        gone = gone.join(listed, [f.col(f"t{i}") == f.col(f"l{i}") for i in own], "left_anti")
+    op = [f.lit(kind).cast("tinyint").alias("op") for kind in (UPSERT, DELETE)]
+    upserts = came.select(*own_columns(schema), op[0])
+    deletes = gone.select(*(f.col(f"t{i}").alias(f"c{i}") for i in range(len(columns))), op[1])
+    return upserts.unionByName(deletes)

@@ -1,0 +1,167 @@
+"""Tables that Spark's connector writes: beside delta-rs, under a whole pipeline, and without a row on the driver."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.errors import TableFailed
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.fold import fold
+from tailrace.tables.staging import StagedFile, stage
+from tailrace.tables.upkeep import Upkeep
+from tests.support.changes import (
+    KEYLESS,
+    SHOP,
+    changes,
+    delete,
+    insert,
+    move,
+    record_batches,
+    truncate,
+    update,
+)
+from tests.support.engines import only_spark, open_table
+from tests.support.mirrors import BIG, LOG, ROWS, at, by_id, content
+from tests.support.pipelines import Pipeline, execute
+
+pytestmark = only_spark
+
+
+def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    engines = [DeltaRsTable(path, LOG), open_table(path, LOG)]
+    engines[0].load(SHOP, record_batches(SHOP, ROWS), at(0))
+    steps: list[tuple[Any, ...]] = [
+        (update(1, n=1, unchanged=BIG), delete(2)), (*move(1, 11, unchanged=BIG), insert(6, big="six")),
+        (update(11, n=2, unchanged=BIG), update(6, n=1, unchanged=BIG)), (delete(77), *move(3, 33, unchanged=BIG)),
+    ]  # fmt: skip
+    for number, rows in enumerate(steps):
+        table = engines[(number + 1) % 2]
+        applied = table.apply(SHOP, fold(SHOP, changes(SHOP, *rows)), at(number * 10), at(number * 10 + 10))
+        assert (applied.committed, applied.version) == (True, number + 1)
+        for engine in engines:
+            assert (engine.cursor(), engine.shape()) == (at(number * 10 + 10), SHOP)
+    assert by_id(content(path, SHOP)) == {11: "large 1", 4: "large 4", 5: "large 5", 6: "six", 33: "large 3"}
+
+
+def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.classic.dataframe import DataFrame as Classic
+
+    from tailrace.spark import delta_engine
+
+    taken, plans = list[int](), list[str]()
+    collect = Classic.collect
+
+    def counted(self: Classic) -> Any:
+        rows = collect(self)
+        taken.append(len(rows))
+        return rows
+
+    def refused(self: DataFrame, *_: Any, **__: Any) -> Any:
+        raise AssertionError("rows on the driver")
+
+    guarded = delta_engine.SparkDeltaTable._guarded
+
+    def noted(self: Any, table: Any, rows: DataFrame) -> DataFrame:
+        plans.append(rows._jdf.queryExecution().optimizedPlan().toString())
+        return guarded(self, table, rows)
+
+    monkeypatch.setattr(Classic, "collect", counted)
+    for name in ("toArrow", "toPandas", "toLocalIterator", "take", "head"):
+        monkeypatch.setattr(Classic, name, refused)
+    monkeypatch.setattr(delta_engine.SparkDeltaTable, "_guarded", noted)
+    table = open_table(tmp_path / "t", LOG)
+    table.load(SHOP, record_batches(SHOP, ROWS), at(0))
+    rows = [update(1, n=1, unchanged=BIG), delete(2), *move(3, 33, unchanged=BIG), insert(6)]
+    table.apply(SHOP, fold(SHOP, changes(SHOP, *rows)), at(0), at(10))
+    assert max(taken, default=0) <= 1, "counts, and nothing else"
+    assert plans
+    for plan in plans:
+        assert "Relation [" in plan or "InMemoryRelation" in plan, "rows come from files"
+        assert "LocalRelation" not in plan, "and not from here"
+
+
+def test_small_files_are_joined_and_the_position_stays(tmp_path: Path) -> None:
+    path, files = tmp_path / "t", list[StagedFile]()
+    for number in range(10):
+        files += stage(path, f"load-{number}", SHOP, record_batches(SHOP, [{"id": number, "big": str(number)}]))
+    table = open_table(path, LOG)
+    table.land(SHOP, files, at(0))
+    tended = table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(0))
+    assert (tended.joined, tended.made, len(table.files())) == (10, 1, 1)
+    for engine in (table, DeltaRsTable(path, LOG)):
+        assert (engine.cursor(), engine.rows()) == (at(0), 10)
+    assert table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=3600.0), at(0)).joined == 0
+    assert by_id(content(path, SHOP)) == {number: str(number) for number in range(10)}
+
+
+SOURCE = """
+CREATE TABLE orders (id int PRIMARY KEY, name text, big text, at timestamp, tz timestamptz, n numeric(12, 3), l int[]);
+ALTER TABLE orders ALTER big SET STORAGE EXTERNAL;
+CREATE TABLE marks (a int, b text);
+ALTER TABLE marks REPLICA IDENTITY FULL;
+CREATE TABLE cleared (id int PRIMARY KEY, t text);
+INSERT INTO orders SELECT g, 'n' || g, repeat('x', 5000), now(), now(), g, ARRAY[g] FROM generate_series(1, 50) g;
+INSERT INTO marks VALUES (1, 'x'), (1, 'x'), (1, 'x'), (2, NULL);
+INSERT INTO cleared VALUES (1, 'a');
+"""
+FIRST = [
+    "UPDATE orders SET name = 'changed' WHERE id <= 10",
+    "UPDATE orders SET id = 1000 WHERE id = 1",
+    "DELETE FROM orders WHERE id = 2",
+    "DELETE FROM marks WHERE ctid = (SELECT min(ctid) FROM marks)",
+    "TRUNCATE cleared",
+    "INSERT INTO cleared VALUES (2, 'b')",
+    "ALTER TABLE orders ADD extra text DEFAULT 'filled'",
+    "ALTER TABLE orders RENAME name TO title",
+    "INSERT INTO orders (id, title) VALUES (2000, 'new')",
+]
+SECOND = ["UPDATE orders SET n = n + 1", "INSERT INTO marks VALUES (3, 'z')", "DELETE FROM cleared"]
+
+
+def test_a_pipeline_changes_its_engine_and_back(database: str, tmp_path: Path) -> None:
+    execute(database, *(line for line in SOURCE.split(";\n") if line.strip()))
+    pipeline = Pipeline(tmp_path / "one", database)
+    plain = pipeline.file.read_text()
+    pipeline.catch_up()
+    execute(database, *FIRST)
+    pipeline.file.write_text(plain + "  engine: spark\n")
+    pipeline.catch_up()
+    pipeline.assert_equal("orders", "marks", "cleared")
+    assert "Apache-Spark" in newest_commit(pipeline.lake / "public" / "orders")
+    execute(database, *SECOND)
+    pipeline.file.write_text(plain)
+    pipeline.catch_up()
+    pipeline.assert_equal("orders", "marks", "cleared")
+    assert "Apache-Spark" not in newest_commit(pipeline.lake / "public" / "orders")
+
+
+def test_jars_that_cannot_be_had_are_named_with_the_next_step(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    pipeline = Pipeline(tmp_path / "one", database)
+    wrong = "io.delta:delta-spark_9.9_2.13:1.0"
+    spark = f'spark: {{settings: {{spark.jars.packages: "{wrong}"}}}}\n'
+    pipeline.file.write_text(spark + pipeline.file.read_text() + "  engine: spark\n")
+    done = pipeline.call("run", "--until-caught-up")
+    assert done.returncode == TableFailed.exit_code, done.stderr
+    assert f"error: Spark did not start with its Delta connector (packages={wrong})" in done.stderr
+    assert "hint: Can this machine fetch the jars?" in done.stderr
+
+
+def newest_commit(folder: Path) -> str:
+    return max((folder / "_delta_log").glob("*.json")).read_text()
+
+
+@pytest.mark.parametrize("rows", [(truncate(), insert({"a": 5})), (delete({"a": 1, "b": "x"}), insert({"a": 5}))])
+def test_a_keyless_table_goes_on_with_either(tmp_path: Path, rows: tuple[Any, ...]) -> None:
+    path = tmp_path / "t"
+    DeltaRsTable(path, LOG).load(KEYLESS, record_batches(KEYLESS, [{"a": 1, "b": "x"}] * 3), at(0))
+    open_table(path, LOG).apply(KEYLESS, fold(KEYLESS, changes(KEYLESS, *rows)), at(0), at(10))
+    more = fold(KEYLESS, changes(KEYLESS, insert({"a": 6}), insert({"a": 6}), delete({"a": 5})))
+    DeltaRsTable(path, LOG).apply(KEYLESS, more, at(10), at(20))
+    left = sorted(str(row["a"]) for row in content(path, KEYLESS))
+    assert left == (["6", "6"] if rows[0].op == "truncate" else ["1", "1", "6", "6"])

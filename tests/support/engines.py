@@ -1,0 +1,58 @@
+"""Lake tables of the engine under test: delta-rs, or with `TAILRACE_TEST_ENGINE=spark` Spark's Delta connector.
+
+The same tests hold both to the same promises. `tools/engines.py` runs them with the second, in an environment of its
+own: there is no connector for the Spark that everything else is tested with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tailrace.tables.delta import DeltaRsTable
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from tailrace.spark.delta_engine import SparkDeltaTable
+
+    AnyTable = DeltaRsTable | SparkDeltaTable
+
+ENGINE = os.environ.get("TAILRACE_TEST_ENGINE", "delta-rs")
+IS_SPARK = ENGINE == "spark"
+only_spark = pytest.mark.skipif(not IS_SPARK, reason="needs Spark's Delta connector: `make engines` runs it")
+not_spark = pytest.mark.skipif(IS_SPARK, reason="of delta-rs alone")
+
+
+def examples(count: int) -> int:
+    """How many a property is tried with: a merge by Spark takes seconds."""
+    return max(2, count // 8) if IS_SPARK else count
+
+
+def open_table(path: Path, log_id: str) -> AnyTable:
+    """A lake table of the engine under test."""
+    if not IS_SPARK:
+        return DeltaRsTable(path, log_id)
+    from tailrace.spark.delta_engine import SparkDeltaTable
+
+    return SparkDeltaTable(session(), path, log_id)
+
+
+@functools.cache
+def session() -> SparkSession:
+    """One Spark with the connector for the whole process."""
+    from tailrace.spark.connector import connector_settings
+    from tailrace.spark.session import Jvm
+
+    scratch = Path(tempfile.mkdtemp(prefix="tailrace-engine-"))
+    jvm = Jvm("tests", scratch, scratch / "spark.log", settings=connector_settings({}))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    atexit.register(jvm.kill)
+    return jvm.open_session()

@@ -1,0 +1,177 @@
+"""A stretch of the log folded in tasks: however it is dealt out, it comes to what one fold of it comes to."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.changelog.index import LogIndex
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import BaseRowMissing
+from tailrace.model.position import ZERO
+from tailrace.model.schema import TableSchema
+from tailrace.spark.folding import FoldedFiles, fold_stretch
+from tailrace.spark.tasks import ApplyWork
+from tailrace.tables.base import Cursor
+from tailrace.tables.fold import Folded, folded_schema
+from tailrace.tables.layout import Place
+from tests.support.changes import (
+    KEYLESS,
+    SHOP,
+    Change,
+    KeylessModel,
+    Model,
+    apply_in_memory,
+    insert,
+    truncate,
+    update,
+)
+from tests.support.logs import Diary, quick_folder
+
+START = Cursor(seq=-1, commit=0, position=ZERO)
+BIG = ("big",)
+
+
+def here(task: Any, works: Sequence[Any]) -> list[Any]:
+    """Tasks, one after the other."""
+    return [task(work) for work in works]
+
+
+def folded(
+    folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]], rows_max: int
+) -> tuple[FoldedFiles, pa.Table]:
+    """What comes of these commits, and the rows in the files."""
+    found = fold_stretch(stretch(folder, schema, commits), folder / "scratch", here, rows_max)
+    pieces = [pq.ParquetFile(file).read() for file in found.files]
+    rows = [row for piece in pieces for row in piece.to_pylist()]
+    return found, pa.Table.from_pylist(rows, schema=folded_schema(schema))
+
+
+def stretch(folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]]) -> ApplyWork:
+    """A log of these commits, to be applied from its beginning; and a folder for what comes of them."""
+    diary = Diary(folder / "log")
+    for rows in commits:
+        diary.commit((schema, rows))
+    diary.close()
+    log = ChangeLog.open(diary.path)
+    index = LogIndex(log)
+    index.grow()
+    slices = tuple(index.pending(1, -1, index.commit))
+    (folder / "scratch").mkdir()
+    return ApplyWork(
+        table=schema.table, log=diary.path, place=Place(path=folder / "t", log_id=log.log_id), slices=slices,
+        shape=schema, expected=START, cursor=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
+    )  # fmt: skip
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["insert"] * 5 + ["update"] * 4 + ["move"] * 6 + ["delete"] * 2 + ["truncate"]),
+        st.integers(0, 6), st.integers(0, 6), st.sampled_from(["a", "b", None]),
+        st.sampled_from([(), BIG, BIG, ("name", "big")]), st.integers(0, 3).map(lambda n: n == 0),
+    ),
+    min_size=5, max_size=40,
+)  # fmt: skip
+
+
+@given(STEPS, STEPS, st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_any_history_dealt_out_ends_in_the_source_s_rows(
+    before: list[tuple[Any, ...]], steps: list[tuple[Any, ...]], rows_max: int
+) -> None:
+    model = Model()
+    for *step, _ in before:
+        model.step(*step)
+    table, commits = model.table(), [list[Change]()]
+    for *step, cut in steps:
+        commits[-1] += model.step(*step)
+        if cut and commits[-1]:
+            commits.append([])
+    commits = [rows for rows in commits if rows]
+    if not commits:
+        return
+    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
+        found, rows = folded(folder, model.schema, commits, rows_max)
+    assert found.changes == sum(map(len, commits))
+    assert apply_in_memory(model.schema, table, Folded(truncated=found.truncated, rows=rows)) == model.table()
+
+
+IMAGE = st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, "x"]))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["insert"] * 4 + ["update", "update", "delete", "truncate"]), IMAGE, IMAGE),
+                min_size=5, max_size=30), st.integers(1, 4))  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_any_keyless_history_dealt_out_comes_to_the_same_copies(steps: list[Any], rows_max: int) -> None:
+    model = KeylessModel()
+    commits = [rows for step in steps if (rows := model.step(*step))]
+    if not commits:
+        return
+    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
+        _, rows = folded(folder, KEYLESS, commits, rows_max)
+    copies: Counter[Any] = Counter()
+    for row in rows.to_pylist():
+        copies[(row["c0"], row["c1"])] += row["copies"]
+    assert {image: n for image, n in copies.items() if n} == {image: n for image, n in model.rows.items() if n}
+
+
+def test_a_transaction_larger_than_a_task_holds_is_dealt_out(tmp_path: Path) -> None:
+    rows = [insert(i, big=f"value {i}") for i in range(5_000)]
+    found, table = folded(tmp_path, SHOP, [rows], 700)
+    assert (found.upserts, found.deletes, found.changes, len(found.files)) == (5_000, 0, 5_000, 8)
+    assert sorted(table.column("c0").to_pylist()) == list(range(5_000))
+    sizes = [pq.ParquetFile(file).metadata.num_rows for file in found.files]
+    assert max(sizes) < 2 * 700  # no task folds many more than it should
+
+
+def test_memory_does_not_grow_with_the_transaction(tmp_path: Path) -> None:
+    wide = "x" * 1_000
+    peaks = []
+    for number, rows in enumerate((4_000, 32_000)):
+        before = pa.default_memory_pool()
+        pool = pa.proxy_memory_pool(before)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        work = stretch(folder, SHOP, [[insert(i, big=f"{i}{wide}") for i in range(rows)]])
+        pa.set_memory_pool(pool)
+        try:
+            assert fold_stretch(work, folder / "scratch", here, 2_000).upserts == rows
+            gc.collect()  # what came from this pool must not outlive it
+        finally:
+            pa.set_memory_pool(before)
+        peaks.append(pool.max_memory())
+    assert peaks[1] < 2 * peaks[0], peaks
+
+
+def test_a_row_that_changes_again_and_again_does_not_fill_its_bucket(tmp_path: Path) -> None:
+    found, table = folded(tmp_path, SHOP, [[update(1, big=str(i), name="n") for i in range(3_000)]], 100)
+    files = [file.read_bytes() for file in (tmp_path / "scratch").glob("*.arrow")]
+    dealt = sum(pa.ipc.open_stream(file).read_all().num_rows for file in files)
+    assert (found.upserts, table.column("c2").to_pylist()) == (1, ["2999"])
+    assert dealt < 100
+
+
+def test_what_came_before_a_truncate_is_not_dealt_out(tmp_path: Path) -> None:
+    found, table = folded(
+        tmp_path, SHOP, [[insert(i) for i in range(50)], [truncate(), insert(7, big="after")]], 10
+    )
+    assert (found.truncated, table.column("c0").to_pylist()) == (True, [7])
+
+
+@pytest.mark.parametrize("rows_max", [1, 100])
+def test_what_one_task_refuses_is_refused(tmp_path: Path, rows_max: int) -> None:
+    rows = [truncate(), insert(1), update(2, unchanged=BIG)]
+    with pytest.raises(BaseRowMissing) as refused:
+        folded(tmp_path, SHOP, [rows], rows_max)
+    assert refused.value.hint
