@@ -37,7 +37,7 @@ source:
   url: postgresql://app:s3cret-word@127.0.0.1:1/shop
   tables: ["public.*"]
 log: ./log
-tables: {{format: delta, path: ./lake, on_bad_row: {on_bad_row}}}
+tables: {{format: delta, path: ./lake, on_bad_row: {on_bad_row}{form}}}
 """
 THINGS = TableId("public", "things")
 
@@ -45,10 +45,10 @@ THINGS = TableId("public", "things")
 class Quiet:
     """One pipeline of one table, whose source never answers."""
 
-    def __init__(self, folder: Path, *, on_bad_row: str = "stop") -> None:
+    def __init__(self, folder: Path, *, on_bad_row: str = "stop", form: str = "") -> None:
         self.file = folder / "tailrace.yaml"
         folder.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(SETTINGS.format(on_bad_row=on_bad_row))
+        self.file.write_text(SETTINGS.format(on_bad_row=on_bad_row, form=f", {form}" if form else ""))
         self.diary = Diary(folder / "log")
 
     @property
@@ -106,10 +106,14 @@ class Quiet:
             env={**os.environ, "TAILRACE_FAILPOINT": failpoint, "TAILRACE_FAILPOINT_LOG": str(hits)},
         ).returncode  # fmt: skip
 
-    def rows(self) -> dict[int, dict[str, Any]]:
-        """The lake table's rows, by key."""
+    def content(self) -> list[dict[str, Any]]:
+        """The lake table's rows."""
         path = self.settings.tables.layout.path(THINGS)
-        found = [row for file in self.table.files() for row in pq.read_table(path / file).to_pylist()]
+        return [row for file in self.table.files() for row in pq.read_table(path / file).to_pylist()]
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """The same by key."""
+        found = self.content()
         assert len({row["id"] for row in found}) == len(found), "a key stands in one row"
         return {row["id"]: row for row in found}
 

@@ -88,6 +88,29 @@ def test_what_the_log_has_since_comes_too(quiet: Quiet, call: Any) -> None:
     assert (quiet.ns(), quiet.apply()) == ({4: 44, 5: 5, 9: 9}, [])
 
 
+@pytest.mark.parametrize("form", ["mode: history", "mode: append", "soft_delete: true, metadata: [_seq, _tx]"])
+def test_a_table_of_any_form_is_what_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    made = Quiet(tmp_path, form=form)
+    made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)])
+    for rows in ([update(1, unchanged=BIG, n=1)], [insert(4, n=4), delete(2)], [*move(3, 5, unchanged=BIG, n=5)]):
+        made.commit(*rows)
+        made.apply()
+    before = sorted(map(repr, made.content()))
+    assert main(["rebuild", str(made.file), "public.things", "--from-version", "0"]) == ExitCode.OK
+    assert "from version 0" in capsys.readouterr().out
+    assert sorted(map(repr, made.content())) == before
+    made.commit(delete(1))
+    assert made.apply()[-1].error is None
+
+
+def test_a_version_of_another_form_is_passed_over(quiet: Quiet, call: Any) -> None:
+    quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, soft_delete: true"))
+    code, _, err = call("public.things")
+    assert code != ExitCode.OK
+    assert "it was made as mirror" in err
+    assert "tailrace snapshot" in err
+
+
 def test_it_says_in_words_what_it_did(quiet: Quiet, call: Any) -> None:
     code, out, _ = call("public.things")
     assert code == ExitCode.OK

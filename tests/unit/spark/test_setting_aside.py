@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
 from tailrace.pipeline.status import deadletters_open
 from tailrace.spark import setting_aside
-from tests.support.changes import KEYLESS, Change, delete, insert, move, update
+from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, update
 from tests.support.quiet import THINGS, Quiet
 
 BIG, BAD = ("big",), ("n",)
@@ -44,6 +45,28 @@ def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
     assert (quiet.ns(), letters(quiet)) == ({1: 0, 2: 2, 3: 0, 4: 0, 5: 0}, {1: "value-unfit", 3: "value-unfit"})
     assert deadletters_open(quiet.settings.log.path, THINGS, quiet.cursor) == 2
     assert tables_with_letters(quiet.settings.log.path) == [THINGS]
+
+
+def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
+    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true, metadata: [_seq]")
+    made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 4)])
+    made.commit(update(1, unfit=BAD), update(2, unchanged=BIG, n=2), delete(3), update(9, unchanged=BIG))
+    assert made.apply()[-1].error is None
+    assert letters(made) == {1: "value-unfit", 4: "base-row-missing"}
+    assert {key: (row["n"], row["big"], row["_deleted"]) for key, row in made.rows().items()} == {
+        1: (0, "x" * 50, False), 2: (2, "x" * 50, False), 3: (0, "x" * 50, True),
+    }  # fmt: skip
+    mended = pa.Table.from_pylist([{"id": 1, "name": "n1", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
+    assert made.table.put(SHOP, mended, made.cursor).committed
+    assert (made.rows()[1]["n"], made.rows()[1]["_deleted"]) == (7, False)
+
+
+@pytest.mark.parametrize("form", ["mode: history", "mode: append"])
+def test_a_table_of_which_nothing_may_be_missing_stops(tmp_path: Path, form: str) -> None:
+    made = Quiet(tmp_path, on_bad_row="dead-letter", form=form)
+    made.load([])
+    made.commit(insert(1, unfit=BAD))
+    assert isinstance(made.apply()[-1].error, ValueUnfit)
 
 
 def test_while_nothing_is_wrong_nothing_is_written(quiet: Quiet) -> None:
