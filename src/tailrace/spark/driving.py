@@ -29,6 +29,7 @@ from tailrace.spark.delta_engine import Given, SparkDeltaTable
 from tailrace.spark.folding import fold_stretch
 from tailrace.spark.frames import spark_schema
 from tailrace.spark.seeds import Seeds
+from tailrace.spark.setting_aside import refuse_letters
 from tailrace.spark.tasks import (
     ApplyWork,
     EvolveWork,
@@ -81,6 +82,7 @@ class SparkEngine:
         failpoints.hit("apply.before_table")
         try:
             table = self._table(work.place)
+            refuse_letters(work.log, work.table, work.expected)
             with table.scratch() as scratch:
                 folded = fold_stretch(work, scratch, self._in_tasks)
                 given = None if work.reader is None else self._given(work, table, scratch)

@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog.letters import Bundle, Letters
-from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
+from tailrace.errors import BaseRowMissing, DeadLettersFull, Unsupported, ValueUnfit
 from tailrace.model import change
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into
@@ -80,6 +80,15 @@ def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Don
     letters.tidy(step.cursor.seq)
     failpoints.hit("letters.tidied")
     return Done(applied=applied, letters=sifted.letters.num_rows, cleared=int(sifted.cleared.size))
+
+
+def refuse_letters(log: Path, table: TableId, here: Cursor) -> None:
+    """For an engine that sets nothing aside: it would build on what is missing as if it were not."""
+    if Letters(log, table).count(here.seq):
+        raise Unsupported(
+            "changes of the table are in dead letters, which `engine: spark` does not know", table=table,
+            hint="Go on with `engine: delta-rs` until `tailrace dead-letters FILE list` shows none of the table.",
+        )  # fmt: skip
 
 
 def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
-from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
+from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, Unsupported, ValueUnfit
 from tailrace.pipeline.status import deadletters_open
 from tailrace.spark import setting_aside
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, update
@@ -67,6 +67,19 @@ def test_a_table_of_which_nothing_may_be_missing_stops(tmp_path: Path, form: str
     made.load([])
     made.commit(insert(1, unfit=BAD))
     assert isinstance(made.apply()[-1].error, ValueUnfit)
+
+
+def test_an_engine_that_knows_no_letters_does_not_build_on_them(quiet: Quiet) -> None:
+    log = quiet.settings.log.path
+    setting_aside.refuse_letters(log, THINGS, quiet.cursor)
+    quiet.commit(update(1, unfit=BAD))
+    quiet.apply()
+    with pytest.raises(Unsupported, match="in dead letters") as told:
+        setting_aside.refuse_letters(log, THINGS, quiet.cursor)
+    assert "engine: delta-rs" in told.value.hint
+    quiet.commit(update(1, n=5))
+    quiet.apply()
+    setting_aside.refuse_letters(log, THINGS, quiet.cursor)
 
 
 def test_while_nothing_is_wrong_nothing_is_written(quiet: Quiet) -> None:
