@@ -5,8 +5,6 @@ than the one that was looked at, and may let others' commits pass before its own
 *guard*, a task that fails if the version that was looked at is no longer the newest. It runs after the connector has
 opened its transaction, and that may not try again (`maxCommitAttempts`). The position stands in the commit, where
 delta-rs finds it too; commits that only add files which tasks have staged are made by delta-rs, for they need no Spark.
-
-The file is longer than most because everything that commits stands in it.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ from tailrace.spark.frames import (
     named,
     own_columns,
     spark_schema,
-    table_at,
 )
 from tailrace.spark.guard import guard, was_overtaken
 from tailrace.tables.base import Applied, Cursor, Reread
@@ -59,7 +56,7 @@ from tailrace.tables.forms import Origin
 from tailrace.tables.limits import refuse_spark_names
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds
 from tailrace.tables.staging import StagedFile
-from tailrace.tables.upkeep import Tended, Upkeep, to_join
+from tailrace.tables.upkeep import Tended, Upkeep
 
 SCRATCH = "_tailrace"
 """Below a table's folder; readers and Delta's own upkeep pass over names that begin so."""
@@ -139,6 +136,11 @@ class SparkDeltaTable:
         kept: Sequence[Column] = (),
     ) -> int:  # fmt: skip
         return self._plain.land(schema, files, cursor, origin=origin, kept=kept)
+
+    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+        """By delta-rs: its joins are a compare-and-swap and state the position; the connector's are neither. Files are
+        streamed, and a pipeline has a task do it."""
+        return self._plain.tend(upkeep, expected)
 
     # Applying.
 
@@ -379,36 +381,6 @@ class SparkDeltaTable:
                 value = f.col(places[field.name])
             columns.append(value.cast(field.dataType).alias(field.name))
         return rows.select(*columns)
-
-    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
-        table = self._plain.opened()
-        if table.position.cursor != expected:
-            raise self._plain.elsewhere(table.position.cursor, expected)
-        done = Tended()
-        adds = pa.table(table.table.get_add_actions(flatten=True))
-        sizes = dict(zip(adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist(), strict=True))
-        if upkeep.file_bytes is not None and to_join(sizes, upkeep.file_bytes):
-            done = self._optimize(table, upkeep.file_bytes)
-        if upkeep.remove_after_seconds is not None:
-            # Names and sizes, no rows: the connector's own VACUUM would take files of a load under way for strays.
-            removed = self._plain.tend(replace(upkeep, file_bytes=None), expected)
-            done = replace(done, removed=removed.removed)
-        return done
-
-    def _optimize(self, table: Opened, file_bytes: int) -> Tended:
-        """Join small files. The commit is known by its name and states no position: nothing can guard it, and
-        stating one it would hide what someone else did just before."""
-        for name in ("minFileSize", "maxFileSize"):
-            self.session.conf.set(f"spark.databricks.delta.optimize.{name}", str(file_bytes))
-        before = table.table.version()
-        with self._told():
-            self._unset()
-            self.session.sql(f"OPTIMIZE {table_at(table.folder)}").collect()
-        joined = made = size = 0
-        for version in range(before + 1, (self._plain.version() or before) + 1):
-            written = self._make_durable(version)
-            joined, made, size = joined + written.removed, made + written.added, size + written.bytes
-        return Tended(joined=joined, made=made, bytes=size)
 
     # Commits.
 

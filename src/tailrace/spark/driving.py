@@ -35,13 +35,11 @@ from tailrace.spark.tasks import (
     EvolveWork,
     Outcome,
     RefreshWork,
-    TendWork,
     advance_table,
     as_ours,
     change_batches,
     read_again,
     refresh_table,
-    tend_table,
 )
 from tailrace.tables.fold import key_ordinals
 from tailrace.tables.layout import Place
@@ -56,11 +54,12 @@ class SparkEngine:
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
-            advance_table: self._advance, refresh_table: self._refresh, tend_table: self._tend,
+            advance_table: self._advance, refresh_table: self._refresh,
         }  # fmt: skip
 
     def does(self, task: Callable[..., Outcome]) -> bool:
-        """Whether this is work on a lake table; reading the source is done in tasks, whoever writes."""
+        """Whether this is work that changes rows; reading the source and joining files are done in tasks, whoever
+        writes."""
         return task in self._ways
 
     def run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
@@ -131,12 +130,6 @@ class SparkEngine:
         return Outcome(
             table=work.schema.table, rows=applied.upserted + applied.deleted, cursor=applied.cursor, schema=work.schema
         )
-
-    def _tend(self, work: TendWork) -> Outcome:
-        return _timed(work.table, partial(self._tended, work))
-
-    def _tended(self, work: TendWork) -> Outcome:
-        return Outcome(table=work.table, tended=self._table(work.place).tend(work.upkeep, work.expected))
 
 
 @dataclass(frozen=True, kw_only=True)
