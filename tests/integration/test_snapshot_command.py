@@ -212,8 +212,13 @@ def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
 def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -> None:
     things = TableId("public", "things")
     seeds = Seeds(tmp_path / "changes")
+
+    def hold(how: Hold) -> None:
+        seeds.hold(things, how)
+        time.sleep(1.5)  # whoever obeys looks now and then, and the rest of the chunks take less
+
     with Scene(tmp_path, filled) as scene:
-        with scene.loader(before=once(lambda: seeds.hold(things, Hold.PAUSED), at=4)) as applying:
+        with scene.loader(before=once(lambda: hold(Hold.PAUSED), at=4)) as applying:
             wait_for_state(applying, "things", TableState.PAUSED)
             read = len(applying.chunks)
         with scene.loader() as applying:
@@ -222,7 +227,7 @@ def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -
             seeds.hold(things, None)
             scene.assert_equal(applying, "things")
             total = len(applying.chunks) + read
-        with scene.loader(before=once(lambda: seeds.hold(things, Hold.STOPPED), at=4)) as applying:
+        with scene.loader(before=once(lambda: hold(Hold.STOPPED), at=4)) as applying:
             seeds.wish(Wish(table=things))
             assert eventually(lambda: not seeds.wishes() and not seeds.held())
             scene.assert_equal(applying, "things")

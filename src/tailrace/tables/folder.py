@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import uuid
 from pathlib import Path
 
@@ -84,11 +85,13 @@ def unreadable(path: Path, exc: BaseException) -> TableUnusable:
 def _real(path: Path) -> Path | None:
     if not _needs_link(path):
         return path
-    if path.is_symlink():
+    try:
+        found = path.lstat()  # looked at once: another may make the link meanwhile
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(found.st_mode):
         return path.resolve()
-    if path.exists():
-        raise TableUnusable("delta-rs cannot use a folder with this name", path=path, hint=_AWAY)
-    return None
+    raise TableUnusable("delta-rs cannot use a folder with this name", path=path, hint=_AWAY)
 
 
 def _needs_link(path: Path) -> bool:
