@@ -7,9 +7,7 @@ in rising order, never deletes its newest, and commits them table by table is se
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +25,6 @@ from tailrace.pipeline.status import read_note
 
 KEY = "id"
 LOOK_SECONDS = 0.5
-STOP_SECONDS_MAX = 60.0
 
 
 @contextmanager
@@ -39,23 +36,9 @@ def running(folder: Path, url: str, tables: int, *, load_seconds_max: float) -> 
         f"name: bench\nsource:\n  url: {url}\n  tables: ['public.*']\nlog: {log}\n"
         f"tables: {{format: delta, path: {lake}}}\n"
     )
-    with said.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tailrace", "--log-level", "info", "run", str(settings)],
-            cwd=ours.REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        )  # fmt: skip
-    try:
+    with ours.running("--log-level", "info", "run", str(settings), said=said) as process:
         _wait_until_live(process, log, tables, load_seconds_max, said)
         yield lake
-        if process.poll() is not None:
-            raise BenchError("the pipeline ended by itself", hint=said.read_text()[-2000:])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _wait_until_live(

@@ -63,8 +63,10 @@ def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
 def refuse_features(path: Path, table: DeltaTable) -> None:
     """Refuse files that do not say by themselves which rows the table holds."""
     others = set(table.protocol().reader_features or ()) - {NTZ}
+    if table.metadata().partition_columns:
+        others.add("partitions")
     if others:
         raise TableUnusable(
-            "the table uses features that a refresh does not know", path=path,
+            "the table has features that its files cannot be read with as they are", path=path,
             features=", ".join(sorted(others)), hint=REPLACE_HINT,
         )  # fmt: skip

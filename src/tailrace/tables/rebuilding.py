@@ -21,9 +21,10 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace import failpoints
-from tailrace.errors import TableUnusable, Unsupported
+from tailrace.errors import TableUnusable
 from tailrace.tables.base import Cursor
 from tailrace.tables.deltalog import REPLACE_HINT, Position, fsync, own_versions, stats_of
+from tailrace.tables.deltashape import refuse_features
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.forms import Origin
 from tailrace.tables.layout import Place
@@ -32,7 +33,6 @@ from tailrace.tables.staging import StagedFile, discard
 
 FOLDER, PREFIX = "_rebuild", "rebuild"
 """Readers and writers of Delta tables pass over a folder whose name begins so."""
-_NTZ = "timestampNtz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Rebuilding:
     def begin(self, base: Base) -> int:
         """Make the new table what the version was; how many rows that is."""
         table = _open(self._folder, base.version)
-        _refuse_unknown(self._path, table)
+        refuse_features(self._path, table)
         try:
             self.made_at.path.mkdir(parents=True)
             files = _linked(self._folder, table, self.made_at.path, f"base-{self._id}")
@@ -123,16 +123,6 @@ def _open(folder: Path, version: int | None = None) -> DeltaTable:
         return DeltaTable(str(folder), version=version)
     except (DeltaError, OSError) as error:
         raise unreadable(folder, error) from error
-
-
-def _refuse_unknown(path: Path, table: DeltaTable) -> None:
-    """Refuse files that do not say by themselves which rows the table holds."""
-    others = set(table.protocol().reader_features or ()) - {_NTZ}
-    if others or table.metadata().partition_columns:
-        what = ", ".join(sorted(others)) or "partitions"
-        raise Unsupported(
-            "a rebuild does not know this feature of the table", path=path, feature=what, hint=REPLACE_HINT
-        )
 
 
 def _linked(folder: Path, table: DeltaTable, into: Path, name: str) -> list[StagedFile]:
