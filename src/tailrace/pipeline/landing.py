@@ -53,6 +53,13 @@ def start_of(lives: Lives, seed: Seed) -> Lsn:
     return min(starts)
 
 
+def has_all(lives: Lives, load: Load) -> bool:
+    """Whether the table must come to the load's point by the log, which has all that it takes: of a table that keeps
+    every change, or every version, a load brings only what the log does not tell."""
+    life = load.life
+    return life.halted and not life.once and not load.state_before.broken and not lives.misses(life)
+
+
 def cursor_after(lives: Lives, load: Load, start: Lsn) -> Cursor:
     """Where the table stands once the load has landed; to be asked while nobody else is at work on it.
 
