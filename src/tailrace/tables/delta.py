@@ -485,7 +485,7 @@ class DeltaRsTable:
     def _open(self) -> Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
         opened = self._open_any()
-        if opened is not None and opened.position.form != self._form:
+        if opened is not None and not self._form.alike(opened.position.form, opened.position.schema):
             raise FormChanged(
                 "the table was made in another form than the settings ask for", path=self._path,
                 made=opened.position.form.described, asked=self._form.described, hint=_FORM_HINT,
