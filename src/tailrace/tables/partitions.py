@@ -38,11 +38,14 @@ _DAYS = (-719_162, 2_932_896)
 _DAY_MICROS = 86_400_000_000
 _NAMEABLE = re.compile(r"\w[\w .-]*")
 
-_OTHER_HINT = "Choose other columns in `partition_by`, in `tables` or in `tables.rules`; `[]` is none."
+_OTHER_HINT = (
+    "Choose other columns in `partition_by`, in `tables` or for this table in `tables.rules`; `[]` is none. A table "
+    "that is there is then loaded anew: `tailrace snapshot FILE TABLE`."
+)
 _MISFIT_HINT = (
     "An empty text is null to Delta's readers, a folder's name has at most 255 bytes, and years go from 1 to 9999. "
-    "Mend the row at the source, or choose other columns in `partition_by`. `tables.on_bad_row: dead-letter` lets the "
-    "table go on without such rows."
+    "Mend the row at the source, or choose other columns in `partition_by`. `tables.on_bad_row: dead-letter` lets a "
+    "table that is loaded go on without such changes."
 )
 
 
