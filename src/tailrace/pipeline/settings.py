@@ -275,6 +275,12 @@ def _check_connections(given: object) -> int:
     return int(text)
 
 
+def _check_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len({name.lower() for name in names}) < len(names):
+        raise _refusal("names a column twice", "Name each once, for example: `partition_by: [region, day]`.")
+    return names
+
+
 def _check_file_size(given: object) -> int:
     size = _check_size(given)
     if size > FILE_SIZE_MAX:
@@ -339,6 +345,7 @@ Template = Annotated[str, AfterValidator(_check_template)]
 Templates = Annotated[str, AfterValidator(_check_templates)]
 PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
 Folder = Annotated[Path, BeforeValidator(_check_folder)]
+Columns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AfterValidator(_check_columns)]
 
 
 # ---- models ----------------------------------------------------------------------------------------------
@@ -478,6 +485,7 @@ class RuleSettings(BaseModel):
     mode: Kept | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
+    partition_by: Columns | None = None
     on_bad_row: BadRow | None = None
     name: Template | None = None
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
@@ -502,6 +510,7 @@ class TablesSettings(BaseModel):
     mode: Kept = "mirror"
     soft_delete: bool = False
     metadata: tuple[MetadataName, ...] = ()
+    partition_by: Columns = ()
     names: Templates = "{schema}/{table}"
     rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
@@ -529,6 +538,7 @@ class TablesSettings(BaseModel):
             asked = {
                 "mode": said.mode not in (None, "mirror"), "soft_delete": said.soft_delete, "metadata": said.metadata,
                 "on_bad_row": said.on_bad_row == "dead-letter", "columns": getattr(said, "columns", None),
+                "partition_by": said.partition_by,
             }  # fmt: skip
             for name, wanted in asked.items():
                 if wanted:
@@ -546,9 +556,11 @@ class TablesSettings(BaseModel):
         mode = rule.mode or self.mode
         soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
         metadata = self.metadata if rule.metadata is None else rule.metadata
+        partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
         return Form(
             mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata))),
             columns=tuple(sorted(rule.columns.items())),
+            partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
         )  # fmt: skip
 
     def _name_of(self, table: TableId) -> str:
@@ -811,6 +823,7 @@ _EXAMPLES = {
     "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
     "tables.soft_delete": "`soft_delete: true`",
     "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.partition_by": "`partition_by: [region]`",
     "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
     "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",

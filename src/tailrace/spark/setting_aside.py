@@ -102,7 +102,8 @@ def _sifted(table: MendedTable, step: Step, changes: pa.Table, bundles: list[Bun
             return np.ones(keys.num_rows, np.bool_)  # what is missing is read again
         return table.holds(step.schema, keys)
 
-    return sift(step.schema, changes, dead_keys(step.schema, bundles), holds)
+    by = step.form.partitions_of(step.schema)
+    return sift(step.schema, changes, dead_keys(step.schema, bundles), holds, by)
 
 
 def _refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
