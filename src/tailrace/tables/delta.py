@@ -303,7 +303,7 @@ class DeltaRsTable:
     ) -> None:  # fmt: skip
         """Swap some files for others with these rows, those of each part in files of their own."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
-        name, by = f"exchange-{uuid.uuid4().hex}", self._form.partition_by
+        name, by = f"{EXCHANGE}-{uuid.uuid4().hex}", self._form.partition_by
         fields, there = delta_fields(stored), parts_of(opened.table)
         try:
             staged = [stage(self._path, f"{name}-{n}", stored, rows, by) for n, rows in enumerate(parts)]
@@ -355,7 +355,7 @@ class DeltaRsTable:
 
     def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
         """Write every row anew, and swap the files."""
-        name = f"recast-{uuid.uuid4().hex}"
+        name = f"{RECAST}-{uuid.uuid4().hex}"
         files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
         try:
             self._swap(opened.folder, opened.table, shape, files, properties)
@@ -558,6 +558,9 @@ class DeltaRsTable:
         return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
 
+EXCHANGE, RECAST = "exchange", "recast"
+UNCOMMITTED = (EXCHANGE, RECAST)
+"""How files are called that only a commit makes part of the table; who alone writes it may discard them."""
 ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 
