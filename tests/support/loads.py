@@ -1,7 +1,7 @@
 """A pipeline whose tasks run in this process, so that a test can stand between two chunks of a load.
 
 Everything is the real thing but for Spark: capture in a thread, loads and applying as in `tailrace run`, each task
-pickled and run where it is asked for.
+pickled and run where it is asked for. With Spark's connector as the engine under test that does its part all the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tailrace.pipeline.status import APPLIER
 from tailrace.pipeline.wiring import open_source
 from tailrace.runtime import loop
 from tailrace.spark.tasks import ChunkWork, Outcome
+from tests.support.engines import engine_lines, spark_engine
 from tests.support.pipelines import Pipeline, eventually
 
 CHUNK_BYTES = 64 << 10
@@ -65,6 +66,8 @@ class Local(Applying):
             self._advance(self._loaded(), self.lives.grow())
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
+        if self._settings.tables.engine == "spark" and (engine := spark_engine()).does(task):
+            return engine.run(task, works)
         outcomes = []
         for work in works:
             sent = pickle.loads(pickle.dumps(work))
@@ -83,6 +86,7 @@ class Scene:
 
     def __init__(self, folder: Path, url: str, *, tables: str = '["public.*"]', **load: Any) -> None:
         self.pipeline = Pipeline(folder, url, tables=tables)
+        self.pipeline.file.write_text(self.pipeline.file.read_text() + engine_lines())
         settings = load_settings(self.pipeline.file)
         given = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
         if standby := given.pop("standby", None):

@@ -13,7 +13,18 @@ from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TableUnusable
 from tailrace.tables.deltalog import file_names
+from tailrace.tables.deltashape import refuse_features
+from tailrace.tables.features import features_of
 from tailrace.tables.folder import find_folder
+
+
+def needs_connector(path: Path, version: int) -> bool:
+    """Whether the files of a version do not say by themselves which rows it has."""
+    folder = find_folder(path.absolute())
+    try:
+        return folder is not None and features_of(DeltaTable(str(folder), version=version)).any
+    except (DeltaError, OSError):
+        return False  # whoever reads it says what is wrong
 
 
 def files_at(path: Path, version: int) -> tuple[pa.Schema, list[Path]]:
@@ -29,6 +40,7 @@ def files_at(path: Path, version: int) -> tuple[pa.Schema, list[Path]]:
             "the table no longer has this version", path=path, version=version,
             hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a later time.",
         ) from error  # fmt: skip
+    refuse_features(path, table)
     if not all(file.exists() for file in files):
         raise TableUnusable(
             "files of this version were removed", path=path, version=version,
