@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from deltalake.exceptions import DeltaProtocolError
 
+from tailrace import tables_at
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
@@ -192,6 +193,8 @@ def test_a_pipeline_has_tables_with_them(database: str, tmp_path: Path) -> None:
     assert table.rows() == 49
     rows = {row["id"]: row["title"] for row in read(orders)}
     assert rows == {i: "changed" if i <= 10 else f"n{i}" for i in range(1, 51) if i != 11}
+    past = tables_at(session(), pipeline.file)["public.orders"]
+    assert {row["id"]: row["title"] for row in past.collect()} == rows
     assert sorted(row["c"] for row in read(pipeline.lake / "public" / "marks")) == ["x", "x"]
     pipeline.file.write_text(plain)
     done = pipeline.call("run", "--until-caught-up")
