@@ -63,7 +63,7 @@ def test_a_transaction_of_ten_million_changes_is_held_by_no_process(
     log = ChangeLog.open(pipeline.log)
     table = DeltaRsTable(big, log.log_id, features=Features(deletion_vectors=bool(features)))
     assert table.rows() == CHANGES - THERE + kept
-    assert table.version() == 1, "one load, and one commit for the transaction"
+    assert b"Apache-Spark" in max((big / "_delta_log").glob("*.json")).read_bytes(), "by the engine under test"
     assert peaks.driver <= DRIVER_MIB_MAX * MIB, peaks
     assert peaks.worker <= WORKER_MIB_MAX * MIB, peaks
     assert peaks.capture <= CAPTURE_MIB_MAX * MIB, peaks
