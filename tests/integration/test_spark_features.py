@@ -128,6 +128,10 @@ def test_files_with_vectors_are_joined_without_the_rows_that_went(tmp_path: Path
     assert len(before) == table.rows() == 90
     vectors = list(tmp_path.glob("**/deletion_vector_*.bin"))
     assert vectors
+    java = session()._jvm
+    assert java is not None
+    java.org.apache.spark.sql.delta.DeltaLog.forTable(session()._jsparkSession, str(tmp_path)).checkpoint()
+    assert table.rows() == 90, "the list of files tells of the vectors, too"
     tended = table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(10))
     assert (tended.joined >= 10, tended.made, table.cursor(), table.rows()) == (True, 1, at(10), 90)
     assert by_id(read(tmp_path)) == by_id(content(tmp_path, renamed)) == before

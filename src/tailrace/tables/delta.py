@@ -156,6 +156,8 @@ class DeltaRsTable:
         properties, adds = position.properties(), self._adds_of(folder, files)
         wanted = self._features or PLAIN_FILES
         if wanted.any or (table is not None and features_of(table).any):
+            if table is not None:
+                refuse_unknown(self._path, table)
             featured, made = Featured(folder=folder, table=table), list[int]()
             self._commit(lambda: made.append(featured.land(wanted, stored, adds, position)))
             self._make_durable(folder, made[0])

@@ -86,7 +86,7 @@ def refuse_unknown(path: Path, table: DeltaTable) -> None:
     if others:
         raise TableUnusable(
             "the table has features that nobody here knows", path=path, features=", ".join(sorted(others)),
-            hint=REPLACE_HINT,
+            hint="Move the table's folder away: the table is loaded anew.",
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from deltalake import DeltaTable, TableFeatures
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.deltalog import vector_file
+from tailrace.tables.featured import live_files
 from tailrace.tables.features import Features
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import StagedFile, stage
@@ -102,6 +103,27 @@ def test_small_files_are_joined_under_the_names_they_have_there(tmp_path: Path) 
     assert features(tmp_path) == {"deletionVectors", "columnMapping"}
     assert table.tend(Upkeep(file_bytes=None, remove_after_seconds=0.0), at(0)).removed == 10
     assert by_id(content(tmp_path, SHOP)) == {number: str(number) for number in range(10)}
+
+
+def test_files_are_known_from_a_checkpoint_too(tmp_path: Path) -> None:
+    table = DeltaRsTable(tmp_path, LOG, features=BOTH)
+    table.load(SHOP, record_batches(SHOP, ROWS), at(0))
+    before = live_files(tmp_path, 0)
+    DeltaTable(str(tmp_path)).create_checkpoint()
+    assert (tmp_path / "_delta_log" / f"{0:020d}.checkpoint.parquet").exists()
+    assert set(live_files(tmp_path, 0)) == set(before) == set(table.files())
+    table.load(SHOP, record_batches(SHOP, ROWS[:1]), at(10))
+    assert (set(live_files(tmp_path, 1)), table.rows()) == (set(table.files()), 1)
+
+
+def test_features_that_nobody_here_knows_are_left_alone(tmp_path: Path) -> None:
+    table = DeltaRsTable(tmp_path, LOG, features=BOTH)
+    table.load(SHOP, record_batches(SHOP, ROWS), at(0))
+    DeltaTable(str(tmp_path)).alter.add_feature(TableFeatures.RowTracking, allow_protocol_versions_increase=True)
+    with pytest.raises(TableUnusable, match="rowTracking") as refused:
+        table.load(SHOP, record_batches(SHOP, ROWS), at(10))
+    assert "Move the table's folder away" in refused.value.hint
+    assert table.version() == 1
 
 
 def test_a_timestamp_without_a_zone_is_a_feature_beside_them(tmp_path: Path) -> None:
