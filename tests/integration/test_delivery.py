@@ -15,13 +15,13 @@ from tailrace.errors import ForeignWrite
 from tailrace.tables.fold import fold
 from tests.integration.test_delta_table import STEPS
 from tests.support.changes import Change, Model, changes
-from tests.support.engines import examples, open_table
+from tests.support.engines import IS_SPARK, examples, open_table
 from tests.support.mirrors import LOG, at, content
 
-BATCHES_MAX = 6
+BATCHES_MAX = 3 if IS_SPARK else 6
 PLACES = ("table.before_commit", "table.after_commit")
 DELIVERIES = st.lists(
-    st.tuples(st.integers(0, BATCHES_MAX - 1), st.sampled_from([None, *PLACES])), min_size=2, max_size=8
+    st.tuples(st.integers(0, BATCHES_MAX - 1), st.sampled_from([None, *PLACES])), min_size=2, max_size=BATCHES_MAX + 2
 )
 
 

@@ -158,9 +158,9 @@ class DeltaRsTable:
         if wanted.any or (table is not None and features_of(table).any):
             if table is not None:
                 refuse_unknown(self._path, table)
-            featured, made = Featured(folder=folder, table=table), list[int]()
-            self._commit(lambda: made.append(featured.land(wanted, stored, adds, position)))
-            self._make_durable(folder, made[0])
+            featured = Featured(folder=folder, table=table)
+            self._commit(lambda: featured.land(wanted, stored, adds, position))
+            self._make_durable(folder, featured.following)
             return rows
         if table is None:
             fields = delta_fields(stored)
@@ -359,9 +359,9 @@ class DeltaRsTable:
         """Give a table with column mapping these columns, of which none has other values; no file is touched."""
         refuse_unknown(self._path, opened.table)
         featured = Featured(folder=opened.folder, table=opened.table)
-        after, made = replace(opened.position, schema=schema), list[int]()
-        self._commit(lambda: made.append(featured.lay(shape, laid, after)))
-        self._make_durable(opened.folder, made[0])
+        after = replace(opened.position, schema=schema)
+        self._commit(lambda: featured.lay(shape, laid, after))
+        self._make_durable(opened.folder, featured.following)
 
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
         opened = self.opened()
@@ -394,22 +394,21 @@ class DeltaRsTable:
     def _tend_featured(self, opened: Opened, upkeep: Upkeep) -> Tended:
         refuse_unknown(self._path, opened.table)
         featured, done = Featured(folder=opened.folder, table=opened.table), Tended()
-        versions = list[int | None]()
         if upkeep.file_bytes is not None and (some := to_join(featured.sizes(), upkeep.file_bytes)):
             shape = self._form.stored(opened.position.schema)
             stored = replace(shape, columns=(*shape.columns, *kept_columns(opened.table, shape)), facts=None)
             own, name = featured.in_files(stored), f"exchange-{uuid.uuid4().hex}"
             adds = self._adds_of(opened.folder, stage(self._path, name, own, featured.rows_of(some, own.columns)))
             try:
-                self._commit(lambda: versions.append(featured.exchange(some, adds, opened.position)))
+                self._commit(lambda: featured.exchange(some, adds, opened.position))
             except TailraceError:
                 self._discard(name)
                 raise
-            written = self._make_durable(opened.folder, opened.table.version() + 1)
+            written = self._make_durable(opened.folder, featured.following)
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
             opened.table.update_incremental()
         if (age := upkeep.remove_after_seconds) is not None:
-            self._commit(lambda: versions.append(featured.remember(age, opened.position)))
+            self._commit(lambda: featured.remember(age, opened.position))
             opened.table.update_incremental()
             try:
                 done = replace(done, removed=featured.remove(age))

@@ -53,27 +53,33 @@ Action = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Featured:
-    """A table, as it stood at one version, that delta-rs must not write; None: there is none yet."""
+    """A table, as it stood at one version, that delta-rs must not write."""
 
     folder: Path
     table: DeltaTable | None
+    """None: there is none yet."""
 
-    def land(self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: Position) -> int:
-        """Make these files all that the table holds, with these columns and features; the version that it made."""
+    @property
+    def following(self) -> int:
+        """The version that a commit makes."""
+        return 0 if self.table is None else self.table.version() + 1
+
+    def land(self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: Position) -> None:
+        """Make these files all that the table holds, with these columns and features."""
         fields = landed_fields(self.table, features, schema)
         gone = () if self.table is None else live_files(self.folder, self.table.version()).values()
-        return self._commit("WRITE", position, [
+        self._commit("WRITE", position, [
             {"protocol": protocol_of(features, schema.columns)},
             {"metaData": metadata_of(self.table, features, fields, _now())},
             *_removes(gone, changes_rows=True), *map(_add, adds),
         ])  # fmt: skip
 
-    def lay(self, schema: TableSchema, laid: Laid, position: Position) -> int:
+    def lay(self, schema: TableSchema, laid: Laid, position: Position) -> None:
         """Give the table these columns; its files stay as they are."""
         table = self._there()
         features = features_of(table)
         fields = laid_fields(table, laid, schema)
-        return self._commit("CHANGE COLUMNS", position, [
+        self._commit("CHANGE COLUMNS", position, [
             {"protocol": protocol_of(features, _naive_stays(table, schema))},
             {"metaData": metadata_of(table, features, fields, _now())},
         ])  # fmt: skip
@@ -88,11 +94,11 @@ class Featured:
             found[name] = add["size"] * max(counts[name] - gone, 0) // max(counts[name], 1)
         return found
 
-    def exchange(self, gone: Iterable[str], adds: Sequence[AddAction], position: Position) -> int:
+    def exchange(self, gone: Iterable[str], adds: Sequence[AddAction], position: Position) -> None:
         """Swap files for others with the same rows."""
         live = live_files(self.folder, self._there().version())
         removes = _removes([live[name] for name in gone], changes_rows=False)
-        return self._commit("OPTIMIZE", position, [*removes, *(_add(replace(add, data_change=False)) for add in adds)])
+        self._commit("OPTIMIZE", position, [*removes, *(_add(replace(add, data_change=False)) for add in adds)])
 
     def rows_of(self, names: Sequence[str], columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
         """The rows that the table still has of these files, in columns that are called as they are there."""
@@ -112,14 +118,14 @@ class Featured:
         columns = tuple(replace(column, name=names[column.name]) for column in schema.columns)
         return replace(schema, columns=columns, key=tuple(names[name] for name in schema.key), facts=None)
 
-    def remember(self, after_seconds: float, position: Position) -> int | None:
-        """Have the table keep in mind which files it no longer needs; None if it does already."""
+    def remember(self, after_seconds: float, position: Position) -> None:
+        """Have the table keep in mind which files it no longer needs, unless it does already."""
         table, wanted = self._there(), remembered(after_seconds)
         if table.metadata().configuration.get(REMEMBERED) == wanted:
-            return None
+            return
         settings = {REMEMBERED: wanted}
         metadata = metadata_of(table, features_of(table), fields_of(table), _now(), **settings)
-        return self._commit("SET TBLPROPERTIES", position, [{"metaData": metadata}])
+        self._commit("SET TBLPROPERTIES", position, [{"metaData": metadata}])
 
     def remove(self, after_seconds: float) -> int:
         """Remove files, and deletion vectors, that no version of the last so many seconds has."""
@@ -151,22 +157,21 @@ class Featured:
         assert self.table is not None, "whoever calls has opened it"
         return self.table
 
-    def _commit(self, operation: str, position: Position, actions: Iterable[Action]) -> int:
+    def _commit(self, operation: str, position: Position, actions: Iterable[Action]) -> None:
         if self.table is None and has_commits(self.folder):
             raise CommitFailedError("a table was made here meanwhile")
-        version, now = 0 if self.table is None else self.table.version() + 1, _now()
+        now = _now()
         said = {
             "timestamp": now, "operation": operation, "operationParameters": {}, METADATA_KEY: position.text(),
         }  # fmt: skip
         seen = {"appId": app_id(position.log), "version": position.cursor.seq, "lastUpdated": now}
         lines = [json.dumps(action) for action in ({"commitInfo": said}, {"txn": seen}, *actions)]
-        path = self.folder / "_delta_log" / f"{version:020d}.json"
+        path = self.folder / "_delta_log" / f"{self.following:020d}.json"
         path.parent.mkdir(exist_ok=True)
         try:
             files.create(path, ("\n".join(lines) + "\n").encode())
         except FileExistsError as exc:
             raise CommitFailedError("someone else has made this version") from exc
-        return version
 
 
 def live_files(folder: Path, version: int) -> dict[str, Action]:
