@@ -50,11 +50,12 @@ from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.delta import ONE_APPLIER, DeltaRsTable, Opened
 from tailrace.tables.deltalog import REPLACE_HINT, Position, Written, app_id, made_by, make_durable
 from tailrace.tables.evolving import Recast
+from tailrace.tables.features import PLAIN_FILES, Features, features_of
 from tailrace.tables.fold import DELETE, UPSERT, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.forms import Origin
-from tailrace.tables.limits import refuse_spark_names
-from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds
+from tailrace.tables.limits import refuse_names, refuse_spark_names
+from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, only_names
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.upkeep import Tended, Upkeep
 
@@ -99,13 +100,13 @@ Given = Callable[[DataFrame], DataFrame]
 class SparkDeltaTable:
     """A mirror table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
 
-    def __init__(self, spark: SparkSession, path: Path, log_id: str) -> None:
+    def __init__(self, spark: SparkSession, path: Path, log_id: str, features: Features = PLAIN_FILES) -> None:
         # The position of a commit is a setting of the session, so each table has its own.
         self.session = spark.newSession()
         for name, value in _SETTINGS.items():
             self.session.conf.set(name, value)
         self._path, self._log_id = path.absolute(), log_id
-        self._plain = DeltaRsTable(path, log_id)
+        self._plain = DeltaRsTable(path, log_id, features=features)
 
     def cursor(self) -> Cursor | None:
         return self._plain.cursor()
@@ -345,7 +346,13 @@ class SparkDeltaTable:
             raise self._plain.elsewhere(here, expected)
         laid = lay_out(table.table, recast)
         shape = replace(recast.schema, columns=laid.columns, facts=None)
-        refuse_spark_names(shape)
+        if features_of(table.table).column_mapping:
+            refuse_names(shape)
+            if only_names(table.table, laid):
+                self._plain.lay(table, shape, laid, recast.schema)
+                return Applied(committed=True, cursor=here)
+        else:
+            refuse_spark_names(shape)
         # A commit without rows, which the connector makes nobody but a person do.
         self._plain.add_features(table.folder, table.table, shape)
         table = self._plain.opened()
