@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,16 +141,10 @@ def _matching(settings: PipelineSettings, log: Path, patterns: Sequence[str]) ->
 
 def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> list[Bundle]:
     """As the table itself says how far it is; where it does not, all there are."""
-    letters, seq = Letters(log.path, table), SEQ_MAX
-    try:
+    letters, cursor = Letters(log.path, table), None
+    with suppress(TailraceError):  # what is wrong with the table `tailrace status` says
         cursor = settings.tables.layout.place(table, log.log_id).open().cursor()
-        if cursor is not None:
-            seq = cursor.seq
-            if letters.cleared_by(cursor.load):
-                return []
-    except TailraceError:
-        pass  # what is wrong with the table `tailrace status` says
-    return letters.open(seq)
+    return letters.open(SEQ_MAX) if cursor is None else letters.open(cursor.seq, cursor.load)
 
 
 def _shown(table: TableId, bundle: Bundle, *, payload: bool) -> list[DeadLetter]:

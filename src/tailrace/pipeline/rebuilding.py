@@ -169,18 +169,15 @@ class _Rebuild:
                 return f"the log no longer holds the changes after it ({gone.why})"
         if self._lives.misses(life):
             return "changes after it were never captured"
-        past = Letters(self._log.path, self._table).past
-        if past is not None and self._end_seq >= past[0] and not self._past_letters(cursor, past[1]):
+        letters = Letters(self._log.path, self._table)
+        first = letters.first
+        if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load):
             return "changes after it, or at it, were or are in dead letters"
         try:
             files_at(self._place.path, base.version)
         except TableUnusable:
             return "files of it were removed"
         return None
-
-    def _past_letters(self, cursor: Cursor, last: int) -> bool:
-        """Whether everything that was ever set aside is over at this version."""
-        return cursor.seq >= last and not Letters(self._log.path, self._table).count(cursor.seq)
 
     def _life(self, base: Base, place: Place) -> TableLife:
         life = TableLife(self._table, place, state=TableState.CATCHING_UP)

@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
 from tailrace.changelog.lease import Lease
+from tailrace.changelog.letters import Letters
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
@@ -25,7 +27,7 @@ from tailrace.errors import ExitCode, ForeignWrite
 from tailrace.model.position import Lsn
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds
-from tests.support.changes import KEYLESS, delete, insert, move, update
+from tests.support.changes import KEYLESS, SHOP, delete, insert, move, update
 from tests.support.logs import WIDER
 from tests.support.quiet import THINGS, Quiet
 
@@ -253,6 +255,59 @@ def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, caps
     assert quiet.ns() == {1: 1}
     quiet.apply()
     assert quiet.ns() == {1: 4, 2: 2, 3: 3}
+
+
+@pytest.fixture
+def lettered(tmp_path: Path) -> Quiet:
+    """A table that lacks a change of row 2, which is a dead letter."""
+    made = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
+    made.load([{"id": key, "n": 0} for key in (1, 2, 3)])
+    made.commit(update(1, n=1), update(2, unfit=("n",)))
+    made.apply()
+    return made
+
+
+MENDED = [{"id": 1, "n": 1}, {"id": 2, "n": 22}, {"id": 3, "n": 0}]
+
+
+def test_a_load_that_has_cleared_the_letters_is_a_base_at_once(lettered: Quiet) -> None:
+    before = lettered.table.version()
+    lettered.load_anew(MENDED, "anew")
+    arguments = ["rebuild", str(lettered.file), "public.things"]
+    assert main(arguments) == ExitCode.OK
+    assert lettered.ns() == {1: 1, 2: 22, 3: 0}
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
+    lettered.commit(update(3, n=3))
+    lettered.apply()
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "also once the letters are removed"
+    assert main(arguments) == ExitCode.OK
+    assert lettered.ns() == {1: 1, 2: 22, 3: 3}
+
+
+def test_a_position_before_a_load_that_cleared_letters_is_refused(lettered: Quiet) -> None:
+    lacking = lettered.commit(update(3, n=3))
+    lettered.apply()
+    lettered.commit(update(1, n=1))
+    lettered.load_anew([*MENDED[:2], {"id": 3, "n": 3}], "anew")
+    lettered.commit(insert(9, n=9))
+    lettered.apply()
+    assert main(["rebuild", str(lettered.file), "public.things", "--to", str(lacking)]) == ExitCode.LOG
+    assert lettered.ns() == {1: 1, 2: 22, 3: 3, 9: 9}
+
+
+def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Quiet) -> None:
+    before, here = lettered.table.version(), lettered.cursor
+    letters = Letters(lettered.settings.log.path, THINGS)
+    row = pa.Table.from_pylist([{"id": 2, "n": 22}], pa.schema(SHOP.row_fields()))
+    lettered.table.put(SHOP, row, here)
+    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], there=True)
+    letters.tidy(here.seq)
+    lettered.commit(update(3, n=3))
+    lettered.apply()
+    arguments = ["rebuild", str(lettered.file), "public.things"]
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG
+    assert main(arguments) == ExitCode.OK
+    assert lettered.ns() == {1: 1, 2: 22, 3: 3}
 
 
 @pytest.mark.parametrize(
