@@ -115,7 +115,7 @@ class _Rebuild:
             rows = making.begin(base)
             life = self._life(base, making.made_at)
             changes = self._replay(life, progress)
-            cursor = self._cursor(base)
+            cursor = base.position.cursor if life.once else self._cursor(base)
             self._hold(life, cursor)
             rows_now = making.swap(cursor)
         self._forget_note()

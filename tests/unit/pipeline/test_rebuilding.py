@@ -364,3 +364,15 @@ def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: P
     assert quiet.rows() == expected
     left = [path.name for path in quiet.settings.tables.layout.path(THINGS).iterdir() if path.name == "_rebuild"]
     assert left == []
+
+
+def test_a_table_that_is_only_loaded_stays_where_its_version_was(quiet: Quiet, call: Any) -> None:
+    quiet.commit(insert(9, n=9))
+    before = quiet.rows(), quiet.cursor
+    settings = quiet.file.read_text()
+    quiet.file.write_text(f"{settings}load: {{mode: initial_only}}\n")
+    found = rebuilt(call)
+    assert (found["changes"], quiet.rows(), quiet.cursor) == (0, *before)
+    quiet.file.write_text(settings)
+    quiet.apply()
+    assert 9 in quiet.ns(), "what it does not hold it does not say that it holds"
