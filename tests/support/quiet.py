@@ -104,7 +104,7 @@ class Quiet:
 
     def lives(self) -> Lives:
         settings = self.settings
-        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout)
+        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.evolution.policies)
         lives.grow()
         return lives
 
@@ -137,7 +137,7 @@ class Quiet:
 
 def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
     log = ChangeLog.open(settings.log.path)
-    lives = Lives(log, settings.tables.layout)
+    lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies)
     newest = lives.grow()
     end = newest if to is None else to
     life = lives.add(THINGS)

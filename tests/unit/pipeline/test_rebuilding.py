@@ -24,6 +24,7 @@ from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode, ForeignWrite
+from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds
@@ -376,3 +377,35 @@ def test_a_table_that_is_only_loaded_stays_where_its_version_was(quiet: Quiet, c
     quiet.file.write_text(settings)
     quiet.apply()
     assert 9 in quiet.ns(), "what it does not hold it does not say that it holds"
+
+
+def test_a_position_before_a_change_of_shape_gives_the_shape_of_then(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path / "reshaped", form="evolution: {drop: apply}")
+    quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
+    before = quiet.commit(update(1, name="kept", n=1), schema=FULL)
+    quiet.apply()
+    quiet.commit(update(2, n=2), schema=NARROW)
+    quiet.apply()
+    assert "name" not in quiet.rows()[1]
+    newest = quiet.cursor.position
+    arguments = ["rebuild", str(quiet.file), "public.things", "--to"]
+    assert main([*arguments, str(before)]) == ExitCode.OK
+    assert {key: row["name"] for key, row in quiet.rows().items()} == {1: "kept", 2: "n2"}
+    assert main([*arguments, str(newest)]) == ExitCode.OK
+    assert ("name" in quiet.rows()[1], quiet.ns()) == (False, {1: 1, 2: 2})
+
+
+def told(*names: str) -> Facts:
+    """What the catalogue says of a table of these columns."""
+    columns = tuple(
+        ColumnFacts(number=SHOP.names.index(name) + 1, nullable=True, default=None, fill=None, stamp=1)
+        for name in names
+    )
+    stored = Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False)
+    return Facts(columns=columns, storage=(stored,), made=len(SHOP.names))
+
+
+FULL = replace(SHOP, facts=told(*SHOP.names))
+NARROW = replace(
+    SHOP, columns=tuple(column for column in SHOP.columns if column.name != "name"), facts=told("id", "big", "n")
+)
