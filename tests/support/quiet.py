@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.changelog.lease import Lease
+from tailrace.changelog.letters import Letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -24,6 +25,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
+from tailrace.spark.seeds import Seeds
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
@@ -73,6 +75,17 @@ class Quiet:
         at = lives.index.position
         self.table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
 
+    def load_anew(self, rows: Sequence[dict[str, Any]], name: str) -> None:
+        """What a load leaves that saw these rows and all of the log."""
+        lives = self.lives()
+        at = lives.index.position
+        cursor = replace(lives.cursor_at(at), load=name)
+        path = self.settings.log.path
+        Seeds(path).folder(name).mkdir(parents=True)
+        Seeds(path).land(name, at)
+        Letters(path, THINGS).before_load(name, whole=True, now=self.cursor.load, seq=cursor.seq)
+        self.table.load(SHOP, record_batches(SHOP, rows), cursor)
+
     def commit(self, *rows: Change, schema: TableSchema = SHOP) -> Lsn:
         """One commit of the log; where it ends."""
         self.diary.commit((schema, list(rows)))
@@ -91,7 +104,7 @@ class Quiet:
 
     def lives(self) -> Lives:
         settings = self.settings
-        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout)
+        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.evolution.policies)
         lives.grow()
         return lives
 
@@ -124,7 +137,7 @@ class Quiet:
 
 def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
     log = ChangeLog.open(settings.log.path)
-    lives = Lives(log, settings.tables.layout)
+    lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies)
     newest = lives.grow()
     end = newest if to is None else to
     life = lives.add(THINGS)

@@ -4,7 +4,8 @@
 
 Tables that stand before such a place are loaded anew, and readers are told. The record is written before the commit:
 one of a commit that is not there counts for nothing. It is first written before the slot is made, so that after a crash
-in between a slot that is ahead of the log is known to be ours.
+in between a slot that is ahead of the log is known to be ours; until that slot is there nothing is missing, and what is
+written so counts for nothing either.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class Gap:
     end: Lsn
 
     @property
+    def begun(self) -> bool:
+        """Whether that is all: the slot was not made, and the commit of this number may be like any other."""
+        return self.start == self.end
+
+    @property
     def error(self) -> LogGap:
         """What whoever follows the log is told."""
         return LogGap(
@@ -42,7 +48,7 @@ class Gap:
 
 
 def read_gaps(log: Path) -> tuple[Gap, ...]:
-    """All of them; a log without a record has none."""
+    """All that are on record, also those that were only begun; a log without a record has none."""
     path = log / NAME
     try:
         with files.explained_but_missing(path):
@@ -58,14 +64,14 @@ def read_gaps(log: Path) -> tuple[Gap, ...]:
 
 
 def known_gaps(log: Path, newest: int) -> tuple[Gap, ...]:
-    """All of them, if the record tells of as many as the newest commit has passed."""
+    """All that are gaps, if the record tells of as many as the newest commit has passed."""
     found, path, passed = read_gaps(log), commit_path(log, newest), 0
     # There may be none yet, or a newer one in its place; one that is damaged is told when it is read.
     with suppress(FileNotFoundError, LogCorrupt), files.explained_but_missing(path):
         passed = read_header(path).gaps
     if passed > sum(gap.commit <= newest for gap in found):
         raise _unreadable(log, "is missing, or older than the log")
-    return found
+    return tuple(gap for gap in found if not gap.begun)
 
 
 def _unreadable(log: Path, why: str) -> LogCorrupt:

@@ -5,11 +5,14 @@
     load.json               a load of the whole table is about to land: what it clears
     forgotten-<id>.json     letters that a person has dropped
     replay.json             a person asks for them to be tried again
-    past.json               up to where the table ever had letters
+    past.json               which versions of the table may lack what was in letters
 
 A step is written before the table's own commit and named by the `_seq` that it reaches: it counts once the table is
 there. So a letter is never lost, and what a crash left of a commit that was not made is void. The same change is one
 letter, known by its `_seq`. Payloads are copies: what the log lets go of does not matter here.
+
+Whoever looks says where the table is, and which load it came from: what that has cleared is not there, also before the
+next apply has removed it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ FOLDER = "dead"
 FORMAT = 1
 _META = b"tailrace"
 _STEPS_KNOWN_MAX = 4096
+LOOKS_MAX = 100
+"""At steps that are removed by another process while they are read."""
 
 CAUSE_CODE, CAUSE, HINT, SET_ASIDE_AT = "_cause_code", "_cause", "_hint", "_set_aside_at"
 CAUSE_FIELDS = (
@@ -88,22 +93,31 @@ class Letters:
         """Whether there is anything to look at; cheap where there is not."""
         return bool(self._steps())
 
-    def count(self, seq: int) -> int:
-        """How many are open for a table that has come to this `_seq`."""
-        return len(self._open(self._counting(seq)))
+    def count(self, seq: int, load: str | None = None) -> int:
+        """How many are open for a table that has come to this `_seq`, from this load if it has a name."""
+        return len(self._open(self._counting(seq, load)))
 
-    def open(self, seq: int, *, only: Collection[int] | None = None) -> list[Bundle]:
+    def open(self, seq: int, load: str | None = None, *, only: Collection[int] | None = None) -> list[Bundle]:
         """Those that are, or some of them, each with its payload and its newest cause."""
-        return [Bundle(shape=shape, rows=rows) for shape, rows in self._bundles(seq, only)]
+        return [Bundle(shape=shape, rows=rows) for shape, rows in self._bundles(seq, load, only)]
 
-    def keys(self, seq: int) -> list[Bundle]:
+    def keys(self, seq: int, load: str | None = None) -> list[Bundle]:
         """Those that are, with no column of the table but its key: payloads may be large."""
-        return [
-            Bundle(shape=shape, rows=rows.select(_key_places(shape, rows))) for shape, rows in self._bundles(seq, None)
-        ]
+        found = self._bundles(seq, load, None)
+        return [Bundle(shape=shape, rows=rows.select(_key_places(shape, rows))) for shape, rows in found]
 
-    def _bundles(self, seq: int, only: Collection[int] | None) -> Iterator[tuple[TableSchema, pa.Table]]:
-        steps = self._counting(seq)
+    def _bundles(
+        self, seq: int, load: str | None, only: Collection[int] | None
+    ) -> list[tuple[TableSchema, pa.Table]]:
+        for _ in range(LOOKS_MAX):
+            with suppress(FileNotFoundError):  # whoever applies has removed a step since: what is there now?
+                return list(self._read(seq, load, only))
+        raise _unreadable(self._path)
+
+    def _read(
+        self, seq: int, load: str | None, only: Collection[int] | None
+    ) -> Iterator[tuple[TableSchema, pa.Table]]:
+        steps = self._counting(seq, load)
         owner = self._open(steps)
         for path, step in steps:
             mine = [number for number in step.letters if owner.get(number) == path and (only is None or number in only)]
@@ -115,16 +129,17 @@ class Letters:
 
     def write(
         self, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
-        cleared: Collection[int],
+        cleared: Collection[int], *, there: bool = False,
     ) -> None:  # fmt: skip
-        """A step that counts once the table has come to `reaches`; durable when this returns."""
+        """A step that counts once the table has come to `reaches`; durable when this returns.
+
+        With `there` it has, and rows were put in where it stands: a version of before that has the same `_seq`.
+        """
         files.make_folder(self._path)
         with files.explained(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
-            first, last = self.past or (reaches, reaches)
-            seqs = letters.column(change.SEQ).to_pylist()
-            self._record("past.json", {"first": min([first, *seqs]), "last": max(last, reaches)})
+            self._note_past(reaches if there else reaches - 1, letters.column(change.SEQ).to_pylist())
             before = [path for path, step in self._steps() if step.reaches == reaches]
             number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
             content = _encoded(self.table, shape, reaches, letters, causes, sorted(cleared))
@@ -152,10 +167,12 @@ class Letters:
 
     # Loads.
 
-    def before_load(self, load: str, *, whole: bool, now: str | None) -> None:
-        """A load is about to land in a table that came from the load `now`; a whole one clears what is here."""
+    def before_load(self, load: str, *, whole: bool, now: str | None, seq: int) -> None:
+        """A load is about to land at this `_seq` in a table that came from the load `now`; a whole one clears what is
+        here."""
         self.settle(now)
         if whole and (steps := self._steps()):
+            self._note_past(seq, (), load)
             self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
 
     def cleared_by(self, load: str | None) -> tuple[str, ...]:
@@ -172,11 +189,27 @@ class Letters:
                 (self._path / Path(name).name).unlink(missing_ok=True)
             (self._path / "load.json").unlink(missing_ok=True)
 
+    # What was.
+
     @property
-    def past(self) -> tuple[int, int] | None:
-        """From which `_seq` to which other the table ever had letters, about; None: it never had any."""
+    def first(self) -> int | None:
+        """The first `_seq` that ever was one, about; None: the table never had any."""
         stored = self._stored("past.json")
-        return None if stored is None else (int(stored["first"]), int(stored["last"]))
+        return None if stored is None else int(stored["first"])
+
+    def over(self, seq: int, load: str | None) -> bool:
+        """Whether a version of the table that stood there lacks nothing that ever was in letters."""
+        stored = self._stored("past.json")
+        if stored is None:
+            return True
+        after = seq > stored["last"] or (load is not None and stored.get("load") == load)
+        return after and not self.count(seq, load)
+
+    def _note_past(self, last: int, seqs: Sequence[int], load: str | None = None) -> None:
+        """Versions up to this `_seq` may lack something, unless they came from the load that has cleared it."""
+        before = self._stored("past.json") or {"first": last + 1, "last": last}
+        noted = {"first": min([before["first"], *seqs]), "last": max(before["last"], last), "load": load}
+        self._record("past.json", noted)
 
     # What people ask for.
 
@@ -213,8 +246,10 @@ class Letters:
                 found.append((path, _read_step(str(path), stamp.st_mtime_ns, stamp.st_ino)))
         return found
 
-    def _counting(self, seq: int) -> list[tuple[Path, _Step]]:
-        return [(path, step) for path, step in self._steps() if step.reaches <= seq]
+    def _counting(self, seq: int, load: str | None = None) -> list[tuple[Path, _Step]]:
+        steps = [(path, step) for path, step in self._steps() if step.reaches <= seq]
+        cleared = self.cleared_by(load) if steps and load is not None else ()
+        return [(path, step) for path, step in steps if path.name not in cleared]
 
     def _open(self, steps: list[tuple[Path, _Step]]) -> dict[int, Path]:
         """The open letters, and which step each stands in."""
@@ -298,6 +333,8 @@ def _read_step(path: str, _mtime_ns: int, _inode: int) -> _Step:
 def _read_rows(path: Path) -> pa.Table:
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()  # only what is looked at is read
+    except FileNotFoundError:
+        raise
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path) from error
 

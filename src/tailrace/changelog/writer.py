@@ -177,7 +177,8 @@ class LogWriter:
         self._written_at = max(self._written_at, time.time_ns() // 1000)
         rows = spilled.rows + window.rows
         number = self.commit + 1
-        passes = window.empty and any(gap.commit == number for gap in self._recorded_gaps.now())
+        recorded = (gap for gap in self._recorded_gaps.now() if not gap.begun)
+        passes = window.empty and any(gap.commit == number for gap in recorded)
         header = format.Header(
             log=self.log_id, commit=number, start=window.start, end=window.end,
             transactions=window.transactions, rows=rows, next_seq=self.next_seq + rows,

@@ -44,7 +44,9 @@ def _refuse_nonsense(arguments: argparse.Namespace) -> None:
 def _tell(asked: Asked, arguments: argparse.Namespace, *, done: str, text: str) -> None:
     if arguments.json:
         tables = [
-            {"schema": table.schema, "table": table.name, "letters": count} for table, count in asked.tables.items()
+            {"schema": table.schema, "table": table.name, "letters": count}
+            | ({"stopped": asked.stopped[table]} if table in asked.stopped else {})
+            for table, count in asked.tables.items()
         ]
         print_json({done: tables, "apply_pid": asked.apply_pid})
     else:
@@ -61,9 +63,16 @@ def _line(letter: DeadLetter) -> str:
 
 
 def _replay_text(asked: Asked, file: str) -> str:
-    lines = [f"{table}: {_count(count)} are tried again" for table, count in asked.tables.items()]
-    if not lines:
+    if not asked.tables:
         return "there are no dead letters"
+    lines = [
+        f"{table}: {_count(count)} {'is' if count == 1 else 'are'} tried again"
+        + (f" once the table, which is {asked.stopped[table]}, goes on: see `tailrace status {file}`"
+           if table in asked.stopped else "")
+        for table, count in asked.tables.items()
+    ]  # fmt: skip
+    if asked.apply_pid is not None and len(asked.stopped) == len(asked.tables):
+        return "\n".join(map(one_line, lines))
     if asked.apply_pid is not None:
         by = f"process {asked.apply_pid}" if asked.apply_pid else "the process"
         lines.append(f"{by} that applies now takes it up within a few seconds")

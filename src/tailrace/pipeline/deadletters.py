@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId
+from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
-from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.status import APPLIER, read_note
 
 SEQ_MAX = (1 << 63) - 1
 
@@ -68,6 +70,8 @@ class Asked:
     tables: dict[TableId, int]
     apply_pid: int | None
     """The process that applies now; None: the next one that is started does it."""
+    stopped: dict[TableId, str] = field(default_factory=dict)
+    """Those of the tables that this process does not go on with, and the state that each is in."""
 
 
 def open_letters(settings: PipelineSettings, patterns: Sequence[str], *, payload: bool = False) -> list[DeadLetter]:
@@ -89,7 +93,11 @@ def replay(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
         if count := sum(len(bundle.seqs) for bundle in _open(settings, log, table)):
             Letters(log.path, table).ask()
             tables[table] = count
-    return Asked(tables=tables, apply_pid=lease.held(log.path, APPLIER))
+    pid = lease.held(log.path, APPLIER)
+    noted = read_note(log.path) if pid is not None else {}
+    states = {table: TableState(noted[table]["state"]) for table in tables if table in noted}
+    stopped = {table: state.value for table, state in states.items() if state.broken}
+    return Asked(tables=tables, apply_pid=pid, stopped=stopped)
 
 
 def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[int] = ()) -> Asked:
@@ -140,16 +148,10 @@ def _matching(settings: PipelineSettings, log: Path, patterns: Sequence[str]) ->
 
 def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> list[Bundle]:
     """As the table itself says how far it is; where it does not, all there are."""
-    letters, seq = Letters(log.path, table), SEQ_MAX
-    try:
+    letters, cursor = Letters(log.path, table), None
+    with suppress(TailraceError):  # what is wrong with the table `tailrace status` says
         cursor = settings.tables.layout.place(table, log.log_id).open().cursor()
-        if cursor is not None:
-            seq = cursor.seq
-            if letters.cleared_by(cursor.load):
-                return []
-    except TailraceError:
-        pass  # what is wrong with the table `tailrace status` says
-    return letters.open(seq)
+    return letters.open(SEQ_MAX) if cursor is None else letters.open(cursor.seq, cursor.load)
 
 
 def _shown(table: TableId, bundle: Bundle, *, payload: bool) -> list[DeadLetter]:

@@ -102,7 +102,9 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     """
     table = load.life.place.open()
     now = load.life.cursor.load if load.life.cursor is not None else None
-    Letters(lives.log.path, load.life.table).before_load(load.seed.id, whole=load.where is None, now=now)
+    Letters(lives.log.path, load.life.table).before_load(
+        load.seed.id, whole=load.where is None, now=now, seq=cursor.seq
+    )
     try:
         _commit(table, lives, load, cursor, run)
     except TailraceError as error:

@@ -16,14 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from tailrace.changelog import consumers, files
 from tailrace.changelog.consumers import TableHint
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.rows import upto_position
 from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, SchemaChanged, TableUnusable
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -115,7 +113,7 @@ class _Rebuild:
             rows = making.begin(base)
             life = self._life(base, making.made_at)
             changes = self._replay(life, progress)
-            cursor = self._cursor(base)
+            cursor = base.position.cursor if life.once else self._cursor(base)
             self._hold(life, cursor)
             rows_now = making.swap(cursor)
         self._forget_note()
@@ -160,6 +158,8 @@ class _Rebuild:
             return "it holds more than the log does"
         if self._to is not None and cursor.position > self._to:
             return "it is newer than the position that is asked for"
+        if self._to is not None and base.recast and not self._has_come(life):
+            return "it has a shape that came after the position that is asked for"
         whole_after = None if cursor.load is None else self._lives.seeds.whole_after(cursor.load)
         if cursor.load is not None and (whole_after is None or cursor.position < whole_after):
             return "its load was still being replayed: some of its rows are newer than others"
@@ -169,8 +169,9 @@ class _Rebuild:
                 return f"the log no longer holds the changes after it ({gone.why})"
         if self._lives.misses(life):
             return "changes after it were never captured"
-        past = Letters(self._log.path, self._table).past
-        if past is not None and self._end_seq >= past[0] and not self._past_letters(cursor, past[1]):
+        letters = Letters(self._log.path, self._table)
+        first = letters.first
+        if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load):
             return "changes after it, or at it, were or are in dead letters"
         if needs_connector(self._place.path, base.version):
             return "it has deletion vectors or column mapping"
@@ -180,9 +181,11 @@ class _Rebuild:
             return "files of it were removed"
         return None
 
-    def _past_letters(self, cursor: Cursor, last: int) -> bool:
-        """Whether everything that was ever set aside is over at this version."""
-        return cursor.seq >= last and not Letters(self._log.path, self._table).count(cursor.seq)
+    def _has_come(self, life: TableLife) -> bool:
+        """Whether a change of the table's shape is among those that are replayed."""
+        shape = life.shape
+        assert shape is not None, "a base has one"
+        return any(self._lives.shape_of(shape, item).same_as(shape) for item in self._lives.pending(life, self._end))
 
     def _life(self, base: Base, place: Place) -> TableLife:
         life = TableLife(self._table, place, state=TableState.CATCHING_UP)
@@ -227,12 +230,11 @@ class _Rebuild:
             return 0
         work = ApplyWork(
             table=self._table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
-            expected=life.cursor, cursor=stretch.cursor,
+            expected=life.cursor, cursor=stretch.cursor, upto=upto,
         )  # fmt: skip
         changes = changes_of(work)
         cursor = stretch.cursor
         if upto is not None:
-            changes = _up_to(changes, upto)
             if not changes.num_rows:
                 return 0
             cursor = replace(life.cursor, seq=changes.column(change.SEQ)[-1].as_py())
@@ -248,10 +250,11 @@ class _Rebuild:
         after, done = self._end + 1, 0
         while pending := [item for item in self._lives.pending(life, after) if item.first <= after <= item.last]:
             # Looked at first: a shape that comes later must not be taken on.
-            if not any(len(_up_to(pa.Table.from_batches([batch.completed()]), self._to)) for batch in self._log.read(
+            batches = self._log.read(
                 after, after, tables=[pending[0].table], after_seq=life.cursor.seq if life.cursor else 0,
                 to_seq=pending[0].last_seq,
-            )):  # fmt: skip
+            )  # fmt: skip
+            if not any(upto_position(batch, self._to).data.num_rows for batch in batches if batch.data.num_rows):
                 break
             stretch = self._lives.stretch(life, after)
             if stretch is None:
@@ -289,13 +292,6 @@ class _Rebuild:
             stored = json.loads(path.read_bytes())
             stored["tables"] = [item for item in stored["tables"] if _id(item) != self._table]
             files.replace(path, json.dumps(stored).encode())
-
-
-def _up_to(changes: pa.Table, position: Lsn) -> pa.Table:
-    """The changes whose transaction ended at or before the position."""
-    texts = changes.column(change.POSITION)
-    early = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) <= position]
-    return changes.filter(pc.is_in(texts, value_set=pa.array(early, pa.string())))
 
 
 def _refuse_stopped(life: TableLife) -> None:

@@ -70,7 +70,7 @@ class Redelivering:
             if asked is None or life.cursor is None:
                 return
             tired = self._rounds.get(life.table, 0) >= ROUNDS_MAX or self._troubles.get(life.table, 0) >= TROUBLES_MAX
-            if tired or not letters.count(life.cursor.seq):
+            if tired or not letters.count(life.cursor.seq, life.cursor.load):
                 self._end(letters, asked)
             elif life.table not in self._seen:
                 self._read(life)

@@ -129,9 +129,8 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
 
 def deadletters_open(log: Path, table: TableId, cursor: Cursor) -> int:
     """How many dead letters a table that stands there has; none where they cannot be read."""
-    letters = Letters(log, table)
     try:
-        return 0 if letters.cleared_by(cursor.load) else letters.count(cursor.seq)
+        return Letters(log, table).count(cursor.seq, cursor.load)
     except TailraceError:
         return 0
 

@@ -3,7 +3,7 @@
 What must stay true: a row is put in as it is at the table's position, though it was read at another. That is so when
 the table has passed all that the reading saw, and the reading saw every letter of the row: whatever happened to the
 row since its first letter is a letter itself, for a whole change or a delete would have cleared it. A row that has got
-another letter meanwhile is read again.
+another letter meanwhile is read again, and so are all of them if the table has been loaded anew.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def reread_letters(work: RereadWork) -> Outcome:
     """Read, and keep what was read beside the letters; says what the table must pass."""
     table = work.shape.table
     try:
-        bundles = Letters(work.log, table).keys(work.expected.seq)
+        bundles = Letters(work.log, table).keys(work.expected.seq, work.expected.load)
         dead = dead_keys(work.shape, bundles)
         names = [work.shape.columns[i].name for i in key_ordinals(work.shape)]
         numbers = key_numbers(dead.columns).numbers
@@ -141,7 +141,7 @@ def _keep(work: RereadWork, rows: pa.Table, seqs: list[int], causes: dict[int, T
                    "fields": {name: str(value) for name, value in error.fields.items()}}
         for seq, error in causes.items()
     }  # fmt: skip
-    meta = {"shape": work.shape.to_json(), "seqs": seqs, "causes": said, "at": time.time()}
+    meta = {"shape": work.shape.to_json(), "seqs": seqs, "causes": said, "load": work.expected.load}
     fields = rows.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, fields) as writer:
@@ -159,7 +159,8 @@ def deliver_letters(work: DeliverWork) -> Outcome:
         with pa.OSFile(str(path)) as handle:
             rows = pa.ipc.open_file(handle).read_all()
         stored = json.loads(rows.schema.metadata[_META])
-        if not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
+        letters.settle(work.expected.load)
+        if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
             return Outcome(table=table, again=True)
         keys, read, version = letters.keys(work.expected.seq), set(stored["seqs"]), None
         ready, delivered = _ready(work.shape, rows, keys, read)
@@ -192,7 +193,7 @@ def _settle(letters: Letters, work: DeliverWork, delivered: list[int], causes: d
     """Clear what was delivered; what failed again has its new cause."""
     seq, empty = work.expected.seq, work.shape.change_schema().empty_table()
     if delivered:
-        letters.write(work.shape, seq, empty, [], delivered)
+        letters.write(work.shape, seq, empty, [], delivered, there=True)
     for bundle in letters.open(seq, only=set(map(int, causes))):
         said = [causes[str(number)] for number in bundle.seqs]
         errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]

@@ -27,6 +27,12 @@ from tailrace.tables.sifting import DeadKeys, Sifted, has_unfit, one_array, sift
 LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""
 
+STOPPED_HINT = (
+    "The table has dead letters, and `on_bad_row: stop` does not go past what builds on them. Set `on_bad_row: "
+    "dead-letter` again and start anew, mend the row at the source, and run `tailrace dead-letters FILE replay TABLE`; "
+    "or load the table anew with `tailrace snapshot FILE TABLE`."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -108,7 +114,8 @@ def _sifted(table: MendedTable, step: Step, changes: pa.Table, bundles: list[Bun
 
 def _refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
     if sifted.causes and not step.on:
-        raise sifted.causes[0]
+        first = sifted.causes[0]
+        raise type(first)(first.message, hint=STOPPED_HINT, **first.fields)
     there = letters.count(step.expected.seq) - int(sifted.cleared.size)
     if there + sifted.letters.num_rows > LETTERS_MAX:
         raise DeadLettersFull(
@@ -119,23 +126,26 @@ def _refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
 
 
 def dead_keys(schema: TableSchema, bundles: list[Bundle]) -> DeadKeys:
-    """The keys of open letters as columns of the table's shape now; those whose key does not fit have none.
+    """The keys of open letters as columns of the table's shape now; those whose key does not fit are lost.
 
     By their order in the key: a column may have been renamed since.
     """
     found = DeadKeys.none(schema)
-    seqs: list[Any] = [found.seqs]
+    seqs, lost = [found.seqs], [found.lost]
     columns = [[column] for column in found.columns]
     for bundle in bundles:
         mine = key_columns(bundle)
+        numbers = bundle.changes.column(change.SEQ).to_numpy()
         if len(mine) != len(columns):
+            lost.append(numbers)
             continue
         whole = fitting_keys(bundle)
-        seqs.append(bundle.changes.column(change.SEQ).to_numpy()[whole])
+        seqs.append(numbers[whole])
+        lost.append(numbers[~whole])
         for place, column in enumerate(mine):
             columns[place].append(column.filter(pa.array(whole)).combine_chunks().cast(columns[place][0].type))
     joined = [pa.concat_arrays(list(map(one_array, parts))) for parts in columns]
-    return DeadKeys(seqs=np.concatenate(seqs), columns=joined)
+    return DeadKeys(seqs=np.concatenate(seqs), columns=joined, lost=np.concatenate(lost))
 
 
 def key_columns(bundle: Bundle) -> list[Any]:

@@ -67,7 +67,7 @@ from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
-from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
+from tailrace.tables.forms import CURRENT, DELETED, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import held, with_bases, without
@@ -241,7 +241,8 @@ class DeltaRsTable:
         folded = timed(stored, folded, clock)
         if not folded.truncated:
             only = CURRENT if self._form.mode is TableMode.HISTORY else None
-            rows = with_bases(stored, opened.table, folded.rows, None if only else reread, only=only)
+            marks = DELETED if self._form.soft_delete else None
+            rows = with_bases(stored, opened.table, folded.rows, None if only else reread, only=only, marks=marks)
             folded = replace(folded, rows=rows)
         self._write(opened, stored, folded, self._properties(schema, cursor, folded.clock or clock))
         version = opened.table.version()

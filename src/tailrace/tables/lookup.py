@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Reread
-from tailrace.tables.fold import Flags, key_ordinals
+from tailrace.tables.fold import MARK, Flags, as_type, key_ordinals
 from tailrace.tables.identity import Ints, image_numbers, key_numbers
 
 CHUNK_ROWS_MIN = 65_536
@@ -26,13 +26,15 @@ CHUNK_BYTES_MAX = 64 << 20
 
 
 def with_bases(
-    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread | None = None, *, only: str | None = None
-) -> pa.Table:
+    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread | None = None, *, only: str | None = None,
+    marks: str | None = None,
+) -> pa.Table:  # fmt: skip
     """The folded rows, once it is known that every row they take values from stands in the table.
 
     Where one does not, the row that needs it is taken whole from `reread`, which is asked for the key that it has
     after the batch, or left out if it is not given; without `reread` that is an error. Costs a scan of the key's
-    columns. With `only`, a flag among the columns, rows of the table count only where it is set.
+    columns. With `only`, a flag among the columns, rows of the table count only where it is set. With `marks`, a flag
+    too, a row that has it and is not given is not left out: whatever of it stands in the table is marked.
     """
     partial = _Partial.of(schema, rows)
     if partial is None:
@@ -50,12 +52,18 @@ def with_bases(
     names = [schema.columns[i].name for i in key_ordinals(schema)]
     keys = pa.Table.from_arrays([column.filter(pa.array(wanted)) for column in partial.own], names=names)
     given = reread(keys)
-    return _replaced(schema, rows, partial.rows[wanted], given, answers_to(keys, given))
+    asked, answers = partial.rows[wanted], answers_to(keys, given)
+    marked = np.zeros(rows.num_rows, np.bool_)
+    if marks is not None:
+        gone = asked[answers < 0]
+        flags = rows.column(schema.names.index(marks)).take(pa.array(gone))
+        marked[gone] = flags.to_numpy()
+    return _replaced(schema, rows, asked, given, answers, marked)
 
 
 def answers_to(keys: pa.Table, given: pa.Table) -> Ints:
     """Per key the row that was given for it; -1 if none was."""
-    both = [_joined(keys.column(name), _as(given.column(name), kind)) for name, kind in _types(keys)]
+    both = [_joined(keys.column(name), as_type(given.column(name), kind)) for name, kind in _types(keys)]
     numbered = key_numbers(both)
     answer_of = np.full(numbered.limit, -1, np.int64)
     answer_of[numbered.numbers[keys.num_rows :]] = np.arange(given.num_rows)
@@ -67,18 +75,22 @@ def _types(table: pa.Table) -> list[tuple[str, pa.DataType]]:
     return [(field.name, field.type) for field in table.schema]
 
 
-def _replaced(schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table, answers: Ints) -> pa.Table:
-    """The rows, those asked for as they were given; without those that were not given."""
+def _replaced(
+    schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table, answers: Ints, marked: Flags
+) -> pa.Table:
+    """The rows, those asked for as they were given; of those that were not given only the marks."""
     places = np.arange(rows.num_rows)
-    places[asked] = np.where(answers >= 0, rows.num_rows + answers, -1)
+    places[asked] = np.where(answers >= 0, rows.num_rows + answers, np.where(marked[asked], asked, -1))
     kept = np.flatnonzero(places >= 0)
     result = rows.take(pa.array(kept))
     for ordinal, column in enumerate(schema.columns):
         if column.name not in given.column_names:
             continue  # of the change that asks for the row
-        both = _joined(rows.column(ordinal), _as(given.column(column.name), column.type))
+        both = _joined(rows.column(ordinal), as_type(given.column(column.name), column.type))
         result = result.set_column(ordinal, rows.schema.field(ordinal), both.take(pa.array(places[kept])))
-    whole = pa.array(places[kept] >= rows.num_rows)
+    operations = np.where(marked, MARK, rows.column("op").to_numpy()).astype(np.int8)[kept]
+    result = result.set_column(rows.schema.get_field_index("op"), rows.schema.field("op"), pa.array(operations))
+    whole = pa.array((places[kept] >= rows.num_rows) | marked[kept])
     for name in ("absent", "base"):
         field = rows.schema.field(name)
         values = pc.if_else(whole, pa.scalar(None, field.type), result.column(name))
@@ -209,7 +221,7 @@ def _locate(
 
 def held(schema: TableSchema, table: DeltaTable, keys: pa.Table) -> Flags:
     """Which of these keys, the key's columns by their own names, the table holds. Each is asked for once."""
-    columns = [_as(keys.column(schema.columns[i].name), schema.columns[i].type) for i in key_ordinals(schema)]
+    columns = [as_type(keys.column(schema.columns[i].name), schema.columns[i].type) for i in key_ordinals(schema)]
     found: Flags = _locate(schema, table, columns, []).found >= 0
     return found
 
@@ -247,10 +259,6 @@ def _first_copies(image: Ints, left: Ints) -> Any:
 def _same(left: Sequence[Any], right: Sequence[Any]) -> Any:
     numbers = key_numbers([_joined(a, b) for a, b in zip(left, right, strict=True)]).numbers
     return numbers[: len(left[0])] == numbers[len(left[0]) :]
-
-
-def _as(column: Any, kind: pa.DataType) -> Any:
-    return column if column.type == kind else column.cast(kind)
 
 
 def _joined(first: Any, second: Any) -> Any:

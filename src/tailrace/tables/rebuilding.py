@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
@@ -53,18 +54,23 @@ class Base:
     position: Position
     loaded: bool
     """Whether it is what a load has landed, and no change more."""
+    recast: bool
+    """Whether it has another shape than the first version that stood where it does."""
 
 
 def bases(place: Place) -> Iterator[Base]:
     """The versions that this log made, newest first. What others did between them does not matter."""
     folder = _folder(place.path)
     found = own_versions(folder, _open(folder).version(), place.log_id)
-    newer = next(found, None)
+    standing = (list(some) for _, some in groupby(found, key=lambda item: item[1].cursor))
+    newer = next(standing, None)
     while newer is not None:
-        older = next(found, None)
-        load = newer[1].cursor.load
-        loaded = load is not None and (older is None or older[1].cursor.load != load)
-        yield Base(version=newer[0], position=newer[1], loaded=loaded)
+        older = next(standing, None)
+        first, load = newer[-1][0], newer[-1][1].cursor.load
+        landed = load is not None and (older is None or older[0][1].cursor.load != load)
+        for version, position in newer:
+            recast = not position.schema.same_as(newer[-1][1].schema)
+            yield Base(version=version, position=position, loaded=landed and version == first, recast=recast)
         newer = older
 
 

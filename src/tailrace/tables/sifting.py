@@ -11,7 +11,7 @@ Pure: no I/O but `holds`, which is asked only for rows that partial changes buil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class DeadKeys:
 
     seqs: Ints
     columns: list[Any]
+    lost: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    """Those beside them of which nobody can say which row they are about: only a TRUNCATE clears them."""
 
     @classmethod
     def none(cls, schema: TableSchema) -> DeadKeys:
@@ -95,7 +97,9 @@ def sift(
     taken = rows.filter(pa.array(kept))
     place = taken.schema.get_field_index(change.UNFIT)
     taken = taken.set_column(place, taken.schema.field(place), pa.nulls(taken.num_rows, change.UNFIT_TYPE))
-    cleared = dead.seqs if truncates.size else dead.seqs[walked.renewed[batch.dead]]
+    cleared = dead.seqs[walked.renewed[batch.dead]]
+    if truncates.size:
+        cleared = np.concatenate([dead.seqs, dead.lost])
     return Sifted(
         changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
         letters=rows.take(pa.array(letters)), cleared=cleared,

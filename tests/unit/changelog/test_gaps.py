@@ -91,6 +91,19 @@ def test_a_gap_whose_commit_never_came_counts_for_nothing(diary: Diary) -> None:
     assert followed(diary.path, 3)[1] is not None
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_gap_that_was_begun_and_whose_slot_was_never_made_counts_for_nothing(diary: Diary, quiet: bool) -> None:
+    here = diary.writer.position
+    record_gap(diary.path, Gap(commit=diary.writer.commit + 1, start=here, end=here))
+    diary.commit(*([] if quiet else [inserts(4)]))
+    diary.commit(inserts(5))
+    assert followed(diary.path, 3) == ([3, 5] if quiet else [3, 4, 5], None)
+    assert logbook.show(diary.path).gaps == (3,)
+    gap_before(diary)
+    diary.commit()
+    assert followed(diary.path, 5)[1] is not None
+
+
 def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
     record = diary.path / NAME
     record.write_bytes(record.read_bytes().replace(b'"commit": 3', b'"commit": 2'))

@@ -13,7 +13,7 @@ from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
-from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.status import APPLIER, NOTE
 from tests.support.changes import update
 from tests.support.quiet import THINGS, Quiet
 
@@ -76,6 +76,22 @@ def test_a_replay_is_asked_for_and_who_will_do_it_is_said(call: Any, quiet: Quie
         assert f"process {os.getpid()} that applies now takes it up" in call("replay", "public.things")[1]
     finally:
         held.release()
+
+
+def test_that_a_table_has_failed_is_said_for_then_nobody_tries_its_letters(call: Any, quiet: Quiet) -> None:
+    call("list", "public.things", "--forget", "--seq", "2")
+    held = Lease(quiet.settings.log.path, APPLIER)
+    try:
+        note = {"tables": [{"schema": "public", "table": "things", "state": "failed"}]}
+        (quiet.settings.log.path / NOTE).write_text(json.dumps(note))
+        said, told = call("replay")[1], json.loads(call("replay", "--json")[1])
+    finally:
+        held.release()
+    assert said == (
+        "public.things: 1 letter is tried again once the table, which is failed, goes on: "
+        f"see `tailrace status {quiet.file}`\n"
+    )
+    assert told["replayed"] == [{"schema": "public", "table": "things", "letters": 1, "stopped": "failed"}]
 
 
 def test_letters_are_dropped_by_hand(call: Any) -> None:

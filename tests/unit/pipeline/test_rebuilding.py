@@ -13,19 +13,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
 from tailrace.changelog.lease import Lease
+from tailrace.changelog.letters import Letters
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode, ForeignWrite
+from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds
-from tests.support.changes import KEYLESS, delete, insert, move, update
+from tests.support.changes import KEYLESS, SHOP, delete, insert, move, update
 from tests.support.logs import WIDER
 from tests.support.quiet import THINGS, Quiet
 
@@ -255,6 +258,59 @@ def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, caps
     assert quiet.ns() == {1: 4, 2: 2, 3: 3}
 
 
+@pytest.fixture
+def lettered(tmp_path: Path) -> Quiet:
+    """A table that lacks a change of row 2, which is a dead letter."""
+    made = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
+    made.load([{"id": key, "n": 0} for key in (1, 2, 3)])
+    made.commit(update(1, n=1), update(2, unfit=("n",)))
+    made.apply()
+    return made
+
+
+MENDED = [{"id": 1, "n": 1}, {"id": 2, "n": 22}, {"id": 3, "n": 0}]
+
+
+def test_a_load_that_has_cleared_the_letters_is_a_base_at_once(lettered: Quiet) -> None:
+    before = lettered.table.version()
+    lettered.load_anew(MENDED, "anew")
+    arguments = ["rebuild", str(lettered.file), "public.things"]
+    assert main(arguments) == ExitCode.OK
+    assert lettered.ns() == {1: 1, 2: 22, 3: 0}
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
+    lettered.commit(update(3, n=3))
+    lettered.apply()
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "also once the letters are removed"
+    assert main(arguments) == ExitCode.OK
+    assert lettered.ns() == {1: 1, 2: 22, 3: 3}
+
+
+def test_a_position_before_a_load_that_cleared_letters_is_refused(lettered: Quiet) -> None:
+    lacking = lettered.commit(update(3, n=3))
+    lettered.apply()
+    lettered.commit(update(1, n=1))
+    lettered.load_anew([*MENDED[:2], {"id": 3, "n": 3}], "anew")
+    lettered.commit(insert(9, n=9))
+    lettered.apply()
+    assert main(["rebuild", str(lettered.file), "public.things", "--to", str(lacking)]) == ExitCode.LOG
+    assert lettered.ns() == {1: 1, 2: 22, 3: 3, 9: 9}
+
+
+def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Quiet) -> None:
+    before, here = lettered.table.version(), lettered.cursor
+    letters = Letters(lettered.settings.log.path, THINGS)
+    row = pa.Table.from_pylist([{"id": 2, "n": 22}], pa.schema(SHOP.row_fields()))
+    lettered.table.put(SHOP, row, here)
+    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], there=True)
+    letters.tidy(here.seq)
+    lettered.commit(update(3, n=3))
+    lettered.apply()
+    arguments = ["rebuild", str(lettered.file), "public.things"]
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG
+    assert main(arguments) == ExitCode.OK
+    assert lettered.ns() == {1: 1, 2: 22, 3: 3}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -309,3 +365,47 @@ def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: P
     assert quiet.rows() == expected
     left = [path.name for path in quiet.settings.tables.layout.path(THINGS).iterdir() if path.name == "_rebuild"]
     assert left == []
+
+
+def test_a_table_that_is_only_loaded_stays_where_its_version_was(quiet: Quiet, call: Any) -> None:
+    quiet.commit(insert(9, n=9))
+    before = quiet.rows(), quiet.cursor
+    settings = quiet.file.read_text()
+    quiet.file.write_text(f"{settings}load: {{mode: initial_only}}\n")
+    found = rebuilt(call)
+    assert (found["changes"], quiet.rows(), quiet.cursor) == (0, *before)
+    quiet.file.write_text(settings)
+    quiet.apply()
+    assert 9 in quiet.ns(), "what it does not hold it does not say that it holds"
+
+
+def test_a_position_before_a_change_of_shape_gives_the_shape_of_then(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path / "reshaped", form="evolution: {drop: apply}")
+    quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
+    before = quiet.commit(update(1, name="kept", n=1), schema=FULL)
+    quiet.apply()
+    quiet.commit(update(2, n=2), schema=NARROW)
+    quiet.apply()
+    assert "name" not in quiet.rows()[1]
+    newest = quiet.cursor.position
+    arguments = ["rebuild", str(quiet.file), "public.things", "--to"]
+    assert main([*arguments, str(before)]) == ExitCode.OK
+    assert {key: row["name"] for key, row in quiet.rows().items()} == {1: "kept", 2: "n2"}
+    assert main([*arguments, str(newest)]) == ExitCode.OK
+    assert ("name" in quiet.rows()[1], quiet.ns()) == (False, {1: 1, 2: 2})
+
+
+def told(*names: str) -> Facts:
+    """What the catalogue says of a table of these columns."""
+    columns = tuple(
+        ColumnFacts(number=SHOP.names.index(name) + 1, nullable=True, default=None, fill=None, stamp=1)
+        for name in names
+    )
+    stored = Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False)
+    return Facts(columns=columns, storage=(stored,), made=len(SHOP.names))
+
+
+FULL = replace(SHOP, facts=told(*SHOP.names))
+NARROW = replace(
+    SHOP, columns=tuple(column for column in SHOP.columns if column.name != "name"), facts=told("id", "big", "n")
+)

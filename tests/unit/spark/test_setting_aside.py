@@ -12,7 +12,7 @@ from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, Unsupported, ValueUnfit
 from tailrace.pipeline.status import deadletters_open
 from tailrace.spark import setting_aside
-from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, update
+from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
 from tests.support.quiet import THINGS, Quiet
 
 BIG, BAD = ("big",), ("n",)
@@ -131,7 +131,32 @@ def test_with_letters_left_from_before_nothing_builds_on_their_rows(quiet: Quiet
     quiet.commit(update(1, unchanged=BIG, n=1))
     (outcome,) = quiet.apply()
     assert isinstance(outcome.error, BaseRowMissing)
+    assert "Set `on_bad_row: dead-letter` again" in outcome.error.hint, "no replay is done while the table stands"
     assert letters(quiet) == {1: "value-unfit"}
+
+
+def test_a_truncate_clears_also_letters_whose_key_does_not_fit(quiet: Quiet) -> None:
+    quiet.commit(insert(9, unfit=("id",)), update(1, unfit=BAD))
+    quiet.apply()
+    assert list(letters(quiet)) == [1, 2]
+    quiet.commit(truncate(), insert(3, n=3))
+    quiet.apply()
+    assert (letters(quiet), quiet.ns()) == ({}, {3: 3})
+
+
+def test_a_list_beside_whoever_applies_looks_again_at_what_is_removed_meanwhile(quiet: Quiet) -> None:
+    quiet.commit(update(1, unfit=BAD))
+    quiet.apply()
+    quiet.commit(update(2, unfit=BAD))
+    quiet.apply()
+    found = Letters(quiet.settings.log.path, THINGS)
+    reading = found._read(quiet.cursor.seq, None, None)
+    next(reading)
+    quiet.commit(update(1, n=1), update(2, n=1))
+    quiet.apply()
+    with pytest.raises(FileNotFoundError):
+        next(reading)
+    assert found.open(quiet.cursor.seq) == []
 
 
 def test_too_many_letters_stop_the_table(quiet: Quiet, monkeypatch: pytest.MonkeyPatch) -> None:
