@@ -475,7 +475,10 @@ class DeltaRsTable:
         """One commit, in the cheapest way that is exact."""
         if self._features is not None:
             refuse_for_delta_rs(self._path, features_of(opened.table), ours=True)
-        table, before = opened.table, opened.table.version()
+        table = opened.table
+        if schema.key and not folded.truncated and not only_new(self._form, folded):
+            self._put(opened, schema, folded, properties)
+            return
         upserts = upserts_of(schema, folded)
         refuse_far_dates(schema, upserts.columns)
         refuse_misfits(schema, self._form.partition_by, upserts)
@@ -486,26 +489,23 @@ class DeltaRsTable:
                     table, upserts, mode="overwrite", schema_mode="merge", commit_properties=properties
                 )
             )
-        elif schema.key and not only_new(self._form, folded):
-            self._put(opened, schema, folded, properties)
         elif (operations(folded) == UPSERT).all():
             self._append(table, upserts, properties)
         else:
             self._rewrite(opened, schema, folded, upserts, properties)
-        if table.version() == before:
-            # A merge that found nothing to change makes no commit, but the position has moved all the same.
-            self._append(table, upserts.slice(0, 0), properties)
 
     def _put(
         self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
-        """Change the rows that rows with a key are about; no commit where there are none and none comes in."""
+        """Change the rows that rows with a key are about, and bring in those of keys that are not there."""
         refuse_features(self._path, opened.table, self._form.partition_by)
         try:
             found = plan(self._form, schema, opened.folder, opened.table, folded)
             if found.files or found.fresh.size:
                 self._exchange(opened, found.stored, found.parts(), found.files, properties, changes_rows=True)
                 opened.table.update_incremental()
+            else:  # nothing changes, but the position has moved all the same
+                self._append(opened.table, pa.schema(schema.row_fields()).empty_table(), properties)
         except (OSError, pa.ArrowException) as exc:
             raise unreadable(self._path, exc) from exc
 

@@ -28,7 +28,7 @@ from tailrace.tables.identity import Ints, integer_bits, key_numbers
 from tailrace.tables.lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, merge_source
 from tailrace.tables.partitions import Parts
 from tailrace.tables.recast import kept_columns
-from tailrace.tables.refresh import read_rows
+from tailrace.tables.refresh import READ_ROWS, read_rows
 
 _REPLACED, _AMENDED, _GONE = 0, 1, 2
 """What becomes of a row of the table; one that is amended takes only the columns that its form adds."""
@@ -87,9 +87,10 @@ class Rewriting:
     def _fresh(self) -> Iterator[pa.RecordBatch]:
         fields = pa.schema(self.stored.row_fields())
         own = self.source.own
-        for batch in own.take(pa.array(self.fresh)).to_batches():
-            others = [pa.nulls(batch.num_rows, kind) for kind in fields.types[own.num_columns :]]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *others], schema=fields)
+        for start in range(0, self.fresh.size, READ_ROWS):
+            for batch in own.take(pa.array(self.fresh[start : start + READ_ROWS])).to_batches():
+                others = [pa.nulls(batch.num_rows, kind) for kind in fields.types[own.num_columns :]]
+                yield pa.RecordBatch.from_arrays([*batch.columns, *others], schema=fields)
 
 
 @dataclass(frozen=True, kw_only=True)
