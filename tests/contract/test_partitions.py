@@ -120,13 +120,19 @@ def test_every_reader_finds_the_values_that_were_written(made: Any, kind: str, k
         [{"id": i, "p": p, "v": "y"} for i, p in enumerate(others)]
         + [{"id": 100 + i, "p": p, "v": "z"} for i, p in enumerate(values)]
     )
-    assert table.content() == wanted
-    assert ordered(pl.read_delta(str(table.folder)).to_dicts()) == wanted
-    assert ordered(by_duckdb(table.folder, kind)) == wanted
+    assert_read(table, kind, wanted)
     again(table, [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}], "again", 2000)
     assert table.content() == ordered(
         [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}]
     )
+    table.apply(tx(2, truncate(), *(insert({"id": i, "p": p}, v="w") for i, p in enumerate(values))))
+    assert_read(table, kind, ordered({"id": i, "p": p, "v": "w"} for i, p in enumerate(values)))
+
+
+def assert_read(table: Formed, kind: str, wanted: list[Any]) -> None:
+    assert table.content() == wanted
+    assert ordered(pl.read_delta(str(table.folder)).to_dicts()) == wanted
+    assert ordered(by_duckdb(table.folder, kind)) == wanted
 
 
 def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(made: Any) -> None:
@@ -245,14 +251,26 @@ def assert_partitioned(table: Formed) -> None:
 
 def test_only_files_of_partitions_that_the_key_names_are_read(made: Any) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string(), "v": pa.string()}, key=("id", "p"))
-    table = made(Form(partition_by=("p",)), [{"id": i, "p": f"p{i}", "v": "x"} for i in range(5)], schema)
-    others = [name for name in table.table.files() if "p=p1" not in name]
+    rows = [{"id": i, "p": p, "v": "x"} for p in ("a/b", "c", "d") for i in range(3)]
+    table = made(Form(partition_by=("p",)), rows, schema)
+    others = [name for name in table.table.files() if "p=a%2Fb" not in name]
+    assert len(others) == 2
     for name in others:
         (table.folder / name).rename(table.folder / f"{name}.away")
-    table.apply(tx(1, update({"id": 1, "p": "p1"}, v="y")))
+    table.apply(tx(1, update({"id": 1, "p": "a/b"}, v="y")))
     for name in others:
         (table.folder / f"{name}.away").rename(table.folder / name)
-    assert table.tuples("id", "v") == [(0, "x"), (1, "y"), (2, "x"), (3, "x"), (4, "x")]
+    wanted = [row | ({"v": "y"} if (row["id"], row["p"]) == (1, "a/b") else {}) for row in rows]
+    assert table.content() == ordered(wanted)
+
+
+def test_a_key_may_be_all_that_a_table_is_partitioned_by(made: Any) -> None:
+    schema = table_schema({"p": pa.string(), "v": pa.string()}, key=("p",))
+    table = made(Form(partition_by=("p",)), [{"p": p, "v": "x"} for p in ("a", "b", "c")], schema)
+    table.apply(tx(1, update({"p": "a"}, v="y"), delete({"p": "b"}), insert({"p": "d"}, v="z")))
+    assert table.tuples("p", "v") == [("a", "y"), ("c", "x"), ("d", "z")]
+    again(table, [{"p": "a", "v": "y"}, {"p": "c", "v": "w"}], "again", 2000)
+    assert table.tuples("p", "v") == [("a", "y"), ("c", "w")]
 
 
 def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
