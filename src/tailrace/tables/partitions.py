@@ -71,8 +71,11 @@ def _refused(what: str, stored: TableSchema, name: str) -> TableUnusable:
 
 
 def _can_name(kind: pa.DataType) -> bool:
-    """Decimals are left out because delta-rs writes those between -1 and 0 wrong, floats because of NaN and -0.0."""
-    kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_boolean, pa.types.is_date32, pa.types.is_timestamp)
+    """Decimals are left out because delta-rs writes those between -1 and 0 wrong, floats because of NaN and -0.0, and
+    timestamps with a zone because their text has none: each reader takes it for one of its own zone."""
+    if pa.types.is_timestamp(kind):
+        return kind.tz is None
+    kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_boolean, pa.types.is_date32)
     return any(is_kind(kind) for is_kind in kinds)
 
 
@@ -122,8 +125,6 @@ def texts_of(values: Mapping[str, pa.Scalar]) -> Texts:
 def _text(value: pa.Scalar) -> str | None:
     if not value.is_valid:
         return None
-    if pa.types.is_timestamp(value.type):
-        value = value.cast(pa.int64()).cast(pa.timestamp("us"))  # always of UTC, and it does not say so
     return str(value.cast(pa.string()).as_py())
 
 
@@ -133,11 +134,7 @@ def values_of(texts: Texts, columns: Iterable[Column]) -> dict[str, pa.Scalar]:
 
 
 def _value(text: str | None, kind: pa.DataType) -> pa.Scalar:
-    if text is None:
-        return pa.scalar(None, kind)
-    if pa.types.is_timestamp(kind):
-        return pa.scalar(text).cast(pa.timestamp("us")).cast(pa.int64()).cast(kind)
-    return pa.scalar(text).cast(kind)
+    return pa.scalar(None, kind) if text is None else pa.scalar(text).cast(kind)
 
 
 def folder_of(texts: Texts) -> str:

@@ -298,8 +298,12 @@ def _also(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source
 
 
 def _may_hold(adds: pa.Table, schema: TableSchema, sought: _Sought) -> Flags:
-    """Which files may hold one of the keys, as the bounds of the key's first column tell."""
+    """Which files may hold one of the keys, as the bounds of the key's first column tell, and the partitions."""
     maybe = np.ones(adds.num_rows, np.bool_)
+    for key, values in zip(sought.key, sought.values, strict=True):
+        if (shared := f"partition.{key.name}") in adds.column_names:
+            there = adds.column(shared).cast(key.type)
+            maybe &= pc.is_in(there, value_set=values.combine_chunks()).to_numpy()
     name, wanted = sought.key[0].name, sought.values[0]
     bounds = [f"{end}.{name}" for end in ("min", "max")]
     if not sought.count:
@@ -313,5 +317,5 @@ def _may_hold(adds: pa.Table, schema: TableSchema, sought: _Sought) -> Flags:
     values = np.sort(values)
     lows, highs = (ends.fill_null(0).to_numpy(zero_copy_only=False) for ends in (low, high))
     some: Flags = np.searchsorted(values, lows, side="left") < np.searchsorted(values, highs, side="right")
-    maybe[known] = some[known]
+    maybe[known] &= some[known]
     return maybe
