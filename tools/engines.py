@@ -28,7 +28,7 @@ TESTS = (
 )  # fmt: skip
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
-    "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
+    "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
 )  # fmt: skip
 """Once more, with tables that have these features."""

@@ -63,7 +63,8 @@ def test_a_transaction_of_ten_million_changes_is_held_by_no_process(
     log = ChangeLog.open(pipeline.log)
     table = DeltaRsTable(big, log.log_id, features=Features(deletion_vectors=bool(features)))
     assert table.rows() == CHANGES - THERE + kept
-    assert b"Apache-Spark" in max((big / "_delta_log").glob("*.json")).read_bytes(), "by the engine under test"
+    commits = [commit.read_bytes() for commit in (big / "_delta_log").glob("*.json")]
+    assert any(b"Apache-Spark" in commit for commit in commits), "by the engine under test"
     assert peaks.driver <= DRIVER_MIB_MAX * MIB, peaks
     assert peaks.worker <= WORKER_MIB_MAX * MIB, peaks
     assert peaks.capture <= CAPTURE_MIB_MAX * MIB, peaks
