@@ -24,6 +24,7 @@ from tailrace.tables import staging
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.deltalog import file_names
 from tailrace.tables.evolving import Recast
+from tailrace.tables.features import Features
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.layout import Place
 from tailrace.tables.rebuilding import Rebuilding, bases
@@ -42,7 +43,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
+from tests.support.forms import Account, Formed, Row, again, ordered, pieces, stored, story, tx
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
 MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("_deleted", "name"))
@@ -404,6 +405,20 @@ def test_a_table_that_is_partitioned_otherwise_is_refused_until_it_is_loaded_ane
     table.apply(tx(1, update(1, name="x", unchanged=BIG)))
     assert table.tuples("id", "name", "big") == [(1, "x", "large 1"), (2, "n 0", "large 2"), (3, "n 1", "large 3")]
     assert ordered(pl.read_delta(str(path)).to_dicts()) == table.content()
+
+
+def test_a_table_with_features_of_spark_is_replaced_by_one_with_partitions_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    rows: list[Row] = [*ROWS, {"id": 4, "name": "a/b é%", "big": None, "n": None}]
+    featured = DeltaRsTable(path, LOG, PLAIN, Features(deletion_vectors=True))
+    Formed(featured, PLAIN, path, rows=rows)
+    assert_partitioned(table := Formed(opened(path, MIRROR), MIRROR, path, rows=rows))
+    assert ordered(pl.read_delta(str(path)).to_dicts()) == table.content() == ordered(rows)
+    table.apply(tx(1, update(4, name="x", n=1, unchanged=BIG)))
+    assert table.tuples("id", "name")[-1] == (4, "x")
+    Formed(featured, PLAIN, path, rows=rows)
+    assert DeltaTable(str(path)).metadata().partition_columns == []
+    assert table.table.rows() == len(rows)
 
 
 def test_files_that_nobody_needs_are_removed_wherever_they_lie(made: Any) -> None:

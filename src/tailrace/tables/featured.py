@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -66,11 +67,12 @@ class Featured:
 
     def land(self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: Position) -> None:
         """Make these files all that the table holds, with these columns and features."""
-        fields = landed_fields(self.table, features, schema)
+        by, fields = position.form.partition_by, landed_fields(self.table, features, schema)
+        assert not (by and features.any), "no table is partitioned where Spark's connector writes"
         gone = () if self.table is None else live_files(self.folder, self.table.version()).values()
         self._commit("WRITE", position, [
             {"protocol": protocol_of(features, schema.columns)},
-            {"metaData": metadata_of(self.table, features, fields, _now())},
+            {"metaData": metadata_of(self.table, features, fields, _now(), by)},
             *_removes(gone, changes_rows=True), *map(_add, adds),
         ])  # fmt: skip
 
@@ -240,7 +242,8 @@ def _naive_stays(table: DeltaTable, schema: TableSchema) -> list[Column]:
 
 def _add(add: AddAction) -> Action:
     return {"add": {
-        "path": add.path, "partitionValues": {}, "size": add.size, "modificationTime": add.modification_time,
+        "path": quote(add.path), "partitionValues": dict(add.partition_values), "size": add.size,
+        "modificationTime": add.modification_time,
         "dataChange": add.data_change, "stats": add.stats,
     }}  # fmt: skip
 

@@ -101,8 +101,9 @@ def protocol_of(features: Features, columns: Sequence[Column]) -> dict[str, Any]
 
 
 def metadata_of(
-    table: DeltaTable | None, features: Features, fields: Sequence[Field], now: int, **configuration: str
-) -> dict[str, Any]:
+    table: DeltaTable | None, features: Features, fields: Sequence[Field], now: int,
+    partition_by: Sequence[str] = (), **configuration: str,
+) -> dict[str, Any]:  # fmt: skip
     """What a table is, with these columns; what is known of it and does not concern the features stays."""
     was = None if table is None else table.metadata()
     settings = {} if was is None else {
@@ -114,7 +115,8 @@ def metadata_of(
         settings |= {_MODE: "name", _LAST_ID: str(max([_last_id(table), *(f["metadata"][_ID] for f in fields)]))}
     return {
         "id": str(uuid.uuid4() if was is None else was.id), "format": {"provider": "parquet", "options": {}},
-        "schemaString": json.dumps({"type": "struct", "fields": list(fields)}), "partitionColumns": [],
+        "schemaString": json.dumps({"type": "struct", "fields": list(fields)}),
+        "partitionColumns": list(partition_by),
         "configuration": settings | configuration, "createdTime": now if was is None else was.created_time,
     }  # fmt: skip
 
