@@ -24,7 +24,7 @@ from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import Codes, Flags, key_ordinals
-from tailrace.tables.identity import Ints, key_numbers
+from tailrace.tables.identity import Ints, key_numbers, one_array
 from tailrace.tables.limits import far_dates, far_values
 
 Holds = Callable[[pa.Table], Flags]
@@ -272,10 +272,3 @@ def _far_columns(schema: TableSchema, row: pa.Table) -> list[str]:
         if pa.types.is_date32(column.type)
     ]  # fmt: skip
     return [column.name for column, values in ones if far_values(values).any()]
-
-
-def one_array(column: Any) -> Any:
-    """One array, however many chunks there are."""
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

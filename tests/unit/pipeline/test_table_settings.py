@@ -84,6 +84,7 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["names: a/b/c/{table}"], 8, "tables.names", "one to three folders' names"),
         (["rules:", '  "a.b": {name: a/_delta_log}'], 9, "tables.rules.a.b.name", "Delta's own"),
         (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
+        (["rules:", '  "a.b": {columns: {x: "y\\0z"}}'], 9, "tables.rules.a.b.columns.x", "must not hold a zero byte"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
 )  # fmt: skip
