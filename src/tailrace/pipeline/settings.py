@@ -497,6 +497,8 @@ class RuleSettings(BaseModel):
     def _names_are_apart(self) -> RuleSettings:
         seen: dict[str, str] = {}
         for old, new in self.columns.items():
+            if "\0" in new:
+                raise _refusal("must not hold a zero byte", "No table can have such a column.", ("columns", old))
             if (other := seen.setdefault(new.lower(), old)) != old:
                 raise _refusal(f"is what `{other}` is called, too", "Give each its own name.", ("columns", old))
         return self

@@ -106,7 +106,7 @@ def _read(work: RereadWork, keys: pa.Table, some: Any, transactions: Sequence[in
         rows, seen = read_rows(work.reader, work.shape, keys.take(pa.array(some)), transactions)
     except ValueUnfit as error:
         if some.size == 1:
-            into.failed[int(some[0])] = error
+            into.failed[int(some[0])] = ValueUnfit(error.message, hint=REPLAY_HINT, **error.fields)
             return
         half = some.size // 2
         _read(work, keys, some[:half], transactions, into)

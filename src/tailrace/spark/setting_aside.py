@@ -22,7 +22,8 @@ from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
-from tailrace.tables.sifting import DeadKeys, Sifted, has_unfit, one_array, sift
+from tailrace.tables.identity import one_array
+from tailrace.tables.sifting import DeadKeys, Sifted, has_unfit, sift
 
 LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""
@@ -54,7 +55,6 @@ class Done:
 
     applied: Applied
     letters: int = 0
-    cleared: int = 0
 
 
 def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Done:
@@ -85,7 +85,7 @@ def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Don
     applied = _apply(table, step, sifted.changes)
     letters.tidy(step.cursor.seq)
     failpoints.hit("letters.tidied")
-    return Done(applied=applied, letters=sifted.letters.num_rows, cleared=int(sifted.cleared.size))
+    return Done(applied=applied, letters=sifted.letters.num_rows)
 
 
 def refuse_letters(log: Path, table: TableId, here: Cursor) -> None:

@@ -24,7 +24,7 @@ from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import Codes, Flags, key_ordinals
-from tailrace.tables.identity import Ints, key_numbers
+from tailrace.tables.identity import Ints, key_numbers, one_array
 from tailrace.tables.limits import unheld_values, unholdable
 
 Holds = Callable[[pa.Table], Flags]
@@ -285,10 +285,3 @@ def _unheld_columns(schema: TableSchema, row: pa.Table, partition_by: Mapping[st
     ones = ((column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns)
     found = ((column.name, unheld_values(column, values, partition_by)) for column, values in ones)
     return [name for name, flags in found if flags is not None and flags.any()]
-
-
-def one_array(column: Any) -> Any:
-    """One array, however many chunks there are."""
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -102,6 +102,7 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["partition_by: region"], 8, "tables.partition_by", "must be a list"),
         (["partition_by: [region, Region]"], 8, "tables.partition_by", "names a column twice"),
         (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "at least 1 character"),
+        (["rules:", '  "a.b": {columns: {x: "y\\0z"}}'], 9, "tables.rules.a.b.columns.x", "must not hold a zero byte"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
 )  # fmt: skip
