@@ -19,7 +19,9 @@ PYTHON = VENV / "bin" / "python"
 SPARK = "pyspark>=4.2,<4.3"
 TESTS = (
     "tests/integration/test_spark_engine.py", "tests/integration/test_delta_table.py",
+    "tests/integration/test_spark_modes.py", "tests/contract/test_table_forms.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/unit/spark/test_folding.py",
+    "tests/unit/spark/test_folding_forms.py",
 )  # fmt: skip
 PROBE = "from tests.support.engines import session; session().sql('select 1').collect()"
 INSTALL_SECONDS_MAX, PROBE_SECONDS_MAX = 1800, 600

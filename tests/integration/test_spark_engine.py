@@ -10,6 +10,8 @@ import pytest
 from tailrace.errors import TableFailed
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.staging import StagedFile, stage
 from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import (
@@ -47,7 +49,11 @@ def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
     assert by_id(content(path, SHOP)) == {11: "large 1", 4: "large 4", 5: "large 5", 6: "six", 33: "large 3"}
 
 
-def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+EVERY = [PLAIN, Form(soft_delete=True), Form(mode=TableMode.HISTORY), Form(mode=TableMode.APPEND)]
+
+
+@pytest.mark.parametrize("form", EVERY, ids=str)
+def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     from pyspark.sql import DataFrame
     from pyspark.sql.classic.dataframe import DataFrame as Classic
 
@@ -74,10 +80,12 @@ def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest
     for name in ("toArrow", "toPandas", "toLocalIterator", "take", "head"):
         monkeypatch.setattr(Classic, name, refused)
     monkeypatch.setattr(delta_engine.SparkDeltaTable, "_guarded", noted)
-    table = open_table(tmp_path / "t", LOG)
+    table = open_table(tmp_path / "t", LOG, form)
     table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     rows = [update(1, n=1, unchanged=BIG), delete(2), *move(3, 33, unchanged=BIG), insert(6)]
-    table.apply(SHOP, fold(SHOP, changes(SHOP, *rows)), at(0), at(10))
+    rows += [truncate()] if form.retains else []
+    applied = table.apply(SHOP, fold_into(form, SHOP, changes(SHOP, *rows)), at(0), at(10))
+    assert applied.committed
     assert max(taken, default=0) <= 1, "counts, and nothing else"
     assert plans
     for plan in plans:

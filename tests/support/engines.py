@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.forms import PLAIN, Form
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,13 +37,13 @@ def examples(count: int) -> int:
     return max(2, count // 8) if IS_SPARK else count
 
 
-def open_table(path: Path, log_id: str) -> AnyTable:
+def open_table(path: Path, log_id: str, form: Form = PLAIN) -> AnyTable:
     """A lake table of the engine under test."""
     if not IS_SPARK:
-        return DeltaRsTable(path, log_id)
+        return DeltaRsTable(path, log_id, form)
     from tailrace.spark.delta_engine import SparkDeltaTable
 
-    return SparkDeltaTable(session(), path, log_id)
+    return SparkDeltaTable(session(), path, log_id, form)
 
 
 @functools.cache

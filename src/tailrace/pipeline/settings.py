@@ -520,24 +520,6 @@ class TablesSettings(BaseModel):
                 )  # fmt: skip
         return self
 
-    @model_validator(mode="after")
-    def _spark_writes_mirrors(self) -> TablesSettings:
-        if self.engine != "spark":
-            return self
-        rules: list[tuple[Loc, TablesSettings | RuleSettings]] = [((), self)]
-        for at, said in (*rules, *((("rules", glob), rule) for glob, rule in self.rules.items())):
-            asked = {
-                "mode": said.mode not in (None, "mirror"), "soft_delete": said.soft_delete, "metadata": said.metadata,
-                "on_bad_row": said.on_bad_row == "dead-letter", "columns": getattr(said, "columns", None),
-            }  # fmt: skip
-            for name, wanted in asked.items():
-                if wanted:
-                    raise _refusal(
-                        "is not known to `engine: spark`, which writes plain mirrors",
-                        "Remove it, or write `engine: delta-rs`.", (*at, name),
-                    )  # fmt: skip
-        return self
-
     def form_of(self, table: TableId) -> Form:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
         from tailrace.tables.forms import Form, TableMode
