@@ -26,10 +26,13 @@ from tests.support.changes import (
     update,
 )
 from tests.support.engines import only_spark, open_table
+from tests.support.forms import Account, Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, at, by_id, content
 from tests.support.pipelines import Pipeline, execute
 
 pytestmark = only_spark
+
+HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
 
 
 def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
@@ -49,7 +52,26 @@ def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
     assert by_id(content(path, SHOP)) == {11: "large 1", 4: "large 4", 5: "large 5", 6: "six", 33: "large 3"}
 
 
-EVERY = [PLAIN, Form(soft_delete=True), Form(mode=TableMode.HISTORY), Form(mode=TableMode.APPEND)]
+@pytest.mark.parametrize("form", [Form(soft_delete=True, metadata=("_op", "_seq", "_tx")), HISTORY], ids=str)
+def test_a_table_of_any_form_goes_on_with_either(tmp_path: Path, form: Form) -> None:
+    path = tmp_path / "t"
+    by = [DeltaRsTable(path, LOG, form), open_table(path, LOG, form)]
+    rows = [{"id": i, "name": "begun", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
+    table, account = Formed(by[0], form, path, SHOP, rows), Account(SHOP)
+    for number, given in enumerate([
+        (tx(2000, update(1, name="a", n=1, unchanged=BIG), delete(2)), tx(1500, *move(1, 11, unchanged=BIG, n=5))),
+        (tx(2500, update(11, name="b", n=2, unchanged=BIG)), tx(3000, truncate(), insert(3, name="c", n=0))),
+        (tx(2800, update(3, name="d", n=1, unchanged=BIG), insert(2, n=2)), tx(4000, *move(3, 1, unchanged=BIG, n=4))),
+    ]):  # fmt: skip
+        table.table = by[(number + 1) % 2]
+        assert table.apply(*given).committed
+    account.load(rows)
+    for batch in table.given:
+        account.take(batch)
+    assert table.content() == ordered(account.versions if form is HISTORY else account.marked.values())
+
+
+EVERY = [PLAIN, Form(soft_delete=True), HISTORY, Form(mode=TableMode.APPEND)]
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)

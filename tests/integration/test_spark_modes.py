@@ -29,6 +29,7 @@ TABLES = """\
     "public.a": {mode: append}
     "public.d": {on_bad_row: dead-letter, metadata: []}
 """
+RUN_SECONDS_MAX = 900.0
 SIZE = 5000
 ROWS = 12
 
@@ -158,6 +159,12 @@ def version(pipeline: Pipeline, name: str) -> int:
     return int(DeltaTable(str(pipeline.lake / "public" / name)).version())
 
 
+def catch_up(pipeline: Pipeline) -> None:
+    """A commit by Spark is several jobs, and there are many."""
+    done = pipeline.call("run", "--until-caught-up", seconds=RUN_SECONDS_MAX)
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+
+
 def letters(pipeline: Pipeline) -> list[str]:
     found = json.loads(pipeline.ask("dead-letters", "list", "--json").stdout)["letters"]
     return [letter["code"] for letter in found]
@@ -175,14 +182,14 @@ def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path:
             f"INSERT INTO d SELECT g, g, repeat('l', {SIZE}) FROM generate_series(1, 4) g")  # fmt: skip
     pipeline = Pipeline(tmp_path / "one", database)
     pipeline.file.write_text(pipeline.file.read_text() + TABLES)
-    pipeline.catch_up()
+    catch_up(pipeline)
     account.check(pipeline.lake)
 
     for _ in range(25):
         account.transact(some)
     execute(database, "UPDATE d SET n = 'NaN' WHERE id = 1", "UPDATE d SET n = 20 WHERE id = 2",
             "DELETE FROM d WHERE id = 3")  # fmt: skip
-    pipeline.catch_up()
+    catch_up(pipeline)
     account.check(pipeline.lake)
     for name in NAMES:
         assert "Apache-Spark" in newest(pipeline.lake / "public" / name)
@@ -194,7 +201,7 @@ def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path:
     for _ in range(5):
         account.transact(some)
     assert pipeline.ask("dead-letters", "replay").returncode == 0
-    pipeline.catch_up()
+    catch_up(pipeline)
     account.check(pipeline.lake)
     assert all(row["y"] == 7 for name in "msh" for row in content(pipeline.lake / "public" / name))
     assert (amounts(pipeline), letters(pipeline)) == ({1: 10, 2: 20, 4: 4}, [])
@@ -207,6 +214,6 @@ def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path:
     account.check(pipeline.lake)
     before = {name: version(pipeline, name) for name in ("m", "s", "h")}
     assert pipeline.ask("snapshot", *(f"public.{name}" for name in before)).returncode == 0
-    pipeline.catch_up()
+    catch_up(pipeline)
     assert all(version(pipeline, name) > number for name, number in before.items())
     account.check(pipeline.lake)
