@@ -2,25 +2,29 @@
 
 A Delta table of 1 M or of 10 M rows of pg-stream's 8 columns gets 1,000,000 changes (50 % inserts, 40 % updates, 10 %
 deletes, of keys from all over the table) in 10 micro-batches. Ours is what `tailrace run` does with each of them: it
-plans the stretch of the log, reads it, folds it to the last state of every key and merges that in one commit. The peer
-is a script as one writes it for the one table and the one engine: it reads the same sealed files of the log with
-pyarrow, keeps the last change of every key with numpy, and calls delta-rs's `merge`. Ours must reach nine tenths of its
-rate, for each engine there is.
+plans the stretch of the log, reads it, folds it to the last state of every key and puts that into the table in one
+commit. The peer is a script as one writes it for the one table and the one engine. For delta-rs it reads the same
+sealed files of the log with pyarrow, keeps the last change of every key with numpy, and calls delta-rs's `merge`. For
+Spark's Delta connector it does all of that in SQL. Ours must reach nine tenths of its rate with each engine.
 
 For this to be fair:
 - the sides take turns, micro-batch by micro-batch, in one process, and change who begins. Each has a table of its own,
-  both made of the same files; what they merge has the same rows, and delta-rs is called with the same options;
+  both made of the same files, and what they merge has the same rows. With Spark both are in one session, with the same
+  settings;
 - every micro-batch is one sealed Parquet file, the easiest that a script can get. It is told which, reads only the
   columns it needs, and keeps its table open, while ours finds the rows by itself and opens the table anew each time;
 - the script keeps no position, checks nothing, knows no absent values, moved keys, truncates or shapes, and leaves
   its files in the operating system's cache: ours does all of that and fsyncs files and commit;
-- Spark only hands the work out to a task, so it is left out here on our side as on the peer's. The bench end-to-end
-  has it in;
+- with delta-rs Spark only hands the work out to a task, so it is left out here on our side as on the peer's. The
+  bench end-to-end has it in;
+- Spark's connector runs in the environment that `make engines` makes, for there is none for the Spark of all else.
+  Where that is not there the report lacks those cells, and a line says so;
 - both tables must hold the same rows in the end: their count, and a sum of a hash of each row.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +52,7 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.layout import Layout
 
 RATE_TIMES_MIN = 0.9
-ENGINES = ("delta-rs",)
+ENGINES = ("delta-rs", "spark")
 SIZES = {"1 M rows": 1_000_000, "10 M rows": 10_000_000}
 CHANGES = 1_000_000
 BATCHES = 10
@@ -72,6 +76,9 @@ class Apply:
         described = machine.describe(ours.log_parent_folder())
         # Of few changes each commit would have less than a row.
         changes = scaled(CHANGES, scale, least=10 * BATCHES * COMMITS_PER_BATCH)
+        engines = [engine for engine in ENGINES if _python(engine).exists()]
+        for engine in set(ENGINES) - set(engines):
+            progress(f"{engine}: NOT MEASURED, there is no {_python(engine)}; `make engines` makes it")
         cells: list[Cell] = []
         told: dict[str, Any] = {}
         for size, rows in SIZES.items():
@@ -80,7 +87,7 @@ class Apply:
                     _prepare(folder, scaled(rows, scale, least=changes), changes)
                 except TailraceError as exc:
                     raise BenchError(f"the table could not be made: {exc}", hint="Is the disk full?") from exc
-                for engine in ENGINES:
+                for engine in engines:
                     found = _measure(folder, engine, size, rounds)
                     cells.append(Cell(
                         name=_cell(engine, size), unit="changes/s", must_reach=RATE_TIMES_MIN, costs=False,
@@ -89,9 +96,10 @@ class Apply:
                             for took in found["rounds"]
                         ),
                     ))  # fmt: skip
-                    told[_cell(engine, size)] = [
-                        [round(took[side]["cpu"], 2) for side in ("ours", "peer")] for took in found["rounds"]
-                    ]
+                    if engine == "delta-rs":
+                        told[_cell(engine, size)] = [
+                            [round(took[side]["cpu"], 2) for side in ("ours", "peer")] for took in found["rounds"]
+                        ]
                     described["versions"] |= found["versions"]
         return CellsResult(
             name=self.name,
@@ -111,10 +119,14 @@ def _cell(engine: str, size: str) -> str:
     return f"{engine}, {size}"
 
 
+def _python(engine: str) -> Path:
+    return Path(sys.executable) if engine == "delta-rs" else ours.SPARK_VENV / "bin" / "python"
+
+
 def _measure(folder: Path, engine: str, size: str, rounds: int) -> dict[str, Any]:
     progress(f"{engine}, {size}")
     found = ours.run_child(
-        "benchmarks.apply_child", str(folder), engine, str(rounds), seconds_max=SECONDS_MAX
+        "benchmarks.apply_child", str(folder), engine, str(rounds), seconds_max=SECONDS_MAX, python=_python(engine)
     )
     if any(took["sums"]["ours"] != took["sums"]["peer"] for took in found["rounds"]):
         raise BenchError("the tables differ in the end", hint="The sides did different work.")

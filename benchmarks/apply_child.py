@@ -8,16 +8,18 @@ printed is JSON.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import resource
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -28,9 +30,13 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives
-from tailrace.spark.tasks import ApplyWork, apply_changes
+from tailrace.spark.tasks import ApplyWork, Outcome, advance_table, apply_changes
 from tailrace.tables.layout import Layout
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PACKAGES = {"delta-rs": ["deltalake"], "spark": ["pyspark"]}
 ROUNDS_BEFORE = 1
 """That do not count: libraries are loaded and kernels compiled in it."""
 
@@ -42,11 +48,12 @@ class Side(Protocol):
 
 
 class Ours:
-    """As the pipeline does it, but for Spark, which would carry the work to a task."""
+    """As the pipeline does it. With delta-rs, Spark would only carry the work to a task, and is left out."""
 
-    def __init__(self, log: Path, lake: Path, table: TableId) -> None:
+    def __init__(self, log: Path, layout: Layout, table: TableId, run: Callable[[ApplyWork], Outcome]) -> None:
         self._log = ChangeLog.open(log)
-        self._lives = Lives(self._log, Layout(root=lake))
+        self._lives = Lives(self._log, layout)
+        self._run = run
         self._lives.grow()
         self._life = self._lives.add(table)
         self._ends = [seal.last for seal in self._log.cold.seals]
@@ -62,7 +69,7 @@ class Ours:
             table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
         )  # fmt: skip
-        outcome = apply_changes(work)
+        outcome = self._run(work)
         if outcome.error is not None:
             raise outcome.error
         assert outcome.cursor is not None, "it did not fail"
@@ -94,8 +101,66 @@ class DeltaRsByHand:
         )
 
 
-BY_HAND: dict[str, Callable[[list[Path], Path], Side]] = {"delta-rs": DeltaRsByHand}
-"""By engine."""
+class SparkByHand:
+    """The same of one who knows Spark's SQL and its Delta connector."""
+
+    def __init__(self, spark: SparkSession, files: list[Path], table: Path) -> None:
+        self._spark, self._files, self._path = spark.newSession(), files, table
+        self._columns = [field.name for field in DeltaTable(str(table)).schema().fields]
+
+    def apply(self, number: int) -> None:
+        from pyspark.sql import functions as f
+
+        changes = self._spark.read.parquet(str(self._files[number])).select(change.SEQ, change.OP, *self._columns)
+        last = f.max_by(f.struct(*changes.columns), change.SEQ).alias("last")
+        changes.groupBy("id").agg(last).select("last.*").createOrReplaceTempView("changes")
+        own = ", ".join(self._columns)
+        theirs = ", ".join(f"s.{name}" for name in self._columns)
+        self._spark.sql(
+            f"MERGE INTO delta.`{self._path}` t USING changes s ON t.id = s.id "
+            f"WHEN MATCHED AND s.{change.OP} = 'delete' THEN DELETE "
+            f"WHEN MATCHED THEN UPDATE SET {', '.join(f't.{name} = s.{name}' for name in self._columns)} "
+            f"WHEN NOT MATCHED AND s.{change.OP} <> 'delete' THEN INSERT ({own}) VALUES ({theirs})"
+        )
+
+
+class WithDeltaRs:
+    """Both sides, with delta-rs,"""
+
+    def sides(self, log: Path, files: list[Path], ours: Path, peer: Path, table: TableId) -> dict[str, Side]:
+        return {
+            "ours": Ours(log, Layout(root=ours), table, apply_changes),
+            "peer": DeltaRsByHand(files, Layout(root=peer).path(table)),
+        }
+
+
+class WithSpark:
+    """and with Spark's connector, in one Spark."""
+
+    def __init__(self) -> None:
+        from tailrace.spark.connector import connector_settings
+        from tailrace.spark.driving import SparkEngine
+        from tailrace.spark.session import Jvm
+
+        scratch = Path(tempfile.mkdtemp(prefix="tailrace-bench-spark-"))
+        jvm = Jvm("bench", scratch, scratch / "spark.log", settings=connector_settings({}))
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        atexit.register(jvm.kill)
+        self._spark = jvm.open_session()
+        self._engine = SparkEngine(self._spark)
+
+    def sides(self, log: Path, files: list[Path], ours: Path, peer: Path, table: TableId) -> dict[str, Side]:
+        return {
+            "ours": Ours(log, Layout(root=ours, engine="spark"), table, self._run),
+            "peer": SparkByHand(self._spark, files, Layout(root=peer).path(table)),
+        }
+
+    def _run(self, work: ApplyWork) -> Outcome:
+        (outcome,) = self._engine.run(advance_table, [work])
+        return outcome
+
+
+ENGINES: dict[str, Callable[[], WithDeltaRs | WithSpark]] = {"delta-rs": WithDeltaRs, "spark": WithSpark}
 
 
 def main() -> int:
@@ -106,16 +171,13 @@ def main() -> int:
     (table,) = [version.schema.table for version in log.schemas.latest()]
     files = log.files(table)
     assert len(files) == len(log.cold.seals), "each micro-batch is one file"
-    measured = []
+    both, measured = ENGINES[engine](), []
     for number in range(1 - ROUNDS_BEFORE, rounds + 1):
         lakes = {side: folder / f"{side}-{engine}-{number}" for side in ("ours", "peer")}
         for lake in lakes.values():
             # Nobody writes to a file of a Delta table twice, so a link is as good as a copy.
             shutil.copytree(folder / "base", lake, copy_function=os.link)
-        sides: dict[str, Side] = {
-            "ours": Ours(folder / "log", lakes["ours"], table),
-            "peer": BY_HAND[engine](files, Layout(root=lakes["peer"]).path(table)),
-        }
+        sides = both.sides(folder / "log", files, lakes["ours"], lakes["peer"], table)
         batches = len(files) if number > 0 else 1
         took = _take_turns(sides, batches)
         sums = {side: checksum(Layout(root=lake).path(table)) for side, lake in lakes.items()}
@@ -124,13 +186,13 @@ def main() -> int:
             _say(f"round {number}: " + ", ".join(f"{side} {took[side]['wall']:.2f} s" for side in sides))
         for lake in lakes.values():
             shutil.rmtree(lake)
-    versions = {"deltalake": metadata.version("deltalake")}
+    versions = {name: metadata.version(name) for name in PACKAGES[engine]}
     print(json.dumps({"rounds": measured, "versions": versions}), flush=True)
     return 0
 
 
 def _take_turns(sides: dict[str, Side], batches: int) -> dict[str, dict[str, float]]:
-    """The seconds and CPU-seconds of each side."""
+    """The seconds and CPU-seconds of each side; the latter are this process's, not those of a Java beside it."""
     took = {side: {"wall": 0.0, "cpu": 0.0} for side in sides}
     for number in range(batches):
         for side in sorted(sides, reverse=number % 2 == 1):

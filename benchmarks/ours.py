@@ -9,6 +9,7 @@ capturing, it is `tailrace capture` itself.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ STOP_SECONDS_MAX = 60.0
 # What the figures of our side are figures of; it stands beside them in every report.
 SUBJECT = "Tailrace: slot decoded to typed columns in a durable change log, fsync on"
 REPOSITORY = Path(__file__).resolve().parent.parent
+SPARK_VENV = Path(os.environ.get("TAILRACE_SPARK_VENV", REPOSITORY / ".venv-spark"))
+"""What `tools/engines.py` makes."""
 
 
 def log_parent_folder() -> Path:
@@ -63,12 +66,15 @@ def new_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_child(module: str, *arguments: str, seconds_max: float = DRAIN_SECONDS_MAX) -> dict[str, Any]:
+def run_child(
+    module: str, *arguments: str, seconds_max: float = DRAIN_SECONDS_MAX, python: Path = Path(sys.executable)
+) -> dict[str, Any]:
     """Run one of our modules in a process of its own; the answer is the JSON on its last line."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
+            [python, "-m", module, *arguments],
             cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"},
             stdout=subprocess.PIPE,
             text=True,
             timeout=seconds_max,

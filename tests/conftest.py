@@ -13,6 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says something of the machine, and nothing of the product.
+settings.register_profile("noisy", deadline=None)
+settings.load_profile("noisy")
 
 LONGEST = "test_killed_at_every_named_place"
 # Workers are processes of their own, so they meet at two files that are there anyway.

@@ -406,6 +406,14 @@ def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
         table.apply(tx(1, insert(9)))
 
 
+def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: OpenTable, tmp_path: Path) -> None:
+    table = Formed(open_table(tmp_path / "t", HISTORY), HISTORY, tmp_path / "t", rows=ROWS)
+    more = replace(HISTORY, columns=(("nope", "other"),))
+    assert open_table(tmp_path / "t", more).cursor() == table.cursor(table.seq)
+    with pytest.raises(FormChanged):
+        open_table(tmp_path / "t", replace(HISTORY, columns=(("name", "other"),))).cursor()
+
+
 @pytest.mark.parametrize(
     ("form", "schema", "said"),
     [

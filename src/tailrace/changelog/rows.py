@@ -57,6 +57,15 @@ def between(batch: ChangeBatch, after_seq: int, to_seq: int) -> ChangeBatch:
     return counted(batch.schema, batch.data.slice(begin, end - begin))
 
 
+def upto_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
+    """The rows whose transaction ended at a position or before; the others follow them."""
+    texts = batch.data.column(change.POSITION)
+    if Lsn.parse(texts[-1].as_py()) <= position:
+        return batch
+    earlier = [text for text in pc.unique(texts).to_pylist() if Lsn.parse(text) <= position]
+    return counted(batch.schema, batch.data.filter(pc.is_in(texts, pa.array(earlier, pa.string()))))
+
+
 def after_position(batch: ChangeBatch, position: Lsn) -> ChangeBatch:
     """The rows whose transaction ended after a position; all of them, from the first commit past it on."""
     texts = batch.data.column(change.POSITION)

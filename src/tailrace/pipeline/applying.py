@@ -28,9 +28,11 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TailraceError
+from tailrace.model.position import Lsn
 from tailrace.pipeline.holding import Holding
+from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger
-from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.loading import Loading
 from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.settings import PipelineSettings
@@ -98,7 +100,7 @@ class Applying:
         self.holding.begin()
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
-            advance=self._advance_one, stopping=self._stopping, scratch=self._scratch,
+            advance=self._advance_one, bring_to=self._bring_to, stopping=self._stopping, scratch=self._scratch,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -326,10 +328,22 @@ class Applying:
             for life in mine:
                 life.lock.release()
 
+    def _bring_to(self, life: TableLife, point: Lsn) -> None:
+        """Bring a halted table, whose lock the caller holds, to a position that the log has passed."""
+        while (stretch := self.lives.stretch_to(life, point)) is not None:
+            work = self._work_of(life, stretch)
+            outcome = run_one(self._run, advance_table, work, life.table)
+            if outcome.error is not None:
+                raise outcome.error
+            self._settle(life, outcome)
+
     def _work(self, life: TableLife, end: int) -> ApplyWork | EvolveWork | None:
         stretch = self.lives.stretch(life, end)
-        if stretch is None or life.cursor is None or life.shape is None:
-            return None
+        return None if stretch is None else self._work_of(life, stretch)
+
+    def _work_of(self, life: TableLife, stretch: Stretch) -> ApplyWork | EvolveWork:
+        assert life.cursor is not None, "it takes something"
+        assert life.shape is not None, "it takes something"
         if stretch.recast is not None:
             log.info("table evolves", extra={"table": str(life.table), "how": "; ".join(stretch.recast.said)})
             return EvolveWork(
@@ -339,7 +353,7 @@ class Applying:
             table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
             reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
-            seed=life.replay, letters=self._settings.tables.sets_aside(life.table),
+            seed=life.replay, letters=self._settings.tables.sets_aside(life.table), upto=stretch.upto,
         )  # fmt: skip
 
     def _settle(self, life: TableLife, outcome: Outcome) -> None:

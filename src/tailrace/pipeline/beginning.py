@@ -152,6 +152,10 @@ class Beginning:
 
     def _begin_exact(self, planned: Planned) -> None:
         self._show_waiting(planned, "exact")
+        for life, _, _ in planned:
+            if life.place.form.exact:
+                with life.lock:  # what is under way ends before the snapshot's point
+                    life.halted = life.cursor is not None
         snapshot = self._source.snapshot().__enter__()
         shared = Shared(snapshot, users=1)  # ourselves, until all have begun
         try:
@@ -192,7 +196,7 @@ class Beginning:
                 self._altered.pop(life.table, None)
                 found.append((life, plan, wish))
                 continue
-            life.loading = life.load = None
+            life.loading, life.load, life.halted = None, None, False
             self._altered[life.table] = self._altered.get(life.table, 0) + 1
             log.info("load begins again: the table was altered", extra={"table": str(life.table)})
             if self._altered[life.table] >= ALTERED_MAX:

@@ -10,7 +10,15 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.changelog.letters import Letters
-from tailrace.errors import FormChanged, SourceRewritten, TableFailed, TailraceError, Unsupported
+from tailrace.errors import (
+    ForeignWrite,
+    FormChanged,
+    SourceRewritten,
+    TableFailed,
+    TableUnusable,
+    TailraceError,
+    Unsupported,
+)
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -51,6 +59,13 @@ def start_of(lives: Lives, seed: Seed) -> Lsn:
             if at > noted.floor and not noted.sees(pair[change.TX]):
                 starts.append(Lsn(at.value - 1))
     return min(starts)
+
+
+def has_all(lives: Lives, load: Load) -> bool:
+    """Whether the table must come to the load's point by the log, which has all that it takes: of a table that keeps
+    every change, or every version, a load brings only what the log does not tell."""
+    life = load.life
+    return life.halted and not life.once and not load.state_before.broken and not lives.misses(life)
 
 
 def cursor_after(lives: Lives, load: Load, start: Lsn) -> Cursor:
@@ -106,7 +121,8 @@ def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run
     life, plan = load.life, load.seed.plan
     shape = None
     if load.mode is LoadMode.REFRESH or load.where or life.place.form.retains:
-        with suppress(FormChanged):
+        # One that was changed by others is not to be built on, and whoever asked was told that it is replaced.
+        with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.seed.wish is not None else [])):
             shape = table.shape()
     if shape is not None and shape.same_rows(plan.schema):
         work = RefreshWork(

@@ -18,13 +18,14 @@ from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position
-from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TableAhead, TailraceError
+from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
 from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.ledger import Point
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
+from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
@@ -62,6 +63,8 @@ class TableLife:
     last_load: LoadDone | None = None
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
+    halted: bool = False
+    """Whether it goes no further, because a load is under way that must find it where its own snapshot is."""
     gone: bool = False
     """Whether the source does not have it any more, and it was never loaded."""
     once: bool = False
@@ -134,6 +137,8 @@ class Stretch:
     slices: tuple[Slice, ...]
     cursor: Cursor
     recast: Recast | None = None
+    upto: Lsn | None = None
+    """Where it ends, if that is inside the last slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,11 +215,11 @@ class Lives:
                 raise anothers(life.place.path, shape.table, table)
             life.cursor, life.shape = lake_table.cursor(), shape
             self._recall(life)
-            if life.cursor is not None and not self.misses(life) and not _saw_too_little(life, source):
+            if life.cursor is not None and not self.misses(life) and not saw_too_little(life, source):
                 over = life.once and life.replay is None
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
-                _refuse_lost_identity(life, source)
-                _refuse_ahead(life, self.log)
+                refuse_lost_identity(life, source)
+                refuse_ahead(life, self.log)
         except TailraceError as error:
             life.fail(error)
 
@@ -275,7 +280,7 @@ class Lives:
         """The next stretch the table can take; None when there is none, and then its state says why."""
         if life.state.broken or life.refresh is not None or life.cursor is None or life.shape is None:
             return None
-        if self._refuse_trimmed(life) or self._notice_gap(life):
+        if self._refuse_trimmed(life) or self._notice_gap(life) or life.halted:
             return None
         if life.once and self._replayed(life):
             life.state, life.replay = TableState.LOADED, None
@@ -309,6 +314,38 @@ class Lives:
         seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
         position = max(life.cursor.position, self.index.end_of(last))
         return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+
+    def stretch_to(self, life: TableLife, point: Lsn) -> Stretch | None:
+        """The next stretch that brings a halted table to a position, or towards it; None when it is there."""
+        assert life.cursor is not None, "a table that was loaded"
+        assert life.shape is not None, "a table that was loaded"
+        pending = [item for item in self.pending(life, self.index.commit) if self.index.start_of(item.first) < point]
+        if life.cursor.position >= point or not pending:
+            return None
+        whole = [item for item in pending if self.index.end_of(item.last) <= point]
+        taken: list[Slice] = []
+        for item in whole or pending:
+            if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
+                break
+            step = self._step(life, item)
+            # What a rewrite did to rows at rest the load brings; what came after it comes from the log.
+            if step is not None and not (isinstance(step, Refresh) and self._fits(life.shape, item)):
+                if taken:
+                    break
+                return self._stepped(life, step)
+            taken.append(item)
+        if not whole:
+            return Stretch(tuple(taken), replace(self.cursor_at(point), load=life.cursor.load), upto=point)
+        # A cursor must not pass what is left for later.
+        left = pending[len(taken) :]
+        last = min([taken[-1].last, *(left[0].first - 1 for _ in left[:1])])
+        seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
+        position = max(life.cursor.position, self.index.end_of(last))
+        return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+
+    def _fits(self, shape: TableSchema, item: Slice) -> bool:
+        """Whether a slice's rows have the columns of the shape."""
+        return shape.same_rows(self.shape_of(shape, item))
 
     def _seen_step(self, life: TableLife, reached: Lsn, pending: list[Slice]) -> Step | None:
         """What the table must become for what the catalogue showed; no row of before is left to come."""
@@ -464,30 +501,3 @@ class Lives:
         if life.rereads:  # its mode says that it is not loaded by itself
             life.needs_snapshot()
         log.info("table must be loaded anew", extra={"table": str(life.table), "why": why})
-
-
-def _refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:
-    """A mirror that was fed by updates cannot go on without them as if nothing had happened."""
-    if source is None or source.identity is not Identity.NONE or life.shape is None:
-        return
-    if life.shape.identity is not Identity.NONE:
-        raise SchemaChanged("the source table lost its replica identity", table=life.table, hint=RELOAD_HINT)
-
-
-def _refuse_ahead(life: TableLife, change_log: ChangeLog) -> None:
-    """A table that has applied commits this log does not have was fed by another past of it."""
-    newest = change_log.newest()
-    if life.cursor is not None and life.cursor.commit > newest:
-        raise TableAhead(
-            "the table has applied more than the log holds",
-            table=life.table,
-            applied=life.cursor.commit,
-            newest=newest,
-            hint="Was the log restored from a copy? " + RELOAD_HINT,
-        )
-
-
-def _saw_too_little(life: TableLife, source: SourceTable | None) -> bool:
-    """Whether updates went unseen until now, because the table had no replica identity; it is loaded anew."""
-    before = life.shape is not None and life.shape.identity is Identity.NONE
-    return before and source is not None and source.identity is not Identity.NONE

@@ -32,13 +32,14 @@ from tailrace.errors import (
     TableFailed,
     TailraceError,
 )
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
 from tailrace.pipeline.filewatch import FileWatch
 from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.landing import Run, commit, cursor_after, last_seen, start_of
+from tailrace.pipeline.landing import Run, commit, cursor_after, has_all, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
+from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay, pause, was_changed
 from tailrace.pipeline.reading import Reading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
@@ -52,7 +53,6 @@ log = logging.getLogger(__name__)
 
 TABLES_SECONDS = 3.0
 """Between two looks for tables that are new at the source."""
-RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 WAITED_FOR = (SourceUnreachable, SourceSlow)
 """However long it takes: whoever captures tells of the one, and `status` of the other."""
 CHUNK_TRIES_MAX = 8
@@ -67,7 +67,7 @@ class Loading:
     def __init__(
         self, settings: PipelineSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
         run: Run, spawn: Callable[[Callable[[], None]], None], advance: Callable[[TableLife], None],
-        stopping: threading.Event, scratch: Path,
+        bring_to: Callable[[TableLife, Lsn], None], stopping: threading.Event, scratch: Path,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._source = source
@@ -75,7 +75,7 @@ class Loading:
         self._holding = holding
         self._run = run
         self._spawn = spawn
-        self._advance = advance
+        self._advance, self._bring_to = advance, bring_to
         self._stopping = stopping
         self._seeds = lives.seeds
         self._under_way = UnderWay(scratch, lives.seeds.held())
@@ -256,7 +256,7 @@ class Loading:
             if table in self._under_way.held or table in self._loads:
                 continue
             failed = life.error is not None and life.failures > 0
-            if failed and time.monotonic() < life.failed_at + _pause(life.failures):
+            if failed and time.monotonic() < life.failed_at + pause(life.failures):
                 continue
             if time.monotonic() < self._again.get(table, (0, 0.0))[1]:
                 continue
@@ -303,7 +303,7 @@ class Loading:
         passing = error.remedy is Remedy.RETRY
         if passing and (isinstance(error, SourceUnreachable) or tries < CHUNK_TRIES_MAX):
             load.life.error = error
-            load.not_before = time.monotonic() + _pause(tries)
+            load.not_before = time.monotonic() + pause(tries)
             log.warning("chunk tried again", extra={"table": str(load.life.table), "code": error.code})
         elif self._drop(load):
             self._fail(load.life, error)
@@ -368,14 +368,15 @@ class Loading:
                     self._spawn(partial(self._land, load))
 
     def _can_land(self, load: Load) -> bool:
-        """Whether the log holds all that it takes to say where the replay starts."""
-        return load.seed.noted is None or self._lives.index.position >= load.seed.noted.upto
+        """Whether the log holds all that it takes to say where the replay starts, or to bring the table there."""
+        upto = load.seed.noted.upto if load.seed.noted is not None else load.seed.point if load.life.halted else None
+        return upto is None or self._lives.index.position >= upto
 
     def _notice_changed(self) -> None:
         """A partition that comes or goes, or a file that is another, is not waited for until the end."""
         for load in self._files.changed([load for load in list(self._loads.values()) if not load.landing]):
             if not load.landing:  # else it is about to be noticed there
-                self._replan(load, _changed(load.life.table))
+                self._replan(load, was_changed(load.life.table))
 
     def _end_replayed(self) -> None:
         """Forget loads once the log has passed their last chunk."""
@@ -394,8 +395,10 @@ class Loading:
             start = start_of(self._lives, seed)
             since = self._lives.since(life.table)
             if not self._source.unchanged(seed.plan) or (since is not None and start < since):
-                raise _changed(life.table)
+                raise was_changed(life.table)
             with life.lock:
+                if has_all(self._lives, load):
+                    self._bring_to(life, start)
                 cursor = cursor_after(self._lives, load, start)
                 passed = last_seen(self._lives, load, start)
                 if passed > cursor.position:
@@ -430,6 +433,7 @@ class Loading:
         with self._lock:
             del self._loads[life.table]
             life.loading = life.load = life.trouble = None
+            life.halted = False
         self._replans.pop(life.table, None)
         self._again.pop(life.table, None)
         with suppress(TailraceError):
@@ -445,6 +449,7 @@ class Loading:
         load.leave_snapshot()
         if not self._under_way.drop(load):
             return False
+        load.life.halted = False
         self._give_up(load.seed, load.life)
         return True
 
@@ -457,7 +462,7 @@ class Loading:
         """The table is not loaded; whether it is tried again the error says. A table that is live goes on."""
         if life.table in self._loads:
             return  # it had begun before something else of its lot failed
-        life.loading = life.load = None
+        life.loading, life.load, life.halted = None, None, False
         if isinstance(error, WAITED_FOR):
             life.error, life.failures, life.failed_at = error, min(life.failures + 1, 5), time.monotonic()
             return
@@ -468,7 +473,7 @@ class Loading:
             life.fail(error)
             return
         failures = self._again.get(life.table, (0, 0.0))[0] + 1
-        self._again[life.table] = (failures, time.monotonic() + _pause(failures))
+        self._again[life.table] = (failures, time.monotonic() + pause(failures))
         if failures >= CHUNK_TRIES_MAX or error.remedy is not Remedy.RETRY:
             del self._again[life.table]
             self._always.discard(life.table)
@@ -490,11 +495,3 @@ class Loading:
                 load.life.rows_loaded = status.rows
         shown = [life.load for life in list(self._lives.tables.values())]
         self._lives.waiting_for = self._waits.told(any(load and load.stage == "waiting" for load in shown))
-
-
-def _changed(table: TableId) -> SourceRewritten:
-    return SourceRewritten("the table was changed while it was read", table=table)
-
-
-def _pause(tries: int) -> float:
-    return float(min(RETRY_SECONDS * 2 ** min(tries, 10), RETRY_SECONDS_MAX))

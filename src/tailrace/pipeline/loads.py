@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import ExactSnapshot
+from tailrace.errors import SourceRewritten
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import TableLife
@@ -18,6 +19,7 @@ from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk
 from tailrace.tables.forms import Origin
 
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 LOOK_SECONDS = 0.3
 """Between two looks at what there is to do."""
 
@@ -188,3 +190,13 @@ def _noted_rows(note: Path) -> int:
         return int(json.loads(note.read_bytes())["rows"])
     except (OSError, ValueError, KeyError):
         return 0
+
+
+def was_changed(table: TableId) -> SourceRewritten:
+    """What a load is told whose table is not what its plan was made for."""
+    return SourceRewritten("the table was changed while it was read", table=table)
+
+
+def pause(tries: int) -> float:
+    """How long to wait after so many failures."""
+    return float(min(RETRY_SECONDS * 2 ** min(tries, 10), RETRY_SECONDS_MAX))

@@ -154,7 +154,7 @@ class _Rebuild:
     def _unusable(self, base: Base) -> str | None:
         """Why the table cannot be rebuilt from this version."""
         cursor, life = base.position.cursor, self._life(base, self._place)
-        if base.position.form != self._place.form:
+        if not self._place.form.alike(base.position.form, base.position.schema):
             return f"it was made as {base.position.form.described}"
         if cursor.commit > self._index.commit:
             return "it holds more than the log does"

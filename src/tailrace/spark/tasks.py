@@ -26,7 +26,7 @@ from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog import files
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.rows import after_position
+from tailrace.changelog.rows import after_position, upto_position
 from tailrace.errors import SourceSlow, TableFailed, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -98,6 +98,8 @@ class ApplyWork:
     """The load whose replay this belongs to."""
     letters: bool = False
     """Whether changes that the table cannot take are set aside."""
+    upto: Lsn | None = None
+    """Where it ends, if that is inside the last slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +316,8 @@ def change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
             first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq
         ):
             batch = after_position(batch, work.expected.position)  # a load has seen the others
+            if work.upto is not None and batch.data.num_rows:
+                batch = upto_position(batch, work.upto)
             if batch.data.num_rows:
                 if error := unusable(work.shape, batch.schema, first.first):
                     raise error

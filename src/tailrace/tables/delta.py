@@ -58,11 +58,12 @@ from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import held, with_bases, without
-from tailrace.tables.merge import merge_of, only_new, operations, upserts_of, whole_rows
+from tailrace.tables.merge import only_new, operations, upserts_of, whole_rows
 from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
 from tailrace.tables.refresh import all_rows, compare
+from tailrace.tables.rewriting import plan
 from tailrace.tables.staging import StagedFile, discard, stage
 from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
 
@@ -262,7 +263,7 @@ class DeltaRsTable:
                 keeping=keeping(self._form, origin, clock),
             )  # fmt: skip
             if not found.empty:
-                self._exchange(opened, found.stored, found.rows(), found.kept, properties, changes_rows=True)
+                self._exchange(opened, found.stored, [found.rows()], found.kept, properties, changes_rows=True)
             elif cursor != here:
                 self._append(opened.table, pa.schema(shape.row_fields()).empty_table(), properties)
             else:
@@ -274,23 +275,24 @@ class DeltaRsTable:
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
 
     def _exchange(
-        self, opened: Opened, stored: TableSchema, rows: Iterable[pa.RecordBatch], gone: Iterable[str],
+        self, opened: Opened, stored: TableSchema, parts: Iterable[Iterable[pa.RecordBatch]], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
     ) -> None:  # fmt: skip
-        """Swap some files for others with these rows."""
+        """Swap some files for others with these rows, those of each part in files of their own."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
         name = f"exchange-{uuid.uuid4().hex}"
-        adds = self._adds_of(folder, stage(self._path, name, stored, rows))
-        actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
-        actions += [RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, {}) for old in gone]
         fields = delta_fields(stored)
         try:
+            staged = [stage(self._path, f"{name}-{n}", stored, rows) for n, rows in enumerate(parts)]
+            adds = self._adds_of(folder, [file for files in staged for file in files])
+            actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
+            actions += [RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, {}) for old in gone]
             self._commit(
                 lambda: opened.table.create_write_transaction(
                     actions, mode="append", schema=fields, commit_properties=properties
                 )
             )
-        except TailraceError:
+        except BaseException:
             self._discard(name)
             raise
 
@@ -348,7 +350,7 @@ class DeltaRsTable:
             shape, before = self._form.stored(opened.position.schema), table.version()
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
             rows = all_rows(opened.folder, some, stored.columns)
-            self._exchange(opened, stored, rows, some, properties, changes_rows=False)
+            self._exchange(opened, stored, [rows], some, properties, changes_rows=False)
             written = self._make_durable(opened.folder, before + 1)
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
         if (age := upkeep.remove_after_seconds) is not None:
@@ -399,7 +401,7 @@ class DeltaRsTable:
                 )
             )
         elif schema.key and not only_new(self._form, folded):
-            self._commit(merge_of(self._form, schema, table, folded, properties))
+            self._put(opened, schema, folded, properties)
         elif (operations(folded) == UPSERT).all():
             self._append(table, upserts, properties)
         else:
@@ -407,6 +409,19 @@ class DeltaRsTable:
         if table.version() == before:
             # A merge that found nothing to change makes no commit, but the position has moved all the same.
             self._append(table, upserts.slice(0, 0), properties)
+
+    def _put(
+        self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
+    ) -> None:
+        """Change the rows that rows with a key are about; no commit where there are none and none comes in."""
+        refuse_features(self._path, opened.table)
+        try:
+            found = plan(self._form, schema, opened.folder, opened.table, folded)
+            if found.files or found.fresh.size:
+                self._exchange(opened, found.stored, found.parts(), found.files, properties, changes_rows=True)
+                opened.table.update_incremental()
+        except (OSError, pa.ArrowException) as exc:
+            raise unreadable(self._path, exc) from exc
 
     def _append(self, table: DeltaTable, rows: pa.Table, properties: CommitProperties) -> None:
         self._commit(
@@ -470,7 +485,7 @@ class DeltaRsTable:
     def _open(self) -> Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
         opened = self._open_any()
-        if opened is not None and opened.position.form != self._form:
+        if opened is not None and not self._form.alike(opened.position.form, opened.position.schema):
             raise FormChanged(
                 "the table was made in another form than the settings ask for", path=self._path,
                 made=opened.position.form.described, asked=self._form.described, hint=_FORM_HINT,

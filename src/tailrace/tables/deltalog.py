@@ -31,6 +31,7 @@ MAINTENANCE = frozenset(["OPTIMIZE", "VACUUM START", "VACUUM END"])
 """What delta-rs and Spark call the commits that change files but no rows."""
 MAINTENANCE_COMMITS_MAX = 10_000
 
+REBUILD_HINT = "`tailrace rebuild FILE TABLE` goes back to its last version of ours, and on with the log."
 REPLACE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
 
 
@@ -136,7 +137,7 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
         if not found.maintenance:
             raise ForeignWrite(
                 "someone else changed the table", path=folder, operation=found.operation, version=number,
-                hint="A mirror is written by Tailrace alone. " + REPLACE_HINT,
+                hint=f"A table of ours is written by Tailrace alone. {REBUILD_HINT} {REPLACE_HINT}",
             )  # fmt: skip
     raise TableUnusable(
         "the table's log no longer holds the commit with our position",

@@ -108,6 +108,15 @@ class Form:
         key = () if self.mode is TableMode.APPEND else tuple(map(self.name_of, schema.key))
         return replace(schema, columns=(*own, *self.added), key=key, facts=None)
 
+    def alike(self, other: Form, schema: TableSchema) -> bool:
+        """Whether both make the same of the source's table; names of columns that it does not have make no
+        difference."""
+        mine, theirs = (
+            replace(form, columns=tuple(pair for pair in form.columns if pair[0] in schema.names))
+            for form in (self, other)
+        )
+        return mine == theirs
+
     def name_of(self, column: str) -> str:
         """What a column of the source is called in the lake."""
         return dict(self.columns).get(column, column)

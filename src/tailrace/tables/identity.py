@@ -112,7 +112,9 @@ def integer_bits(column: Any) -> Ints | None:
         column = column.view(pa.int32())
     elif not pa.types.is_signed_integer(kind):
         return None
-    values: Ints = column.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if column.null_count:
+        column = column.fill_null(0)
+    values: Ints = column.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     return values
 
 

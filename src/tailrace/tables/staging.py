@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
@@ -35,6 +36,8 @@ GROUP_BYTES_MAX = 32 << 20
 """Of a row group in memory."""
 
 COMPRESSION = "snappy"
+SAMPLE_ROWS = 8192
+DISTINCT_SHARE_MAX = 0.5
 WRITE_BYTES = 1 << 20
 
 _TOKEN = re.compile(r"[A-Za-z0-9_.-]+")
@@ -143,6 +146,20 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(pending)
 
 
+def _repetitive(group: pa.Table) -> list[str]:
+    """The columns whose values repeat themselves, by their paths in the file, as some of the rows tell. Of others a
+    dictionary holds nearly every value, and costs more than all the rest of writing them."""
+    rows = pa.array(np.linspace(0, group.num_rows - 1, min(group.num_rows, SAMPLE_ROWS), dtype=np.int64))
+    some, found = group.take(rows), []
+    for field in group.schema:
+        path, values = field.name, some.column(field.name).combine_chunks()
+        while pa.types.is_list(values.type):
+            path, values = f"{path}.list.element", values.flatten()
+        if pa.types.is_nested(values.type) or len(values.unique()) <= DISTINCT_SHARE_MAX * len(values):
+            found.append(path)
+    return found
+
+
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     parts = max(math.ceil(batch.num_rows / GROUP_ROWS_MAX), math.ceil(batch.nbytes / GROUP_BYTES_MAX), 1)
     step = math.ceil(batch.num_rows / parts)
@@ -165,7 +182,7 @@ class _Parts:
 
     def add(self, group: pa.Table) -> None:
         try:
-            handle, writer = self._opened()
+            handle, writer = self._opened(group)
             writer.write_table(group, row_group_size=group.num_rows)
             for name, bounds in self._floats.items():
                 bounds.see(group.column(name))
@@ -191,7 +208,7 @@ class _Parts:
             for path in self._made:
                 path.unlink(missing_ok=True)
 
-    def _opened(self) -> tuple[BinaryIO, pq.ParquetWriter]:
+    def _opened(self, group: pa.Table) -> tuple[BinaryIO, pq.ParquetWriter]:
         if self._handle is None or self._writer is None:
             self._folder = make_folder(self._path)
             path = self._folder / f"part-{self._name}-{len(self._made):03d}.parquet"
@@ -200,7 +217,7 @@ class _Parts:
             # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
             self._writer = pq.ParquetWriter(
                 self._handle, self._fields, version="2.6", compression=COMPRESSION, store_schema=False,
-                write_statistics=footer_columns(self._schema),
+                write_statistics=footer_columns(self._schema), use_dictionary=_repetitive(group),
                 store_decimal_as_integer=True, use_deprecated_int96_timestamps=False,
             )  # fmt: skip
         return self._handle, self._writer
