@@ -197,14 +197,15 @@ def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path:
 
     # A change builds on the one that is missing; a replay puts both right.
     execute(database, "UPDATE d SET n = 10 WHERE id = 1",
-            *(f"ALTER TABLE {name} ADD y int DEFAULT 7" for name in NAMES))  # fmt: skip
+            *(f"ALTER TABLE {name} ADD y int" for name in NAMES))  # fmt: skip
     for _ in range(5):
         account.transact(some)
     assert pipeline.ask("dead-letters", "replay").returncode == 0
     catch_up(pipeline)
     account.check(pipeline.lake)
-    assert all(row["y"] == 7 for name in "msh" for row in content(pipeline.lake / "public" / name))
+    assert all("y" in row for name in NAMES for row in content(pipeline.lake / "public" / name))
     assert (amounts(pipeline), letters(pipeline)) == ({1: 10, 2: 20, 4: 4}, [])
+    assert "Apache-Spark" in newest(pipeline.lake / "public" / "d")
 
     # Made anew of their own versions and the log, then compared with the source: the past stays as it was.
     for name in NAMES:

@@ -36,6 +36,7 @@ from tailrace.errors import (
     Unsupported,
 )
 from tailrace.model.schema import Column, TableId, TableSchema
+from tailrace.spark.connector import TABLE_SETTINGS
 from tailrace.spark.copies import without
 from tailrace.spark.folding import FoldedFiles, file_fields, write_folded
 from tailrace.spark.forming import BACK, difference, merge_for, timed
@@ -65,22 +66,7 @@ SCRATCH = "_tailrace"
 """Below a table's folder; readers and Delta's own upkeep pass over names that begin so."""
 
 _UNREADABLE = re.compile(r"PATH_NOT_FOUND|FAILED_READ_FILE|CANNOT_READ_FILE|FileNotFoundException|not a Parquet file")
-_SETTINGS = {
-    # Who commits meanwhile fails us, whatever it was.
-    "spark.databricks.delta.maxCommitAttempts": "0",
-    # The position moves also where no row does.
-    "spark.databricks.delta.skipRecordingEmptyCommits": "false",
-    # What is merged comes from files, the same however often it is read.
-    "spark.databricks.delta.merge.materializeSource": "none",
-    # Tables hold instants, and their files what every reader understands alike.
-    "spark.sql.session.timeZone": "UTC",
-    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
-    "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
-    "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
-    "spark.sql.parquet.inferTimestampNTZ.enabled": "true",
-    "spark.sql.ansi.enabled": "true",
-}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
@@ -106,7 +92,7 @@ class SparkDeltaTable:
     def __init__(self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN) -> None:
         # The position of a commit is a setting of the session, so each table has its own.
         self.session = spark.newSession()
-        for name, value in _SETTINGS.items():
+        for name, value in TABLE_SETTINGS.items():
             self.session.conf.set(name, value)
         self._path, self._log_id, self._form = path.absolute(), log_id, form
         self._versions = form.mode is TableMode.HISTORY
@@ -176,6 +162,14 @@ class SparkDeltaTable:
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.deletes, bytes=written.bytes,
             version=version,
         )  # fmt: skip
+
+    def put_files(self, schema: TableSchema, folded: FoldedFiles, expected: Cursor) -> Applied:
+        """`MendedTable.put`, of rows that a task has put into files."""
+        table = self._plain.opened()
+        self._plain.refuse_elsewhere(table.position, schema, expected)
+        version, upserted = self._write(self._form.stored(schema), table, folded, table.position, None)
+        written = self._make_durable(version)
+        return Applied(committed=True, cursor=expected, upserted=upserted, bytes=written.bytes, version=version)
 
     def _given(self, schema: TableSchema, reread: Reread) -> Given:
         """Rows read again by whoever calls; a pipeline has tasks read them."""

@@ -29,6 +29,7 @@ from tailrace.model.schema import TableId
 from tailrace.spark.aside import KeepWork, keep_aside
 from tailrace.spark.delta_engine import Given, SparkDeltaTable
 from tailrace.spark.folding import FoldedFiles, fold_stretch
+from tailrace.spark.redelivery import DeliverWork, StageWork, deliver_letters, stage_letters
 from tailrace.spark.seeds import Seeds
 from tailrace.spark.tasks import (
     ApplyWork,
@@ -56,7 +57,7 @@ class SparkEngine:
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
-            advance_table: self._advance, refresh_table: self._refresh,
+            advance_table: self._advance, refresh_table: self._refresh, deliver_letters: self._deliver,
         }  # fmt: skip
 
     def does(self, task: Callable[..., Outcome]) -> bool:
@@ -162,6 +163,21 @@ class SparkEngine:
         return Outcome(
             table=work.schema.table, rows=applied.upserted + applied.deleted, cursor=applied.cursor, schema=work.schema
         )
+
+    def _deliver(self, work: DeliverWork) -> Outcome:
+        return _timed(work.shape.table, partial(self._delivered, work))
+
+    def _delivered(self, work: DeliverWork) -> Outcome:
+        """One commit of the rows that may come in, then what became of the letters: both as `redelivery` has it."""
+        table, version = self._table(work.place), None
+        with table.scratch() as scratch:
+            (found,) = self._in_tasks(stage_letters, [StageWork(work=work, path=scratch / "ready.parquet")])
+            if isinstance(found, TailraceError):
+                raise found
+            if found.upserts:
+                version = table.put_files(work.shape, found, work.expected).version
+        done: Outcome = self._in_tasks(deliver_letters, [replace(work, put=False)])[0]
+        return replace(done, version=version)
 
 
 @dataclass(frozen=True, kw_only=True)
