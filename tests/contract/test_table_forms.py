@@ -7,7 +7,6 @@ with Spark's connector.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,20 +20,17 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, Identity, TableId
 from tailrace.tables.evolving import Recast
-from tailrace.tables.formed import fold_into, loaded
-from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
-from tailrace.tables.staging import stage
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.upkeep import Upkeep
 from tests.support import engines, forms
 from tests.support.changes import (
     COMPOSITE,
     KEYLESS,
     SHOP,
-    Model,
     delete,
     insert,
     move,
-    record_batches,
     table_schema,
     truncate,
     update,
@@ -46,10 +42,12 @@ from tests.support.forms import (
     Account,
     Formed,
     OpenTable,
-    Tx,
+    again,
     ordered,
+    pieces,
     second,
     stored,
+    story,
     tx,
 )
 
@@ -233,30 +231,6 @@ STEP = st.tuples(
 )  # fmt: skip
 
 
-def story(steps: list[Any]) -> tuple[list[dict[str, Any]], list[Tx]]:
-    """Rows to begin with, and transactions over them."""
-    model, transactions = Model(), list[Tx]()
-    for number in (0, 1):
-        model.step("insert", number, number, "begun", ())
-    begun = list(model.table().values())
-    for kind, at, to, value, unchanged, ends, time in steps:
-        told = model.step(kind, at, to, value, unchanged)
-        if transactions and not ends:
-            transactions[-1] = replace(transactions[-1], changes=(*transactions[-1].changes, *told))
-        else:
-            transactions.append(Tx(time, tuple(told)))
-    return begun, [given for given in transactions if given.changes]
-
-
-def pieces(batch: pa.Table, cuts: set[int]) -> Iterator[pa.Table]:
-    """The batch, cut between some of its rows; the two rows of a move stay together, as they do in the log."""
-    moved = batch.column("_moved_from").to_pylist() if "_moved_from" in batch.column_names else []
-    joined = {at for at, row in enumerate(moved) if row is not None}
-    ends = sorted({cut for cut in cuts if 0 < cut < batch.num_rows and cut not in joined})
-    for start, end in zip([0, *ends], [*ends, batch.num_rows], strict=True):
-        yield batch.slice(start, end - start)
-
-
 @pytest.mark.parametrize("form", [MARKED, HISTORY], ids=str)
 @settings(max_examples=examples(25), deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
@@ -302,17 +276,6 @@ def test_any_cutting_of_the_changes_appends_each_once(
 
 
 # --- reading a table again ---------------------------------------------------------------------------------
-
-
-def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) -> None:
-    """What a load does that finds the table there."""
-    origin = Origin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
-    batches = loaded(table.form, table.schema, record_batches(table.schema, rows), origin)
-    files = stage(table.folder, name, table.form.stored(table.schema), batches)
-    here, table.seq = table.seq, table.seq + 1
-    for _ in range(2):  # a task may be run twice
-        table.table.refresh(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)
-        assert table.table.cursor() == table.cursor(table.seq)
 
 
 NOW = [{"id": 1, "name": "n1", "big": "large 1", "n": 1}, {"id": 2, "name": "other", "big": "b", "n": 5}]

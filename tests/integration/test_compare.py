@@ -337,11 +337,12 @@ def test_only_the_newest_version_of_a_table_counts(source: Connection, tmp_path:
     assert judge(source, tmp_path, "t").equal
 
 
-def test_a_partitioned_lake_table_is_refused_rather_than_misread(source: Connection, tmp_path: Path) -> None:
-    make_pairs(source, (1, "a"))
-    write(tmp_path, "t", pairs((1, "a")), partition_by=["name"])
-    with pytest.raises(LakeUnreadable, match="partitioned"):
-        judge(source, tmp_path, "t")
+def test_a_partitioned_lake_table_is_read_as_its_log_says(source: Connection, tmp_path: Path) -> None:
+    make_pairs(source, (1, "a/b %"), (2, None), (3, "a=b"))
+    write(tmp_path, "t", pairs((1, "a/b %"), (2, None), (3, "a=b")), partition_by=["name"])
+    assert judge(source, tmp_path, "t").equal
+    write(tmp_path, "t", pairs((1, "a/b"), (2, None), (3, "a=b")), partition_by=["name"], mode="overwrite")
+    assert not judge(source, tmp_path, "t").equal
 
 
 def test_a_lake_table_with_deletion_vectors_is_refused_rather_than_misread(

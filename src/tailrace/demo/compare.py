@@ -467,28 +467,34 @@ def _read_delta(folder: Path) -> pa.Table:
             table = DeltaTable(stand_in)
             _refuse_unknown_features(table, folder)
             schema = pa.schema(table.schema().to_arrow())
-            names = [unquote(uri.rsplit("/", 1)[1]) for uri in table.file_uris()]
+            adds = pa.table(table.get_add_actions(flatten=True))
         except DeltaError as error:
             raise LakeUnreadable(f"{folder}: the Delta log cannot be read") from error
-    return pa.concat_tables([schema.empty_table(), *(_read_file(folder / name, schema) for name in names)])
+    # What a table is partitioned by stands in the log alone.
+    said = {name: adds.column(f"partition.{name}") for name in table.metadata().partition_columns}
+    files = [
+        _read_file(folder / unquote(path), schema, {name: values[i] for name, values in said.items()})
+        for i, path in enumerate(adds.column("path").to_pylist())
+    ]
+    return pa.concat_tables([schema.empty_table(), *files])
 
 
 def _refuse_unknown_features(table: DeltaTable, folder: Path) -> None:
     metadata = table.metadata()
-    if metadata.partition_columns:
-        raise LakeUnreadable(f"{folder}: the Delta table is partitioned")
     if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
         raise LakeUnreadable(f"{folder}: the Delta table maps its columns to other names")
     if pa.table(table.deletion_vectors()).num_rows:
         raise LakeUnreadable(f"{folder}: the Delta table has deletion vectors")
 
 
-def _read_file(path: Path, schema: pa.Schema) -> pa.Table:
+def _read_file(path: Path, schema: pa.Schema, said: dict[str, pa.Scalar]) -> pa.Table:
     if not path.is_file():
         raise LakeUnreadable(f"{path}: named by the Delta log, but not there")
     # ParquetFile, not read_table: that would take `name=value` in the path for a partition.
     with pq.ParquetFile(path) as file:
         stored = file.read()
+    for name, value in said.items():
+        stored = stored.append_column(name, pa.repeat(value, stored.num_rows))
     columns = [
         stored.column(field.name).cast(field.type)
         if field.name in stored.column_names

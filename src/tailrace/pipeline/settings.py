@@ -275,6 +275,12 @@ def _check_connections(given: object) -> int:
     return int(text)
 
 
+def _check_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len({name.lower() for name in names}) < len(names):
+        raise _refusal("names a column twice", "Name each once, for example: `partition_by: [region, day]`.")
+    return names
+
+
 def _check_file_size(given: object) -> int:
     size = _check_size(given)
     if size > FILE_SIZE_MAX:
@@ -339,6 +345,7 @@ Template = Annotated[str, AfterValidator(_check_template)]
 Templates = Annotated[str, AfterValidator(_check_templates)]
 PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
 Folder = Annotated[Path, BeforeValidator(_check_folder)]
+Columns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AfterValidator(_check_columns)]
 
 
 # ---- models ----------------------------------------------------------------------------------------------
@@ -478,6 +485,7 @@ class RuleSettings(BaseModel):
     mode: Kept | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
+    partition_by: Columns | None = None
     on_bad_row: BadRow | None = None
     name: Template | None = None
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
@@ -502,6 +510,7 @@ class TablesSettings(BaseModel):
     mode: Kept = "mirror"
     soft_delete: bool = False
     metadata: tuple[MetadataName, ...] = ()
+    partition_by: Columns = ()
     names: Templates = "{schema}/{table}"
     rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
@@ -520,6 +529,19 @@ class TablesSettings(BaseModel):
                 )  # fmt: skip
         return self
 
+    @model_validator(mode="after")
+    def _spark_partitions_nothing(self) -> TablesSettings:
+        if self.engine != "spark":
+            return self
+        asked: list[tuple[Loc, object]] = [((), self.partition_by)]
+        asked += [(("rules", glob), rule.partition_by) for glob, rule in self.rules.items()]
+        for at, wanted in asked:
+            if wanted:
+                raise _refusal(
+                    "is not known to `engine: spark`", "Remove it, or write `engine: delta-rs`.", (*at, "partition_by")
+                )
+        return self
+
     def form_of(self, table: TableId) -> Form:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
         from tailrace.tables.forms import Form, TableMode
@@ -528,9 +550,11 @@ class TablesSettings(BaseModel):
         mode = rule.mode or self.mode
         soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
         metadata = self.metadata if rule.metadata is None else rule.metadata
+        partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
         return Form(
             mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata))),
             columns=tuple(sorted(rule.columns.items())),
+            partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
         )  # fmt: skip
 
     def _name_of(self, table: TableId) -> str:
@@ -793,6 +817,7 @@ _EXAMPLES = {
     "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
     "tables.soft_delete": "`soft_delete: true`",
     "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.partition_by": "`partition_by: [region]`",
     "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
     "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",

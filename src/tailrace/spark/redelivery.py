@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.fold import key_ordinals
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.layout import Place
-from tailrace.tables.limits import far_dates
+from tailrace.tables.limits import unholdable
 from tailrace.tables.lookup import answers_to
 from tailrace.tables.merge import rows_to_put
 from tailrace.tables.sifting import REPLAY_HINT
@@ -52,6 +52,8 @@ class RereadWork:
     shape: TableSchema
     expected: Cursor
     reader: SnapshotReader
+    partition_by: Mapping[str, str] = field(default_factory=dict)
+    """What the lake table is partitioned by: columns' names at the source and in the lake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,7 @@ def reread_letters(work: RereadWork) -> Outcome:
         _read(work, keys, np.arange(keys.num_rows), sorted(set(transactions)), read)
         rows = pa.concat_tables([pa.schema(work.shape.row_fields()).empty_table(), *read.rows])
         answers = answers_to(keys, rows)
-        _judge(work.shape, rows, answers, read)
+        _judge(work, rows, answers, read)
         whose = zip(dead.seqs.tolist(), which.tolist(), strict=True)
         causes = {seq: read.failed[key] for seq, key in whose if key in read.failed}
         good = [int(answers[key]) for key in range(keys.num_rows) if key not in read.failed]
@@ -126,17 +128,18 @@ def _read(work: RereadWork, keys: pa.Table, some: Any, transactions: Sequence[in
     into.seen = max(into.seen, seen)
 
 
-def _judge(shape: TableSchema, rows: pa.Table, answers: Any, read: _Read) -> None:
+def _judge(work: RereadWork, rows: pa.Table, answers: Any, read: _Read) -> None:
     """Rows that are not there, or that the table cannot hold."""
-    far, _ = far_dates(shape, rows.columns, rows.num_rows)
+    shape = work.shape
+    unheld, _ = unholdable(shape, rows.columns, rows.num_rows, work.partition_by)
     for key, answer in enumerate(answers.tolist()):
         if key in read.failed:
             continue
         if answer < 0:
             read.failed[key] = BaseRowMissing("the source has no row of this key", table=shape.table, hint=GONE_HINT)
-        elif far[answer]:
+        elif unheld[answer]:
             read.failed[key] = ValueUnfit(
-                "a date lies past what Delta can hold", table=shape.table, hint=REPLAY_HINT
+                "a value of the row cannot be held by the table", table=shape.table, hint=REPLAY_HINT
             )
 
 

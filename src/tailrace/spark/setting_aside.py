@@ -100,8 +100,9 @@ def sifted_by(table: MendedTable, step: Step, changes: pa.Table, bundles: list[B
             return np.ones(keys.num_rows, np.bool_)  # what is missing is read again
         return table.holds(step.schema, keys)
 
+    by = step.form.partitions_of(step.schema)
     apart = sift_kept if step.form.soft_delete else sift
-    return apart(step.schema, changes, dead_keys(step.schema, bundles), holds)
+    return apart(step.schema, changes, dead_keys(step.schema, bundles), holds, by)
 
 
 def refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:

@@ -43,13 +43,23 @@ from tailrace.tables.deltalog import (
     Position,
     Written,
     app_id,
+    data_path,
     file_names,
     last_position,
     make_durable,
     position_of,
     source_of,
 )
-from tailrace.tables.deltashape import NTZ, add_action, create_table, delta_fields, is_naive, refuse_features
+from tailrace.tables.deltashape import (
+    NTZ,
+    add_action,
+    create_table,
+    delta_fields,
+    is_naive,
+    parts_of,
+    refuse_features,
+    repartition,
+)
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
@@ -59,6 +69,7 @@ from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import held, with_bases, without
 from tailrace.tables.merge import only_new, operations, rows_to_put, upserts_of
+from tailrace.tables.partitions import Parts, refuse_misfits, texts_of, values_of
 from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
@@ -114,7 +125,8 @@ class DeltaRsTable:
         table = self._own_table(schema.table)
         name = f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        files = stage(self._path, name, stored, loaded(self._form, schema, batches, origin))
+        rows = loaded(self._form, schema, batches, origin)
+        files = stage(self._path, name, stored, rows, self._form.partition_by)
         try:
             return self._land(table, schema, files, cursor, origin)
         except TailraceError:
@@ -145,7 +157,7 @@ class DeltaRsTable:
         properties = self._properties(schema, cursor, origin.read_at if origin else 0)
         if table is None:
             adds, fields = self._adds_of(folder, files), delta_fields(stored)
-            self._commit(lambda: create_table(folder, fields, adds, properties))
+            self._commit(lambda: create_table(folder, fields, adds, self._form.partition_by, properties))
             self._make_durable(folder, 0)
             return rows
         self._swap(folder, table, stored, files, properties)
@@ -158,11 +170,15 @@ class DeltaRsTable:
         properties: CommitProperties, mode: Literal["append", "overwrite"] = "overwrite",
     ) -> None:  # fmt: skip
         """Make the files all that the table holds, with these columns; or add them."""
-        adds = self._adds_of(folder, files)
+        adds, by = self._adds_of(folder, files), self._form.partition_by
+        if table.metadata().partition_columns != list(by):
+            assert mode == "overwrite", "a table of another form is replaced as a whole"
+            self._commit(lambda: repartition(folder, table, delta_fields(schema), adds, by, properties))
+            return
         self.add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
-                [*adds], mode=mode, schema=delta_fields(schema), commit_properties=properties
+                [*adds], mode=mode, schema=delta_fields(schema), partition_by=list(by), commit_properties=properties
             )
         )
 
@@ -249,14 +265,14 @@ class DeltaRsTable:
             self._swap(opened.folder, opened.table, self._form.stored(schema), files, properties, mode="append")
             self._make_durable(opened.folder, before + 1)
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
-        refuse_features(self._path, opened.table)
+        refuse_features(self._path, opened.table, self._form.partition_by)
         shape, others = compared(self._form, schema)
         try:
             found = compare(
                 opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
                 keys=None if keys is None else [file.path for file in keys],
                 kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
-                keeping=keeping(self._form, origin, clock),
+                keeping=keeping(self._form, origin, clock), parts=self._parts(opened, schema, files),
             )  # fmt: skip
             if not found.empty:
                 self._exchange(opened, found.stored, [found.rows()], found.kept, properties, changes_rows=True)
@@ -270,22 +286,32 @@ class DeltaRsTable:
         upserted, deleted = found.counts()
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
 
+    def _parts(self, opened: Opened, schema: TableSchema, staged: Iterable[StagedFile]) -> Parts:
+        """What is not in the files of the table, nor in those that were staged."""
+        if not self._form.partition_by:
+            return {}
+        columns = self._form.stored(schema).columns
+        return {**parts_of(opened.table), **{file.path: values_of(file.values, columns) for file in staged}}
+
     def _exchange(
         self, opened: Opened, stored: TableSchema, parts: Iterable[Iterable[pa.RecordBatch]], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
     ) -> None:  # fmt: skip
         """Swap some files for others with these rows, those of each part in files of their own."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
-        name = f"exchange-{uuid.uuid4().hex}"
-        fields = delta_fields(stored)
+        name, by = f"{EXCHANGE}-{uuid.uuid4().hex}", self._form.partition_by
+        fields, there = delta_fields(stored), parts_of(opened.table)
         try:
-            staged = [stage(self._path, f"{name}-{n}", stored, rows) for n, rows in enumerate(parts)]
+            staged = [stage(self._path, f"{name}-{n}", stored, rows, by) for n, rows in enumerate(parts)]
             adds = self._adds_of(folder, [file for files in staged for file in files])
             actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
-            actions += [RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, {}) for old in gone]
+            actions += [
+                RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, texts_of(there.get(old, {})))
+                for old in gone
+            ]
             self._commit(
                 lambda: opened.table.create_write_transaction(
-                    actions, mode="append", schema=fields, commit_properties=properties
+                    actions, mode="append", schema=fields, partition_by=list(by), commit_properties=properties
                 )
             )
         except BaseException:
@@ -304,7 +330,7 @@ class DeltaRsTable:
             return Applied(committed=False, cursor=here)
         if here != expected:
             raise self.elsewhere(here, expected)
-        refuse_features(self._path, opened.table)
+        refuse_features(self._path, opened.table, self._form.partition_by)
         before = opened.table.version()
         own = recast_into(self._form, recast)
         laid = lay_out(opened.table, own)
@@ -325,8 +351,8 @@ class DeltaRsTable:
 
     def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
         """Write every row anew, and swap the files."""
-        name = f"recast-{uuid.uuid4().hex}"
-        files = stage(self._path, name, shape, recast_rows(opened.table, laid))
+        name = f"{RECAST}-{uuid.uuid4().hex}"
+        files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
         try:
             self._swap(opened.folder, opened.table, shape, files, properties)
         except TailraceError:
@@ -339,13 +365,14 @@ class DeltaRsTable:
             raise self.elsewhere(opened.position.cursor, expected)
         table, properties = opened.table, opened.position.properties()
         done = Tended()
-        adds = pa.table(table.get_add_actions(flatten=True))
-        sizes = dict(zip(adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist(), strict=True))
-        if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes)):
-            refuse_features(self._path, table)
+        adds, parts = pa.table(table.get_add_actions(flatten=True)), parts_of(table)
+        names = map(data_path, adds.column("path").to_pylist())
+        sizes = dict(zip(names, adds.column("size_bytes").to_pylist(), strict=True))
+        if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes, parts)):
+            refuse_features(self._path, table, self._form.partition_by)
             shape, before = self._form.stored(opened.position.schema), table.version()
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
-            rows = all_rows(opened.folder, some, stored.columns)
+            rows = all_rows(opened.folder, some, stored.columns, parts)
             self._exchange(opened, stored, [rows], some, properties, changes_rows=False)
             written = self._make_durable(opened.folder, before + 1)
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
@@ -389,6 +416,7 @@ class DeltaRsTable:
         table, before = opened.table, opened.table.version()
         upserts = upserts_of(schema, folded)
         refuse_far_dates(schema, upserts.columns)
+        refuse_misfits(schema, self._form.partition_by, upserts)
         if folded.truncated:
             self._commit(
                 # The columns that are kept stay, empty.
@@ -410,7 +438,7 @@ class DeltaRsTable:
         self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
         """Change the rows that rows with a key are about; no commit where there are none and none comes in."""
-        refuse_features(self._path, opened.table)
+        refuse_features(self._path, opened.table, self._form.partition_by)
         try:
             found = plan(self._form, schema, opened.folder, opened.table, folded)
             if found.files or found.fresh.size:
@@ -526,6 +554,9 @@ class DeltaRsTable:
         return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
 
+EXCHANGE, RECAST = "exchange", "recast"
+UNCOMMITTED = (EXCHANGE, RECAST)
+"""How files are called that only a commit makes part of the table; who alone writes it may discard them."""
 ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 

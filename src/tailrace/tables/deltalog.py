@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,10 +191,17 @@ def make_durable(folder: Path, version: int) -> Written:
     commit = _Commit.read(folder, version)
     for name in commit.adds if commit else ():
         fsync(folder / name)
-    fsync(folder)
+    sync_folders(folder, commit.adds if commit else ())
     fsync(_commit_path(folder, version))
     fsync(folder / "_delta_log")
     return Written(len(commit.adds), commit.removes, commit.bytes) if commit else Written()
+
+
+def sync_folders(folder: Path, names: Iterable[str]) -> None:
+    """Push to the disk that the table's folder has these files: those of a partition lie in folders of their own."""
+    inner = {parent for name in names if "/" in name for parent in Path(name).parents}
+    for parent in inner or (Path(),):
+        fsync(folder / parent)
 
 
 def added_since(folder: Path, mtime_ns: int) -> set[str]:
@@ -209,7 +216,12 @@ def added_since(folder: Path, mtime_ns: int) -> set[str]:
 
 def file_names(table: DeltaTable) -> list[str]:
     """The data files of the version that was opened."""
-    return [str(name) for name in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()]
+    return [data_path(name) for name in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()]
+
+
+def data_path(said: str) -> str:
+    """Where a data file lies in the table's folder, from what Delta says."""
+    return unquote(said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,11 +257,11 @@ class _Commit:
             operation=operation,
             maintenance=operation in MAINTENANCE and not any(file.get("dataChange", True) for file in files),
             position=position,
-            adds=tuple(unquote(action["add"]["path"]) for action in actions if "add" in action),
+            adds=tuple(data_path(action["add"]["path"]) for action in actions if "add" in action),
             removes=sum("remove" in action for action in actions),
             bytes=sum(action["add"].get("size", 0) for action in actions if "add" in action),
             stats={
-                unquote(action["add"]["path"]): action["add"]["stats"]
+                data_path(action["add"]["path"]): action["add"]["stats"]
                 for action in actions
                 if "add" in action and action["add"].get("stats")
             },

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from tailrace.errors import TableUnusable
@@ -35,7 +36,7 @@ def find_folder(path: Path) -> Path | None:
             raise TableUnusable("a file stands in the table's place", path=path, hint=_AWAY)
         if has_commits(folder):
             return folder
-        strays = sorted(entry.name for entry in folder.iterdir() if not _OURS.fullmatch(entry.name))
+        strays = sorted(_strays(folder))
     except OSError as exc:
         raise unreadable(path, exc) from exc
     if strays:
@@ -43,6 +44,20 @@ def find_folder(path: Path) -> Path | None:
             "the folder holds something that is not a Delta table", path=path, found=strays[0], hint=_AWAY
         )
     return None
+
+
+def _strays(folder: Path) -> Iterator[str]:
+    """What is not ours; the files of a partition lie in folders of their own."""
+    for entry in folder.iterdir():
+        if is_partition(entry.name) and entry.is_dir():
+            yield from _strays(entry)
+        elif not _OURS.fullmatch(entry.name):
+            yield entry.name
+
+
+def is_partition(name: str) -> bool:
+    """Whether a folder of this name may be that of a partition."""
+    return "=" in name
 
 
 def existing_folder(path: Path) -> Path | None:

@@ -6,24 +6,35 @@ A version is told whole or not at all: files that were removed since are missed 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TableUnusable
-from tailrace.tables.deltalog import file_names
+from tailrace.tables.deltalog import data_path
 from tailrace.tables.folder import find_folder
 
 
-def files_at(path: Path, version: int) -> tuple[pa.Schema, list[Path]]:
-    """The columns that the table had, and the files that its rows were in."""
+class Version(NamedTuple):
+    """The columns that a table had, and the files that its rows were in."""
+
+    columns: pa.Schema
+    files: list[Path]
+    partitions: pa.Table
+    """What is not in the files: a row for each of them, with the columns that the table is partitioned by."""
+
+
+def files_at(path: Path, version: int) -> Version:
+    """One version of a table."""
     folder = find_folder(path.absolute())
     if folder is None:
         raise TableUnusable("there is no table any more", path=path, hint="Was its folder moved away?")
     try:
         table = DeltaTable(str(folder), version=version)
-        files = [folder / name for name in file_names(table)]
+        adds = pa.table(table.get_add_actions(flatten=True))
+        files = [folder / data_path(name) for name in adds.column("path").to_pylist()]
     except (DeltaError, OSError) as error:
         raise TableUnusable(
             "the table no longer has this version", path=path, version=version,
@@ -34,4 +45,6 @@ def files_at(path: Path, version: int) -> tuple[pa.Schema, list[Path]]:
             "files of this version were removed", path=path, version=version,
             hint="They go with `VACUUM` (`tables.upkeep.remove_after`). Ask for a later time.",
         )  # fmt: skip
-    return pa.schema(table.schema().to_arrow()), files
+    columns, names = pa.schema(table.schema().to_arrow()), table.metadata().partition_columns
+    partitions = {name: adds.column(f"partition.{name}").cast(columns.field(name).type) for name in names}
+    return Version(columns, files, pa.table(partitions))

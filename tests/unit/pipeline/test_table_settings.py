@@ -67,6 +67,18 @@ def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Pa
         odd.path(TableId("public", "orders"))
 
 
+def test_partitions_are_those_of_the_rule_by_the_names_that_columns_have_in_the_lake(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "partition_by: [region, _op]", "rules:", '  "public.plain": {partition_by: []}',
+        '  "public.named": {columns: {region: area}}',
+        '  "public.own": {columns: {region: area}, partition_by: [area]}',
+    )  # fmt: skip
+    assert form(settings, "orders") == Form(partition_by=("region", "_op"))
+    assert form(settings, "plain") == PLAIN
+    assert form(settings, "named").partition_by == ("area", "_op")
+    assert form(settings, "own").partition_by == ("area",)
+
+
 def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> None:
     assert get_args(MetadataName) == METADATA
 
@@ -86,6 +98,9 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["names: a/b/c/{table}"], 8, "tables.names", "one to three folders' names"),
         (["rules:", '  "a.b": {name: a/_delta_log}'], 9, "tables.rules.a.b.name", "Delta's own"),
         (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
+        (["partition_by: region"], 8, "tables.partition_by", "must be a list"),
+        (["partition_by: [region, Region]"], 8, "tables.partition_by", "names a column twice"),
+        (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "at least 1 character"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
 )  # fmt: skip
@@ -106,3 +121,15 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
 )  # fmt: skip
 def test_either_engine_writes_tables_of_any_form(tmp_path: Path, engine: str, line: str) -> None:
     assert not check_settings(write(tmp_path, f"engine: {engine}", line), environment={})
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [("partition_by: [a]", "tables.partition_by"),
+     ('rules: {"a.b": {partition_by: [c]}}', "tables.rules.a.b.partition_by")],
+)  # fmt: skip
+def test_what_sparks_connector_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
+    (problem,) = check_settings(write(tmp_path, "engine: spark", line), environment={})
+    assert (problem.where, problem.line) == (where, 9)
+    assert "engine: delta-rs" in problem.hint
+    assert not check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
