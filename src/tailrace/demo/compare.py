@@ -465,7 +465,8 @@ def _read_delta(folder: Path) -> pa.Table:
         Path(stand_in, "_delta_log").symlink_to((folder / "_delta_log").resolve())
         try:
             table = DeltaTable(stand_in)
-            _refuse_unknown_features(table, folder)
+            if _says_more(table, folder):
+                return _scanned(DeltaTable(str(folder.resolve()), version=table.version()))
             schema = pa.schema(table.schema().to_arrow())
             adds = pa.table(table.get_add_actions(flatten=True))
         except DeltaError as error:
@@ -479,12 +480,18 @@ def _read_delta(folder: Path) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *files])
 
 
-def _refuse_unknown_features(table: DeltaTable, folder: Path) -> None:
+def _says_more(table: DeltaTable, folder: Path) -> bool:
+    """Whether its files alone do not tell what the table holds."""
     metadata = table.metadata()
-    if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
-        raise LakeUnreadable(f"{folder}: the Delta table maps its columns to other names")
-    if pa.table(table.deletion_vectors()).num_rows:
-        raise LakeUnreadable(f"{folder}: the Delta table has deletion vectors")
+    mapped = metadata.configuration.get("delta.columnMapping.mode", "none") != "none"
+    return mapped or bool(pa.table(table.deletion_vectors()).num_rows)
+
+
+def _scanned(table: DeltaTable) -> pa.Table:
+    """As delta-rs reads it."""
+    schema = pa.schema(table.schema().to_arrow())
+    stored = pa.table(table.scan())
+    return pa.table([stored.column(field.name).cast(field.type) for field in schema], schema=schema)
 
 
 def _read_file(path: Path, schema: pa.Schema, said: dict[str, pa.Scalar]) -> pa.Table:

@@ -13,7 +13,7 @@ from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.settings import PipelineSettings, load_settings
-from tailrace.tables.versions import files_at
+from tailrace.tables.versions import files_at, needs_connector
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -41,7 +41,8 @@ def find_point(settings: PipelineSettings, *, time: str | None = None, position:
 def tables_at(
     spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None
 ) -> dict[str, DataFrame]:
-    """The pipeline's tables as they were at one point, by `schema.table`; no connector is needed.
+    """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for tables with
+    deletion vectors or column mapping.
 
     Transactions that the source committed up to there are in all of them, and later ones in none.
     """
@@ -56,6 +57,8 @@ def tables_at(
 def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
     from tailrace.spark.frames import spark_schema
 
+    if needs_connector(path, version):
+        return spark.read.format("delta").option("versionAsOf", version).load(str(path.absolute()))
     columns, files, partitions = files_at(path, version)
     if not files:
         return spark.createDataFrame([], spark_schema(columns))

@@ -38,7 +38,7 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.formed import fold_into
 from tailrace.tables.layout import Place
 from tailrace.tables.rebuilding import Base, Rebuilding, bases
-from tailrace.tables.versions import files_at
+from tailrace.tables.versions import files_at, needs_connector
 
 LEASE_SECONDS_MAX = 2.0
 Progress = Callable[[int, int], None]
@@ -172,6 +172,8 @@ class _Rebuild:
         past = Letters(self._log.path, self._table).past
         if past is not None and self._end_seq >= past[0] and not self._past_letters(cursor, past[1]):
             return "changes after it, or at it, were or are in dead letters"
+        if needs_connector(self._place.path, base.version):
+            return "it has deletion vectors or column mapping"
         try:
             files_at(self._place.path, base.version)
         except TableUnusable:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
     from tailrace.changelog.keeper import Keeping
     from tailrace.model.schema import TableId
+    from tailrace.tables.features import Features
     from tailrace.tables.forms import Form
     from tailrace.tables.layout import Layout
 
@@ -488,6 +489,8 @@ class RuleSettings(BaseModel):
     partition_by: Columns | None = None
     on_bad_row: BadRow | None = None
     name: Template | None = None
+    deletion_vectors: bool | None = None
+    column_mapping: bool | None = None
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
 
     @model_validator(mode="after")
@@ -516,6 +519,8 @@ class TablesSettings(BaseModel):
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
     on_bad_row: BadRow = "stop"
+    deletion_vectors: bool = False
+    column_mapping: bool = False
 
     @model_validator(mode="after")
     def _only_mirrors_mark(self) -> TablesSettings:
@@ -541,6 +546,28 @@ class TablesSettings(BaseModel):
                     "is not known to `engine: spark`", "Remove it, or write `engine: delta-rs`.", (*at, "partition_by")
                 )
         return self
+
+    @model_validator(mode="after")
+    def _features_are_for_spark(self) -> TablesSettings:
+        rules: list[tuple[Loc, TablesSettings | RuleSettings]] = [((), self)]
+        rules += [(("rules", glob), rule) for glob, rule in self.rules.items()]
+        for at, said in rules if self.engine != "spark" else ():
+            for name in ("deletion_vectors", "column_mapping"):
+                if getattr(said, name):
+                    raise _refusal(
+                        "is for `engine: spark`: delta-rs does not write such tables",
+                        "Remove it, or write `engine: spark`.", (*at, name),
+                    )  # fmt: skip
+        return self
+
+    def _features_of(self, table: TableId) -> Features:
+        from tailrace.tables.features import Features
+
+        rule = self._rule_of(table)
+        return Features(
+            deletion_vectors=self.deletion_vectors if rule.deletion_vectors is None else rule.deletion_vectors,
+            column_mapping=self.column_mapping if rule.column_mapping is None else rule.column_mapping,
+        )
 
     def form_of(self, table: TableId) -> Form:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
@@ -570,8 +597,9 @@ class TablesSettings(BaseModel):
         from tailrace.tables.layout import Layout
 
         return Layout(
-            root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine
-        )
+            root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine,
+            features_of=self._features_of,
+        )  # fmt: skip
 
     def sets_aside(self, table: TableId) -> bool:
         """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
@@ -823,6 +851,8 @@ _EXAMPLES = {
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
     "tables.on_bad_row": "`on_bad_row: stop`, or `on_bad_row: dead-letter`",
+    "tables.deletion_vectors": "`deletion_vectors: true`, with `engine: spark`",
+    "tables.column_mapping": "`column_mapping: true`, with `engine: spark`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
     "load.mode": f"`mode: initial`; there are {_MODES}",
     "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',

@@ -40,25 +40,20 @@ from tailrace.spark.connector import TABLE_SETTINGS
 from tailrace.spark.copies import without
 from tailrace.spark.folding import FoldedFiles, file_fields, write_folded
 from tailrace.spark.forming import BACK, difference, merge_for, timed
-from tailrace.spark.frames import (
-    all_of,
-    as_table,
-    named,
-    own_columns,
-    spark_schema,
-)
+from tailrace.spark.frames import all_of, as_table, named, own_columns, spark_schema
 from tailrace.spark.guard import guard, was_overtaken
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.delta import ONE_APPLIER, DeltaRsTable, Opened
 from tailrace.tables.deltalog import REPLACE_HINT, Position, Written, app_id, made_by, make_durable
 from tailrace.tables.evolving import Recast
+from tailrace.tables.features import PLAIN_FILES, Features, features_of
 from tailrace.tables.fold import UPSERT, Ended, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.formed import compared, keeping, recast_into
 from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import ended_after
-from tailrace.tables.limits import refuse_spark_names
-from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds
+from tailrace.tables.limits import refuse_names, refuse_spark_names
+from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, only_names
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.upkeep import Tended, Upkeep
 
@@ -89,14 +84,16 @@ Given = Callable[[DataFrame], DataFrame]
 class SparkDeltaTable:
     """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
 
-    def __init__(self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN) -> None:
+    def __init__(
+        self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES
+    ) -> None:
         # The position of a commit is a setting of the session, so each table has its own.
         self.session = spark.newSession()
         for name, value in TABLE_SETTINGS.items():
             self.session.conf.set(name, value)
         self._path, self._log_id, self._form = path.absolute(), log_id, form
         self._versions = form.mode is TableMode.HISTORY
-        self._plain = DeltaRsTable(path, log_id, form)
+        self._plain = DeltaRsTable(path, log_id, form, features)
 
     def cursor(self) -> Cursor | None:
         return self._plain.cursor()
@@ -289,18 +286,22 @@ class SparkDeltaTable:
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
         keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
     ) -> Applied:  # fmt: skip
-        if self._form.mode is TableMode.APPEND:  # the files become the table's own: no row is touched
+        table, appends = self._plain.opened(), self._form.mode is TableMode.APPEND
+        if appends and not features_of(table.table).any:  # the files become the table's own: no row is touched
             return self._plain.refresh(schema, files, expected, cursor, keys=keys, origin=origin)
-        if not schema.key:
+        if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
-        table = self._plain.opened()
         here = table.position.cursor
-        if here != expected and here.seq >= cursor.seq:
+        if (here != expected and here.seq >= cursor.seq) or (appends and here == cursor):
             return Applied(committed=False, cursor=here)
         self._plain.refuse_elsewhere(table.position, schema, expected)
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         clock = max(table.position.clock, origin.read_at)
         after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
+        if appends:
+            came = self._staged(pa.schema(self._form.stored(schema).row_fields()), table, files)
+            self._make_durable(self._commit(table, after, lambda: self._save(table, came, "append")))
+            return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
         with self.scratch():
             changes = self._difference(schema, table, files, keys, origin)
             return self._make_equal(self._form.stored(schema), table, after, changes)
@@ -351,7 +352,13 @@ class SparkDeltaTable:
         own = recast_into(self._form, recast)
         laid = lay_out(table.table, own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
-        refuse_spark_names(shape)
+        if features_of(table.table).column_mapping:
+            refuse_names(shape)
+            if only_names(table.table, laid):
+                self._plain.lay(table, shape, laid, recast.schema)
+                return Applied(committed=True, cursor=here)
+        else:
+            refuse_spark_names(shape)
         # A commit without rows, which the connector makes nobody but a person do.
         self._plain.add_features(table.folder, table.table, shape)
         table = self._plain.opened()

@@ -74,7 +74,7 @@ class SparkEngine:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
     def _table(self, place: Place) -> SparkDeltaTable:
-        return SparkDeltaTable(self._spark, place.path, place.log_id, place.form)
+        return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features)
 
     def _advance(self, work: ApplyWork | EvolveWork) -> Outcome:
         return self._evolve(work) if isinstance(work, EvolveWork) else self._apply(work)

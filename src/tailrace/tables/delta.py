@@ -45,6 +45,7 @@ from tailrace.tables.deltalog import (
     app_id,
     data_path,
     file_names,
+    is_ours,
     last_position,
     make_durable,
     position_of,
@@ -61,6 +62,8 @@ from tailrace.tables.deltashape import (
     repartition,
 )
 from tailrace.tables.evolving import Recast
+from tailrace.tables.featured import Featured, removed_rows
+from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_for_delta_rs, refuse_unknown
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
@@ -91,10 +94,13 @@ class Opened:
 class DeltaRsTable:
     """A table of one change log; keeps the promises of `LakeTable`."""
 
-    def __init__(self, path: Path, log_id: str, form: Form = PLAIN) -> None:
+    def __init__(self, path: Path, log_id: str, form: Form = PLAIN, features: Features | None = None) -> None:
+        """`features`: what the table gets when it is loaded, where Spark's connector writes its rows; None: delta-rs
+        does, and the table may have none."""
         self._path = path.absolute()
         self._log_id = log_id
         self._form = form
+        self._features = features
 
     def cursor(self) -> Cursor | None:
         return None if (opened := self._open()) is None else opened.position.cursor
@@ -104,8 +110,13 @@ class DeltaRsTable:
 
     def rows(self) -> int:
         """From the files' statistics, which every writer of ours adds."""
-        found = self._adds()
-        return 0 if found is None else int(pc.sum(found.column("num_records"), min_count=0).as_py())
+        newest = self._newest()
+        if newest is None:
+            return 0
+        folder, table = newest
+        adds = pa.table(table.get_add_actions(flatten=True))
+        removed = removed_rows(folder, table.version()) if features_of(table).deletion_vectors else 0
+        return int(pc.sum(adds.column("num_records"), min_count=0).as_py()) - removed
 
     def version(self) -> int | None:
         """Delta's own number of the newest version; None if there is no table."""
@@ -154,9 +165,18 @@ class DeltaRsTable:
         folder = make_folder(self._path)
         stored = self._form.stored(schema)
         stored = replace(stored, columns=(*stored.columns, *kept), facts=None) if kept else stored
-        properties = self._properties(schema, cursor, origin.read_at if origin else 0)
+        position = self._position(schema, cursor, origin.read_at if origin else 0)
+        properties, adds = position.properties(), self._adds_of(folder, files)
+        wanted = self._features or PLAIN_FILES
+        if wanted.any or (table is not None and features_of(table).any):
+            if table is not None:
+                refuse_unknown(self._path, table)
+            featured = Featured(folder=folder, table=table)
+            self._commit(lambda: featured.land(wanted, stored, adds, position))
+            self._make_durable(folder, featured.following)
+            return rows
         if table is None:
-            adds, fields = self._adds_of(folder, files), delta_fields(stored)
+            fields = delta_fields(stored)
             self._commit(lambda: create_table(folder, fields, adds, self._form.partition_by, properties))
             self._make_durable(folder, 0)
             return rows
@@ -359,11 +379,21 @@ class DeltaRsTable:
             self._discard(name)
             raise
 
+    def lay(self, opened: Opened, shape: TableSchema, laid: Laid, schema: TableSchema) -> None:
+        """Give a table with column mapping these columns, of which none has other values; no file is touched."""
+        refuse_unknown(self._path, opened.table)
+        featured = Featured(folder=opened.folder, table=opened.table)
+        after = replace(opened.position, schema=schema)
+        self._commit(lambda: featured.lay(shape, laid, after))
+        self._make_durable(opened.folder, featured.following)
+
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
         opened = self.opened()
         if opened.position.cursor != expected:
             raise self.elsewhere(opened.position.cursor, expected)
         table, properties = opened.table, opened.position.properties()
+        if features_of(table).any:
+            return self._tend_featured(opened, upkeep)
         done = Tended()
         adds, parts = pa.table(table.get_add_actions(flatten=True)), parts_of(table)
         names = map(data_path, adds.column("path").to_pylist())
@@ -384,6 +414,31 @@ class DeltaRsTable:
             for version in range(before + 1, table.version() + 1):
                 self._make_durable(opened.folder, version)
             done = replace(done, removed=removed[0])
+        return done
+
+    def _tend_featured(self, opened: Opened, upkeep: Upkeep) -> Tended:
+        refuse_unknown(self._path, opened.table)
+        featured, done = Featured(folder=opened.folder, table=opened.table), Tended()
+        if upkeep.file_bytes is not None and (some := to_join(featured.sizes(), upkeep.file_bytes)):
+            shape = self._form.stored(opened.position.schema)
+            stored = replace(shape, columns=(*shape.columns, *kept_columns(opened.table, shape)), facts=None)
+            own, name = featured.in_files(stored), f"exchange-{uuid.uuid4().hex}"
+            adds = self._adds_of(opened.folder, stage(self._path, name, own, featured.rows_of(some, own.columns)))
+            try:
+                self._commit(lambda: featured.exchange(some, adds, opened.position))
+            except TailraceError:
+                self._discard(name)
+                raise
+            written = self._make_durable(opened.folder, featured.following)
+            done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
+            opened.table.update_incremental()
+        if (age := upkeep.remove_after_seconds) is not None:
+            self._commit(lambda: featured.remember(age, opened.position))
+            opened.table.update_incremental()
+            try:
+                done = replace(done, removed=featured.remove(age))
+            except (DeltaError, OSError) as exc:
+                raise unreadable(self._path, exc) from exc
         return done
 
     def opened(self) -> Opened:
@@ -413,6 +468,8 @@ class DeltaRsTable:
         self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
         """One commit, in the cheapest way that is exact."""
+        if self._features is not None:
+            refuse_for_delta_rs(self._path, features_of(opened.table), ours=True)
         table, before = opened.table, opened.table.version()
         upserts = upserts_of(schema, folded)
         refuse_far_dates(schema, upserts.columns)
@@ -490,10 +547,11 @@ class DeltaRsTable:
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
+    def _position(self, schema: TableSchema, cursor: Cursor, clock: int) -> Position:
+        return Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
+
     def _properties(self, schema: TableSchema, cursor: Cursor, clock: int) -> CommitProperties:
-        return Position(
-            log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock
-        ).properties()
+        return self._position(schema, cursor, clock).properties()
 
     def _newest(self) -> tuple[Path, DeltaTable] | None:
         folder = find_folder(self._path)
@@ -525,6 +583,8 @@ class DeltaRsTable:
         seq = table.transaction_version(app_id(self._log_id))
         if seq is None:
             return None
+        if self._features is None and (found := features_of(table)).any:
+            refuse_for_delta_rs(self._path, found, ours=is_ours(folder, table.version(), self._log_id))
         position = position_of(folder, table.version(), self._log_id)
         if position.cursor.seq != seq:
             raise ForeignWrite(
@@ -548,10 +608,6 @@ class DeltaRsTable:
         if (made_of := source_of(folder, table.version())) not in (None, source):
             raise anothers(self._path, made_of, source)
         return table
-
-    def _adds(self) -> pa.Table | None:
-        newest = self._newest()
-        return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
 
 EXCHANGE, RECAST = "exchange", "recast"

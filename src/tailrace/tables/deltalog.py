@@ -6,8 +6,10 @@ rows. `RESTORE` is not: it brings old rows back and leaves the position of the n
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import uuid
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +149,15 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
     )
 
 
+def is_ours(folder: Path, version: int, log_id: str) -> bool:
+    """Whether nobody else has changed the table."""
+    try:
+        position_of(folder, version, log_id)
+    except (ForeignWrite, TableUnusable):
+        return False
+    return True
+
+
 def own_versions(folder: Path, version: int, log_id: str) -> Iterator[tuple[int, Position]]:
     """The versions that this log's commits made, newest first, as far back as the table's own log holds them."""
     for number in range(version, -1, -1):
@@ -189,9 +200,10 @@ class Written(NamedTuple):
 def make_durable(folder: Path, version: int) -> Written:
     """Push a commit and the files it adds to the disk: delta-rs leaves them in the operating system's cache."""
     commit = _Commit.read(folder, version)
-    for name in commit.adds if commit else ():
+    names = (*commit.adds, *commit.vectors) if commit else ()
+    for name in names:
         fsync(folder / name)
-    sync_folders(folder, commit.adds if commit else ())
+    sync_folders(folder, names)
     fsync(_commit_path(folder, version))
     fsync(folder / "_delta_log")
     return Written(len(commit.adds), commit.removes, commit.bytes) if commit else Written()
@@ -230,18 +242,18 @@ class _Commit:
     maintenance: bool
     position: Position | None
     adds: tuple[str, ...]
+    vectors: tuple[str, ...]
+    """The files with deletion vectors of those that it adds."""
     removes: int
     bytes: int
-    """Of the files that it adds."""
+    """Of the files that it adds; of one that only gets another deletion vector, of that."""
     stats: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, version: int) -> _Commit | None:
         """One commit; None if the log no longer holds it."""
         try:
-            # Texts of rows stand in it unescaped, and may hold what else Python takes for the end of a line.
-            lines = _commit_path(folder, version).read_bytes().split(b"\n")
-            actions = [json.loads(line) for line in lines if line]
+            actions = _actions(folder, version)
             info = _only(actions, "commitInfo")
             stated = _stated(info)
             position = None if stated is None else Position.parse(stated)
@@ -251,21 +263,53 @@ class _Commit:
             raise TableUnusable(
                 "a commit of the table cannot be read", path=folder, version=version, hint=REPLACE_HINT
             ) from exc
-        files = [action[kind] for action in actions for kind in ("add", "remove") if kind in action]
+        added = [action["add"] for action in actions if "add" in action]
+        removed = [action["remove"] for action in actions if "remove" in action]
+        stayed = {file["path"] for file in removed}
+        vectors = [file["deletionVector"] for file in added if file.get("deletionVector")]
         operation = str(info.get("operation", "unknown"))
+        changes_rows = any(file.get("dataChange", True) for file in (*added, *removed))
         return cls(
             operation=operation,
-            maintenance=operation in MAINTENANCE and not any(file.get("dataChange", True) for file in files),
+            maintenance=operation in MAINTENANCE and not changes_rows,
             position=position,
-            adds=tuple(data_path(action["add"]["path"]) for action in actions if "add" in action),
-            removes=sum("remove" in action for action in actions),
-            bytes=sum(action["add"].get("size", 0) for action in actions if "add" in action),
-            stats={
-                data_path(action["add"]["path"]): action["add"]["stats"]
-                for action in actions
-                if "add" in action and action["add"].get("stats")
-            },
+            adds=tuple(data_path(file["path"]) for file in added),
+            vectors=tuple(name for vector in vectors if (name := vector_file(vector)) is not None),
+            removes=len(removed),
+            bytes=sum(file.get("size", 0) for file in added if file["path"] not in stayed)
+            + sum(vector["sizeInBytes"] for vector in vectors),
+            stats={data_path(file["path"]): file["stats"] for file in added if file.get("stats")},
         )
+
+
+def actions_of(folder: Path, version: int) -> list[dict[str, Any]]:
+    """All that one commit says."""
+    try:
+        return _actions(folder, version)
+    except (OSError, ValueError) as exc:
+        raise TableUnusable(
+            "a commit of the table cannot be read", path=folder, version=version, hint=REPLACE_HINT
+        ) from exc
+
+
+def _actions(folder: Path, version: int) -> list[dict[str, Any]]:
+    # Texts of rows stand in it unescaped, and may hold what else Python takes for the end of a line.
+    lines = _commit_path(folder, version).read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines if line]
+
+
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_B85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+_ID_CHARS = 20
+
+
+def vector_file(vector: dict[str, Any] | None) -> str | None:
+    """The name of the file that a deletion vector lies in; None if it lies in none of the table's own."""
+    if vector is None or vector["storageType"] != "u":
+        return None
+    prefix, said = vector["pathOrInlineDv"][:-_ID_CHARS], vector["pathOrInlineDv"][-_ID_CHARS:]
+    number = uuid.UUID(bytes=base64.b85decode(said.translate(str.maketrans(_Z85, _B85))))
+    return f"{prefix}/deletion_vector_{number}.bin" if prefix else f"deletion_vector_{number}.bin"
 
 
 def _only(actions: list[dict[str, Any]], kind: str) -> dict[str, Any]:

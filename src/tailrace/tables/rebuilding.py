@@ -33,6 +33,7 @@ from tailrace.tables.deltalog import (
     sync_folders,
 )
 from tailrace.tables.deltashape import parts_of, refuse_features
+from tailrace.tables.features import PLAIN_FILES
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.forms import Origin
 from tailrace.tables.layout import Place
@@ -74,8 +75,10 @@ class Rebuilding:
         self._place, self._path = place, place.path
         self._folder = _folder(place.path)
         self._id = uuid.uuid4().hex[:12]
-        self.made_at = replace(place, path=self._folder / FOLDER / self._id)
-        """Where the new table is made."""
+        self.made_at = replace(
+            place, path=self._folder / FOLDER / self._id, engine="delta-rs", features=PLAIN_FILES
+        )
+        """Where the new table is made, by delta-rs for every engine."""
 
     def __enter__(self) -> Rebuilding:
         self._clear()

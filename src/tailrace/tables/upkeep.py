@@ -24,7 +24,7 @@ FILES_MIN = STEP
 """Of one step, before they are joined."""
 REMEMBERED_DAYS = 7
 """After a file may be removed, in which a pipeline that stood still can come to do it."""
-_REMEMBERED = "delta.deletedFileRetentionDuration"
+REMEMBERED = "delta.deletedFileRetentionDuration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +75,16 @@ def _alike(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
     return []
 
 
+def remembered(after_seconds: float) -> str:
+    """How long a table must keep its old files in mind, as its settings say it."""
+    return f"interval {math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS} days"
+
+
 def _remember_files(table: DeltaTable, after_seconds: float, properties: CommitProperties) -> None:
     """Have the table keep in mind which files it no longer needs until they are removed: usually that is a week."""
-    days = math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS
-    wanted = {_REMEMBERED: f"interval {days} days"}
-    if table.metadata().configuration.get(_REMEMBERED) != wanted[_REMEMBERED]:
-        table.alter.set_table_properties(wanted, commit_properties=properties)
+    wanted = remembered(after_seconds)
+    if table.metadata().configuration.get(REMEMBERED) != wanted:
+        table.alter.set_table_properties({REMEMBERED: wanted}, commit_properties=properties)
 
 
 def remove_files(folder: Path, table: DeltaTable, after_seconds: float, properties: CommitProperties) -> int:

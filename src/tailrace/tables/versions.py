@@ -14,6 +14,8 @@ from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TableUnusable
 from tailrace.tables.deltalog import data_path
+from tailrace.tables.deltashape import refuse_features
+from tailrace.tables.features import features_of
 from tailrace.tables.folder import find_folder
 
 
@@ -24,6 +26,15 @@ class Version(NamedTuple):
     files: list[Path]
     partitions: pa.Table
     """What is not in the files: a row for each of them, with the columns that the table is partitioned by."""
+
+
+def needs_connector(path: Path, version: int) -> bool:
+    """Whether the files of a version do not say by themselves which rows it has."""
+    folder = find_folder(path.absolute())
+    try:
+        return folder is not None and features_of(DeltaTable(str(folder), version=version)).any
+    except (DeltaError, OSError):
+        return False  # whoever reads it says what is wrong
 
 
 def files_at(path: Path, version: int) -> Version:
@@ -40,6 +51,7 @@ def files_at(path: Path, version: int) -> Version:
             "the table no longer has this version", path=path, version=version,
             hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a later time.",
         ) from error  # fmt: skip
+    refuse_features(path, table, table.metadata().partition_columns)
     if not all(file.exists() for file in files):
         raise TableUnusable(
             "files of this version were removed", path=path, version=version,

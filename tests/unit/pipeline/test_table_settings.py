@@ -10,6 +10,7 @@ import pytest
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import MetadataName, PipelineSettings, check_settings, load_settings
+from tailrace.tables.features import Features
 from tailrace.tables.forms import METADATA, PLAIN, Form, TableMode
 
 FILE = """\
@@ -133,3 +134,25 @@ def test_what_sparks_connector_does_not_write_is_refused_beside_it(tmp_path: Pat
     assert (problem.where, problem.line) == (where, 9)
     assert "engine: delta-rs" in problem.hint
     assert not check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("deletion_vectors: true", "tables.deletion_vectors"), ("column_mapping: true", "tables.column_mapping"),
+        ('rules: {"a.b": {column_mapping: true}}', "tables.rules.a.b.column_mapping"),
+    ],
+)  # fmt: skip
+def test_what_delta_rs_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
+    (problem,) = check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
+    assert (problem.where, problem.line) == (where, 9)
+    assert "engine: spark" in problem.hint
+    assert not check_settings(write(tmp_path, "engine: spark", line), environment={})
+
+
+def test_a_rule_decides_what_features_its_tables_get(tmp_path: Path) -> None:
+    rule = 'rules: {"a.b": {deletion_vectors: false, column_mapping: true}}'
+    file = write(tmp_path, "engine: spark", "deletion_vectors: true", rule)
+    layout = load_settings(file, environment={}).tables.layout
+    places = [layout.place(TableId("a", name), "x") for name in ("b", "c")]
+    assert [place.features for place in places] == [Features(column_mapping=True), Features(deletion_vectors=True)]
