@@ -20,7 +20,9 @@ PYTHON = VENV / "bin" / "python"
 SPARK = "pyspark>=4.2,<4.3"
 TESTS = (
     "tests/integration/test_spark_engine.py", "tests/integration/test_delta_table.py",
+    "tests/integration/test_spark_modes.py", "tests/contract/test_table_forms.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/unit/spark/test_folding.py",
+    "tests/unit/spark/test_folding_forms.py",
     "tests/integration/test_spark_features.py", "tests/integration/test_delivery.py",
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
@@ -28,8 +30,8 @@ TESTS = (
 )  # fmt: skip
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
-    "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
-    "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
+    "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
+    "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter", "tests/contract/test_table_forms.py",
 )  # fmt: skip
 """Once more, with tables that have these features."""
 PROBE = "from tests.support.engines import session; session().sql('select 1').collect()"

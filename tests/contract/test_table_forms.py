@@ -1,6 +1,7 @@
 """Every engine, every form: what a lake table holds after changes, however these come.
 
-An engine is one more way to open a table (`OPEN`); the rest of this file is the same for all.
+An engine is one more way to open a table (`OPEN`); the rest of this file is the same for all. `make engines` runs it
+with Spark's connector.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, Identity, TableId
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast
+from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.upkeep import Upkeep
-from tests.support import forms
+from tests.support import engines, forms
 from tests.support.changes import (
     COMPOSITE,
     KEYLESS,
@@ -34,6 +35,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
+from tests.support.engines import ENGINE, examples
 from tests.support.forms import (
     LOADED_SEQ,
     READ_AT,
@@ -50,7 +52,7 @@ from tests.support.forms import (
 )
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
-OPEN: dict[str, OpenTable] = {"delta-rs": lambda path, form: DeltaRsTable(path, LOG, form)}
+OPEN: dict[str, OpenTable] = {ENGINE: lambda path, form: engines.open_table(path, LOG, form)}
 
 MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"))
 HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
@@ -230,7 +232,7 @@ STEP = st.tuples(
 
 
 @pytest.mark.parametrize("form", [MARKED, HISTORY], ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
 def test_any_cutting_of_the_changes_comes_to_the_same_table(
     open_table: OpenTable, form: Form, steps: list[Any], cuts: set[int]
@@ -253,7 +255,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(
         assert table.content() == ordered(wanted)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
 def test_any_cutting_of_the_changes_appends_each_once(
     open_table: OpenTable, steps: list[Any], cuts: set[int]
@@ -416,6 +418,23 @@ def test_columns_have_the_names_that_were_asked_for(made: Any, form: Form) -> No
     table.table.evolve(recast, table.cursor(table.seq))
     assert {"number", "large", "n"} <= table.content()[0].keys()
     assert "name" not in table.content()[0]
+
+
+def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any) -> None:
+    form = Form(soft_delete=True, metadata=("_seq",), columns=NAMED)
+    table = made(form, rows=ROWS[:1])
+    partial = tx(1, update(7, unchanged=BIG), *move(1, 8, unchanged=BIG), update(9, unchanged=BIG))
+
+    def reread(keys: pa.Table) -> pa.Table:
+        assert sorted(keys.column("number").to_pylist()) == [7, 8, 9]
+        rows = [{"number": key, "name": "now", "large": f"read {key}", "n": 0} for key in (7, 8)]
+        return pa.Table.from_pylist(rows, pa.schema(form.stored(SHOP).row_fields()[:4]))
+
+    folded = fold_into(form, SHOP, stored(SHOP, [partial]))
+    table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), reread=reread)
+    assert table.tuples("number", "name", "large", "_deleted", "_seq") == [
+        (1, "n1", "large 1", True, 101), (7, "now", "read 7", False, 100), (8, "now", "read 8", False, 102),
+    ]  # fmt: skip
 
 
 def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made: Any) -> None:

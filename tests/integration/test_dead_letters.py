@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,7 @@ def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scen
 
         replay(scene)  # nothing was mended
         assert [letter["seq"] for letter in letters(scene)] == [first["seq"], second["seq"]]
+        assert "dead-letters FILE replay TABLE" in letters(scene)[0]["hint"]
 
         # Partial updates: the large value is not sent, and builds on what was set aside.
         execute(scene.pipeline.url, "UPDATE things SET amount = 7 WHERE id = 3")
@@ -219,6 +221,23 @@ def test_a_load_of_the_whole_table_clears_its_letters(scene: Scene) -> None:
         assert eventually(lambda: not letters(scene), seconds=60)
         scene.assert_equal(applying, "things")
         assert letters(scene) == []
+
+
+def test_a_table_that_begins_empty_has_no_letters_of_the_one_before_it(scene: Scene) -> None:
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3))
+        assert scene.settled(applying)
+        assert len(letters(scene)) == 1
+        shutil.rmtree(life(applying, "things").place.path)
+    mode = scene.settings.load.model_copy(update={"mode": "schema_only"})
+    scene.settings = scene.settings.model_copy(update={"load": mode})
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        assert (rows(applying), letters(scene)) == ({}, [])
+        execute(scene.pipeline.url, "UPDATE things SET amount = 7 WHERE id = 3")
+        assert scene.settled(applying)
+        assert (rows(applying)[3]["amount"], letters(scene)) == (7, [])
 
 
 def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:

@@ -48,7 +48,7 @@ def apply(table: Any, seq: int, *rows: Any, schema: TableSchema = SHOP) -> Any:
 
 
 def test_rows_that_change_get_a_vector_and_their_file_stays(tmp_path: Path) -> None:
-    table = open_table(tmp_path, LOG, VECTORS)
+    table = open_table(tmp_path, LOG, features=VECTORS)
     table.load(SHOP, record_batches(SHOP, MANY), at(0))
     (file,) = table.files()
     size = (tmp_path / file).stat().st_size
@@ -71,7 +71,7 @@ def test_rows_that_change_get_a_vector_and_their_file_stays(tmp_path: Path) -> N
 
 
 def test_columns_are_renamed_dropped_and_added_and_no_file_is_touched(tmp_path: Path) -> None:
-    table = open_table(tmp_path, LOG, MAPPING)
+    table = open_table(tmp_path, LOG, features=MAPPING)
     table.load(SHOP, record_batches(SHOP, MANY[:5]), at(0))
     files, id_, name, big, n = table.files(), *SHOP.columns
     title, was_n, was_big = replace(name, name="title, or so"), replace(n, name="big"), replace(big, name="n")
@@ -101,7 +101,7 @@ def test_columns_are_renamed_dropped_and_added_and_no_file_is_touched(tmp_path: 
 
 
 def test_what_changes_values_is_written_anew(tmp_path: Path) -> None:
-    table = open_table(tmp_path, LOG, BOTH)
+    table = open_table(tmp_path, LOG, features=BOTH)
     table.load(SHOP, record_batches(SHOP, MANY[:5]), at(0))
     apply(table, 0, delete(2))
     fresh = Column(name="at", source_type="timestamp", type=pa.timestamp("us"))
@@ -119,7 +119,7 @@ def test_files_with_vectors_are_joined_without_the_rows_that_went(tmp_path: Path
     for number in range(10):
         rows = [{"id": number * 10 + i, "big": f"{number}.{i}"} for i in range(10)]
         files += stage(tmp_path, f"load-{number}", SHOP, record_batches(SHOP, rows))
-    table = open_table(tmp_path, LOG, BOTH)
+    table = open_table(tmp_path, LOG, features=BOTH)
     table.land(SHOP, files, at(0))
     renamed = replace(SHOP, columns=(SHOP.columns[0], replace(SHOP.columns[1], name="title"), *SHOP.columns[2:]))
     table.evolve(Recast(schema=renamed, renamed=(("name", "title"),)), at(0))
@@ -146,8 +146,8 @@ def test_files_with_vectors_are_joined_without_the_rows_that_went(tmp_path: Path
 
 
 def test_loaded_anew_without_them_every_reader_has_it_again(tmp_path: Path) -> None:
-    open_table(tmp_path, LOG, BOTH).load(SHOP, record_batches(SHOP, MANY), at(0))
-    apply(open_table(tmp_path, LOG, BOTH), 0, delete(5))
+    open_table(tmp_path, LOG, features=BOTH).load(SHOP, record_batches(SHOP, MANY), at(0))
+    apply(open_table(tmp_path, LOG, features=BOTH), 0, delete(5))
     plain = DeltaRsTable(tmp_path, LOG)
     plain.load(SHOP, record_batches(SHOP, MANY[:3]), at(20))
     apply(plain, 20, delete(1))

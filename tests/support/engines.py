@@ -18,6 +18,7 @@ import pytest
 
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.features import Features
+from tailrace.tables.forms import PLAIN, Form
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,13 +42,13 @@ def examples(count: int) -> int:
     return max(2, count // 8) if IS_SPARK else count
 
 
-def open_table(path: Path, log_id: str, features: Features = FEATURES) -> AnyTable:
+def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features = FEATURES) -> AnyTable:
     """A lake table of the engine under test."""
     if not IS_SPARK:
-        return DeltaRsTable(path, log_id)
+        return DeltaRsTable(path, log_id, form)
     from tailrace.spark.delta_engine import SparkDeltaTable
 
-    return SparkDeltaTable(session(), path, log_id, features)
+    return SparkDeltaTable(session(), path, log_id, form, features)
 
 
 def engine_lines() -> str:

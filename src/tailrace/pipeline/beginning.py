@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.letters import Letters
 from tailrace.errors import (
     SchemaChanged,
     SourceTableMissing,
@@ -226,6 +228,12 @@ class Beginning:
             since = self._lives.since(life.table)
             begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
             cursor = begin if mode == "never" else here
+            letters = Letters(self._lives.log.path, life.table)
+            if letters.any:  # of a lake table that was elsewhere, or is no more
+                load = uuid.uuid4().hex[:12]
+                cursor = replace(cursor, load=load)
+                self._lives.seeds.remember(load, cursor.position)
+                letters.before_load(load, whole=True, now=None, seq=cursor.seq)
             life.place.open().land(plan.schema, [], cursor)
         except TailraceError as error:
             self._failed(life, error)

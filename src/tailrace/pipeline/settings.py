@@ -497,6 +497,8 @@ class RuleSettings(BaseModel):
     def _names_are_apart(self) -> RuleSettings:
         seen: dict[str, str] = {}
         for old, new in self.columns.items():
+            if "\0" in new:
+                raise _refusal("must not hold a zero byte", "No table can have such a column.", ("columns", old))
             if (other := seen.setdefault(new.lower(), old)) != old:
                 raise _refusal(f"is what `{other}` is called, too", "Give each its own name.", ("columns", old))
         return self
@@ -535,22 +537,16 @@ class TablesSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _spark_writes_mirrors(self) -> TablesSettings:
+    def _spark_partitions_nothing(self) -> TablesSettings:
         if self.engine != "spark":
             return self
-        rules: list[tuple[Loc, TablesSettings | RuleSettings]] = [((), self)]
-        for at, said in (*rules, *((("rules", glob), rule) for glob, rule in self.rules.items())):
-            asked = {
-                "mode": said.mode not in (None, "mirror"), "soft_delete": said.soft_delete, "metadata": said.metadata,
-                "on_bad_row": said.on_bad_row == "dead-letter", "columns": getattr(said, "columns", None),
-                "partition_by": said.partition_by,
-            }  # fmt: skip
-            for name, wanted in asked.items():
-                if wanted:
-                    raise _refusal(
-                        "is not known to `engine: spark`, which writes plain mirrors",
-                        "Remove it, or write `engine: delta-rs`.", (*at, name),
-                    )  # fmt: skip
+        asked: list[tuple[Loc, object]] = [((), self.partition_by)]
+        asked += [(("rules", glob), rule.partition_by) for glob, rule in self.rules.items()]
+        for at, wanted in asked:
+            if wanted:
+                raise _refusal(
+                    "is not known to `engine: spark`", "Remove it, or write `engine: delta-rs`.", (*at, "partition_by")
+                )
         return self
 
     @model_validator(mode="after")

@@ -27,6 +27,7 @@ from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit, kind_of
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.spark.folding import FoldedFiles, write_folded
 from tailrace.spark.setting_aside import dead_keys
 from tailrace.spark.tasks import Outcome, as_ours, read_rows
 from tailrace.tables.base import Cursor
@@ -35,6 +36,7 @@ from tailrace.tables.identity import key_numbers
 from tailrace.tables.layout import Place
 from tailrace.tables.limits import unholdable
 from tailrace.tables.lookup import answers_to
+from tailrace.tables.merge import rows_to_put
 from tailrace.tables.sifting import REPLAY_HINT
 
 NAME = "reread.rows"
@@ -62,6 +64,16 @@ class DeliverWork:
     place: Place
     shape: TableSchema
     expected: Cursor
+    put: bool = True
+    """Whether the rows are still to be put in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Put the rows that may come in into a file, for Spark's connector to merge."""
+
+    work: DeliverWork
+    path: Path
 
 
 @dataclass
@@ -106,7 +118,7 @@ def _read(work: RereadWork, keys: pa.Table, some: Any, transactions: Sequence[in
         rows, seen = read_rows(work.reader, work.shape, keys.take(pa.array(some)), transactions)
     except ValueUnfit as error:
         if some.size == 1:
-            into.failed[int(some[0])] = error
+            into.failed[int(some[0])] = ValueUnfit(error.message, hint=REPLAY_HINT, **error.fields)
             return
         half = some.size // 2
         _read(work, keys, some[:half], transactions, into)
@@ -156,15 +168,13 @@ def deliver_letters(work: DeliverWork) -> Outcome:
     started, table = time.monotonic(), work.shape.table
     letters, path = Letters(work.log, table), _path(work.log, work.shape.table)
     try:
-        with pa.OSFile(str(path)) as handle:
-            rows = pa.ipc.open_file(handle).read_all()
-        stored = json.loads(rows.schema.metadata[_META])
+        rows, stored = _kept(path)
         letters.settle(work.expected.load)
         if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
             return Outcome(table=table, again=True)
         keys, read, version = letters.keys(work.expected.seq), set(stored["seqs"]), None
         ready, delivered = _ready(work.shape, rows, keys, read)
-        if ready.num_rows:
+        if ready.num_rows and work.put:
             version = work.place.open().put(work.shape, ready, work.expected).version
         failpoints.hit("letters.delivered")
         _settle(letters, work, delivered, stored["causes"])
@@ -176,6 +186,29 @@ def deliver_letters(work: DeliverWork) -> Outcome:
         table=table, rows=len(delivered), seconds=time.monotonic() - started, letters=left, version=version,
         again=any(seq not in read for seq in dead_keys(work.shape, keys).seqs.tolist()),
     )  # fmt: skip
+
+
+def stage_letters(asked: StageWork) -> FoldedFiles | TailraceError:
+    """The rows that `deliver_letters` would put in, as a file."""
+    work = asked.work
+    try:
+        rows, stored = _kept(_path(work.log, work.shape.table))
+        if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
+            return FoldedFiles()
+        keys = Letters(work.log, work.shape.table).keys(work.expected.seq)
+        ready, _ = _ready(work.shape, rows, keys, set(stored["seqs"]))
+        form = work.place.form
+        whole = rows_to_put(form, work.shape, ready, work.expected)
+        return write_folded(asked.path, form.stored(work.shape), whole)
+    except Exception as error:  # the task's boundary
+        return as_ours(error)
+
+
+def _kept(path: Path) -> tuple[pa.Table, dict[str, Any]]:
+    """What was read, and what was noted of it."""
+    with pa.OSFile(str(path)) as handle:
+        rows = pa.ipc.open_file(handle).read_all()
+    return rows, json.loads(rows.schema.metadata[_META])
 
 
 def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[int]) -> tuple[pa.Table, list[int]]:

@@ -189,14 +189,15 @@ class Seeds:
     def land(self, seed: str, passed: Lsn) -> None:
         """The commit is about to be made; the table is whole once the replay has passed this."""
         _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
-        self._remember(seed, passed)
+        self.remember(seed, passed)
 
     def reread(self, seed: str, seen: Lsn) -> None:
         """A row was read again: the replay must pass this too."""
         _write(self.folder(seed) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
-        self._remember(seed, seen)
+        self.remember(seed, seen)
 
-    def _remember(self, seed: str, passed: Lsn) -> None:
+    def remember(self, seed: str, passed: Lsn) -> None:
+        """From where on a table that comes from the load holds no row that is newer than it says."""
         files.make_folder(self._path / "landed")
         last = max(passed, self.whole_after(seed) or passed)
         _write(self._path / "landed" / f"{seed}.json", {"passed": str(last)})

@@ -71,7 +71,7 @@ from tailrace.tables.forms import CURRENT, DELETED, PLAIN, Form, Origin, TableMo
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import held, with_bases, without
-from tailrace.tables.merge import only_new, operations, upserts_of, whole_rows
+from tailrace.tables.merge import only_new, operations, rows_to_put, upserts_of
 from tailrace.tables.partitions import Parts, refuse_misfits, texts_of, values_of
 from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
@@ -258,14 +258,10 @@ class DeltaRsTable:
         return held(stored, self.opened().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
 
     def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
-        assert self._form.mode is TableMode.MIRROR, "only the last state of a row can be put right"
         opened = self.opened()
         self.refuse_elsewhere(opened.position, schema, expected)
-        stored = self._form.stored(schema)
-        origin = Origin(seq=expected.seq, position=str(expected.position), read_at=time.time_ns() // 1000)
-        own = loaded(self._form, schema, rows.to_batches(), origin)
-        whole = whole_rows(stored, pa.Table.from_batches(own, pa.schema(stored.row_fields())))
-        self._write(opened, stored, whole, opened.position.properties())
+        whole = rows_to_put(self._form, schema, rows, expected)
+        self._write(opened, self._form.stored(schema), whole, opened.position.properties())
         version = opened.table.version()
         written = self._make_durable(opened.folder, version)
         return Applied(

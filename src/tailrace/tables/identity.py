@@ -33,15 +33,15 @@ class Numbered:
 
 def key_numbers(columns: Sequence[Any]) -> Numbered:
     """Number rows by key."""
-    return _combined([_codes(_joined(column), signed_zero=False) for column in columns])
+    return _combined([_codes(one_array(column), signed_zero=False) for column in columns])
 
 
 def image_numbers(columns: Sequence[Any]) -> Numbered:
     """Number rows by everything they hold."""
-    return _combined([_codes(_joined(column), signed_zero=True) for column in columns])
+    return _combined([_codes(one_array(column), signed_zero=True) for column in columns])
 
 
-def _joined(column: Any) -> Any:
+def one_array(column: Any) -> Any:
     """The column as one array, with offsets wide enough for it."""
     if isinstance(column, pa.ChunkedArray):
         wide = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(column.type)

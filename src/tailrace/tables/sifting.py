@@ -11,7 +11,7 @@ Pure: no I/O but `holds`, which is asked only for rows that partial changes buil
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import Codes, Flags, key_ordinals
-from tailrace.tables.identity import Ints, key_numbers
+from tailrace.tables.identity import Ints, key_numbers, one_array
 from tailrace.tables.limits import unheld_values, unholdable
 
 Holds = Callable[[pa.Table], Flags]
@@ -105,6 +105,19 @@ def sift(
         letters=rows.take(pa.array(letters)), cleared=cleared,
         causes=[_cause(schema, rows, row, int(walked.cause[row]), by) for row in letters.tolist()],
     )  # fmt: skip
+
+
+def sift_kept(
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
+) -> Sifted:
+    """The same for a table that keeps the rows that a TRUNCATE takes away: what they were before counts, and what of it
+    could not be taken is cleared."""
+    truncated = pc.equal(changes.column(change.OP), Operation.TRUNCATE.value).to_numpy()
+    found, begin = list[Sifted](), 0
+    for end in [*np.flatnonzero(truncated).tolist(), changes.num_rows]:
+        found.append(sift(schema, changes.slice(begin, end - begin), dead, holds, partition_by))
+        begin = end
+    return replace(found[-1], changes=pa.concat_tables([one.changes for one in found]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,10 +298,3 @@ def _unheld_columns(schema: TableSchema, row: pa.Table, partition_by: Mapping[st
     ones = ((column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns)
     found = ((column.name, unheld_values(column, values, partition_by)) for column, values in ones)
     return [name for name, flags in found if flags is not None and flags.any()]
-
-
-def one_array(column: Any) -> Any:
-    """One array, however many chunks there are."""
-    if not isinstance(column, pa.ChunkedArray):
-        return column
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -102,6 +102,7 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["partition_by: region"], 8, "tables.partition_by", "must be a list"),
         (["partition_by: [region, Region]"], 8, "tables.partition_by", "names a column twice"),
         (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "at least 1 character"),
+        (["rules:", '  "a.b": {columns: {x: "y\\0z"}}'], 9, "tables.rules.a.b.columns.x", "must not hold a zero byte"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
 )  # fmt: skip
@@ -114,14 +115,20 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
     assert problem.hint
 
 
+@pytest.mark.parametrize("engine", ["delta-rs", "spark"])
+@pytest.mark.parametrize(
+    "line",
+    ["mode: history", "soft_delete: true", "metadata: [_seq]", "on_bad_row: dead-letter",
+     'rules: {"a.b": {mode: append}}', 'rules: {"a.b": {columns: {c: d}}}'],
+)  # fmt: skip
+def test_either_engine_writes_tables_of_any_form(tmp_path: Path, engine: str, line: str) -> None:
+    assert not check_settings(write(tmp_path, f"engine: {engine}", line), environment={})
+
+
 @pytest.mark.parametrize(
     ("line", "where"),
-    [
-        ("mode: history", "tables.mode"), ("soft_delete: true", "tables.soft_delete"),
-        ("metadata: [_seq]", "tables.metadata"),
-        ("on_bad_row: dead-letter", "tables.on_bad_row"), ('rules: {"a.b": {mode: append}}', "tables.rules.a.b.mode"),
-        ('rules: {"a.b": {columns: {c: d}}}', "tables.rules.a.b.columns"), ("partition_by: [a]", "tables.partition_by"),
-    ],
+    [("partition_by: [a]", "tables.partition_by"),
+     ('rules: {"a.b": {partition_by: [c]}}', "tables.rules.a.b.partition_by")],
 )  # fmt: skip
 def test_what_sparks_connector_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
     (problem,) = check_settings(write(tmp_path, "engine: spark", line), environment={})
