@@ -1,12 +1,12 @@
 """Every engine, every form: what a lake table holds after changes, however these come.
 
-An engine is one more way to open a table (`OPEN`); the rest of this file is the same for all.
+An engine is one more way to open a table (`OPEN`); the rest of this file is the same for all. `make engines` runs it
+with Spark's connector.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -19,41 +19,40 @@ from hypothesis import strategies as st
 
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, Identity, TableId
-from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast
-from tailrace.tables.formed import loaded
-from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
-from tailrace.tables.staging import stage
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.upkeep import Upkeep
-from tests.support import forms
+from tests.support import engines, forms
 from tests.support.changes import (
     COMPOSITE,
     KEYLESS,
     SHOP,
-    Model,
     delete,
     insert,
     move,
-    record_batches,
     table_schema,
     truncate,
     update,
 )
+from tests.support.engines import ENGINE, examples
 from tests.support.forms import (
     LOADED_SEQ,
     READ_AT,
     Account,
     Formed,
     OpenTable,
-    Tx,
+    again,
     ordered,
+    pieces,
     second,
     stored,
+    story,
     tx,
 )
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
-OPEN: dict[str, OpenTable] = {"delta-rs": lambda path, form: DeltaRsTable(path, LOG, form)}
+OPEN: dict[str, OpenTable] = {ENGINE: lambda path, form: engines.open_table(path, LOG, form)}
 
 MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"))
 HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
@@ -232,32 +231,8 @@ STEP = st.tuples(
 )  # fmt: skip
 
 
-def story(steps: list[Any]) -> tuple[list[dict[str, Any]], list[Tx]]:
-    """Rows to begin with, and transactions over them."""
-    model, transactions = Model(), list[Tx]()
-    for number in (0, 1):
-        model.step("insert", number, number, "begun", ())
-    begun = list(model.table().values())
-    for kind, at, to, value, unchanged, ends, time in steps:
-        told = model.step(kind, at, to, value, unchanged)
-        if transactions and not ends:
-            transactions[-1] = replace(transactions[-1], changes=(*transactions[-1].changes, *told))
-        else:
-            transactions.append(Tx(time, tuple(told)))
-    return begun, [given for given in transactions if given.changes]
-
-
-def pieces(batch: pa.Table, cuts: set[int]) -> Iterator[pa.Table]:
-    """The batch, cut between some of its rows; the two rows of a move stay together, as they do in the log."""
-    moved = batch.column("_moved_from").to_pylist() if "_moved_from" in batch.column_names else []
-    joined = {at for at, row in enumerate(moved) if row is not None}
-    ends = sorted({cut for cut in cuts if 0 < cut < batch.num_rows and cut not in joined})
-    for start, end in zip([0, *ends], [*ends, batch.num_rows], strict=True):
-        yield batch.slice(start, end - start)
-
-
 @pytest.mark.parametrize("form", [MARKED, HISTORY], ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
 def test_any_cutting_of_the_changes_comes_to_the_same_table(
     open_table: OpenTable, form: Form, steps: list[Any], cuts: set[int]
@@ -280,7 +255,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(
         assert table.content() == ordered(wanted)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
 def test_any_cutting_of_the_changes_appends_each_once(
     open_table: OpenTable, steps: list[Any], cuts: set[int]
@@ -301,17 +276,6 @@ def test_any_cutting_of_the_changes_appends_each_once(
 
 
 # --- reading a table again ---------------------------------------------------------------------------------
-
-
-def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) -> None:
-    """What a load does that finds the table there."""
-    origin = Origin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
-    batches = loaded(table.form, table.schema, record_batches(table.schema, rows), origin)
-    files = stage(table.folder, name, table.form.stored(table.schema), batches)
-    here, table.seq = table.seq, table.seq + 1
-    for _ in range(2):  # a task may be run twice
-        table.table.refresh(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)
-        assert table.table.cursor() == table.cursor(table.seq)
 
 
 NOW = [{"id": 1, "name": "n1", "big": "large 1", "n": 1}, {"id": 2, "name": "other", "big": "b", "n": 5}]
@@ -405,6 +369,14 @@ def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
         table.apply(tx(1, insert(9)))
 
 
+def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: OpenTable, tmp_path: Path) -> None:
+    table = Formed(open_table(tmp_path / "t", HISTORY), HISTORY, tmp_path / "t", rows=ROWS)
+    more = replace(HISTORY, columns=(("nope", "other"),))
+    assert open_table(tmp_path / "t", more).cursor() == table.cursor(table.seq)
+    with pytest.raises(FormChanged):
+        open_table(tmp_path / "t", replace(HISTORY, columns=(("name", "other"),))).cursor()
+
+
 @pytest.mark.parametrize(
     ("form", "schema", "said"),
     [
@@ -446,6 +418,23 @@ def test_columns_have_the_names_that_were_asked_for(made: Any, form: Form) -> No
     table.table.evolve(recast, table.cursor(table.seq))
     assert {"number", "large", "n"} <= table.content()[0].keys()
     assert "name" not in table.content()[0]
+
+
+def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any) -> None:
+    form = Form(soft_delete=True, metadata=("_seq",), columns=NAMED)
+    table = made(form, rows=ROWS[:1])
+    partial = tx(1, update(7, unchanged=BIG), *move(1, 8, unchanged=BIG), update(9, unchanged=BIG))
+
+    def reread(keys: pa.Table) -> pa.Table:
+        assert sorted(keys.column("number").to_pylist()) == [7, 8, 9]
+        rows = [{"number": key, "name": "now", "large": f"read {key}", "n": 0} for key in (7, 8)]
+        return pa.Table.from_pylist(rows, pa.schema(form.stored(SHOP).row_fields()[:4]))
+
+    folded = fold_into(form, SHOP, stored(SHOP, [partial]))
+    table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), reread=reread)
+    assert table.tuples("number", "name", "large", "_deleted", "_seq") == [
+        (1, "n1", "large 1", True, 101), (7, "now", "read 7", False, 100), (8, "now", "read 8", False, 102),
+    ]  # fmt: skip
 
 
 def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made: Any) -> None:

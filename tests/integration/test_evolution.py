@@ -11,6 +11,7 @@ from deltalake import DeltaTable
 
 from tailrace.pipeline.report import TableState
 from tests.integration.conftest import server_version
+from tests.support.engines import IS_SPARK
 from tests.support.loads import Local, Scene, life
 from tests.support.pipelines import Pipeline, eventually, execute
 
@@ -68,6 +69,9 @@ READ_AGAIN = {
 """What cannot be known without that: its rows were written anew, or it has another key."""
 
 
+SETTLED_SECONDS_MAX = 1200 if IS_SPARK else 120
+
+
 def run(url: str, table: str, statements: str) -> None:
     execute(url, *(part.format(t=table) for part in statements.split("; ")))
 
@@ -87,7 +91,7 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
         return there and now.state is TableState.LIVE and now.announced is None and now.refresh is None
 
     waiting = list(tables)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + SETTLED_SECONDS_MAX
     while waiting and time.monotonic() < deadline:
         waiting = [table for table in waiting if not is_so(table)]
         time.sleep(0.2)
@@ -108,7 +112,7 @@ def make(url: str, *tables: str) -> None:
         run(url, table, "; ".join(MADE))
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(SETTLED_SECONDS_MAX + 480)
 def test_after_an_alter_and_no_row_more(database: str, tmp_path: Path) -> None:
     tables = {name: table_of(name) for name in ALTERS}
     make(database, *tables.values())
@@ -148,7 +152,7 @@ def test_versions_that_nobody_applied_meanwhile_are_gone_through(database: str, 
         assert life(applying, "t").last_load is None, "nothing was read again"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(SETTLED_SECONDS_MAX + 480)
 def test_rows_before_and_after_an_alter(database: str, tmp_path: Path) -> None:
     names = ["add", "add-constant", "drop", "rename", "widen", "retype-using", "key", "narrow", "recreate"]
     tables = {name: table_of(name) for name in names}

@@ -10,6 +10,8 @@ from typing import Any
 
 import duckdb
 import polars as pl
+import pytest
+from deltalake import DeltaTable
 
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
@@ -300,3 +302,20 @@ def test_a_pipeline_on_spark_writes_tables_in_every_mode(database: str, tmp_path
     ]  # fmt: skip
     assert found["a"]["id", "_op"].rows() == [(1, "delete"), (1, "read"), (2, "read"), (2, "update"), (3, "read")]
     assert all(frame["large"].str.len_chars().max() == 5000 for frame in found.values())
+
+
+@pytest.mark.parametrize("line", ["mode: history", "soft_delete: true", "mode: append"])
+def test_a_table_that_others_changed_is_replaced_if_a_person_asks(database: str, tmp_path: Path, line: str) -> None:
+    make(database, "t")
+    with Scene(tmp_path, database).tables_are(line) as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        DeltaTable(str(life(applying, "t").place.path)).delete("id = 1")
+        execute(database, "UPDATE t SET x = 20 WHERE id = 2")
+        wait_for_state(applying, "t", TableState.FAILED)
+        error = life(applying, "t").error
+        assert error is not None
+        assert error.code == "foreign-write"
+        assert "tailrace rebuild" in error.hint
+        scene.pipeline.ask("snapshot", "public.t")
+        wait_for_state(applying, "t", TableState.LIVE)
+        assert rows(applying, "t", "id, x") == [(1, 1), (2, 20), (3, 3)]

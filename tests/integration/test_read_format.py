@@ -410,8 +410,11 @@ def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, data
         database, "CREATE TABLE a (id int PRIMARY KEY, t timestamp)",
         "CREATE TABLE b (id int PRIMARY KEY, n numeric(10,2))", "INSERT INTO a VALUES (1, '2026-01-02 03:04:05')",
         "INSERT INTO b VALUES (1, 1.5)",
+        "CREATE TABLE p (id int PRIMARY KEY, region text, at timestamp)",
+        "INSERT INTO p VALUES (1, 'a/b %', '2026-01-02 03:04:05.000006'), (2, NULL, NULL)",
     )  # fmt: skip
-    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+    rule = 'rules: {"public.p": {partition_by: [region, at]}}'
+    with Scene(tmp_path, database).tables_are(rule) as scene, scene.loader() as applying:
         for statement in ("UPDATE a SET id = 2", "DELETE FROM b", "ALTER TABLE a ADD c text DEFAULT 'x'"):
             execute(database, statement)
             scene.note_point(applying)
@@ -423,5 +426,7 @@ def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, data
     assert before["public.a"].columns == ["id", "t"]
     assert after["public.b"].collect() == []
     assert after["public.b"].dtypes == [("id", "int"), ("n", "decimal(10,2)")]
+    told = after["public.p"].selectExpr("id", "region", "CAST(at AS string) AS at").collect()
+    assert sorted(map(tuple, told)) == [(1, "a/b %", "2026-01-02 03:04:05.000006"), (2, None, None)]
     with pytest.raises(ConfigError):
         tailrace.tables_at(spark, scene.pipeline.file, time="1999-01-01")

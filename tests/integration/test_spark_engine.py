@@ -10,6 +10,8 @@ import pytest
 from tailrace.errors import TableFailed
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.staging import StagedFile, stage
 from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import (
@@ -24,10 +26,13 @@ from tests.support.changes import (
     update,
 )
 from tests.support.engines import only_spark, open_table
+from tests.support.forms import Account, Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, at, by_id, content
 from tests.support.pipelines import Pipeline, execute
 
 pytestmark = only_spark
+
+HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
 
 
 def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
@@ -47,7 +52,30 @@ def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
     assert by_id(content(path, SHOP)) == {11: "large 1", 4: "large 4", 5: "large 5", 6: "six", 33: "large 3"}
 
 
-def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", [Form(soft_delete=True, metadata=("_op", "_seq", "_tx")), HISTORY], ids=str)
+def test_a_table_of_any_form_goes_on_with_either(tmp_path: Path, form: Form) -> None:
+    path = tmp_path / "t"
+    by = [DeltaRsTable(path, LOG, form), open_table(path, LOG, form)]
+    rows = [{"id": i, "name": "begun", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
+    table, account = Formed(by[0], form, path, SHOP, rows), Account(SHOP)
+    for number, given in enumerate([
+        (tx(2000, update(1, name="a", n=1, unchanged=BIG), delete(2)), tx(1500, *move(1, 11, unchanged=BIG, n=5))),
+        (tx(2500, update(11, name="b", n=2, unchanged=BIG)), tx(3000, truncate(), insert(3, name="c", n=0))),
+        (tx(2800, update(3, name="d", n=1, unchanged=BIG), insert(2, n=2)), tx(4000, *move(3, 1, unchanged=BIG, n=4))),
+    ]):  # fmt: skip
+        table.table = by[(number + 1) % 2]
+        assert table.apply(*given).committed
+    account.load(rows)
+    for batch in table.given:
+        account.take(batch)
+    assert table.content() == ordered(account.versions if form is HISTORY else account.marked.values())
+
+
+EVERY = [PLAIN, Form(soft_delete=True), HISTORY, Form(mode=TableMode.APPEND)]
+
+
+@pytest.mark.parametrize("form", EVERY, ids=str)
+def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     from pyspark.sql import DataFrame
     from pyspark.sql.classic.dataframe import DataFrame as Classic
 
@@ -74,10 +102,12 @@ def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest
     for name in ("toArrow", "toPandas", "toLocalIterator", "take", "head"):
         monkeypatch.setattr(Classic, name, refused)
     monkeypatch.setattr(delta_engine.SparkDeltaTable, "_guarded", noted)
-    table = open_table(tmp_path / "t", LOG)
+    table = open_table(tmp_path / "t", LOG, form)
     table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     rows = [update(1, n=1, unchanged=BIG), delete(2), *move(3, 33, unchanged=BIG), insert(6)]
-    table.apply(SHOP, fold(SHOP, changes(SHOP, *rows)), at(0), at(10))
+    rows += [truncate()] if form.retains else []
+    applied = table.apply(SHOP, fold_into(form, SHOP, changes(SHOP, *rows)), at(0), at(10))
+    assert applied.committed
     assert max(taken, default=0) <= 1, "counts, and nothing else"
     assert plans
     for plan in plans:

@@ -120,3 +120,20 @@ def test_a_pipeline_tends_its_tables_beside_their_changes(
         table = life(applying, "t")
         assert table.state is TableState.LIVE
         assert 0 < table.bytes_changed < table.bytes_written
+
+
+def test_what_a_killed_process_was_writing_is_removed_when_the_next_begins(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
+    with Scene(tmp_path, database) as scene:
+        with scene.loader() as applying:
+            assert scene.settled(applying)
+            folder = life(applying, "t").place.path
+            execute(database, "UPDATE t SET id = 2")
+            assert scene.settled(applying)
+        strays = [folder / f"part-{name}-0123-0-000.parquet" for name in ("exchange", "recast")]
+        for stray in strays:
+            stray.write_bytes(b"half")
+        with scene.loader() as applying:
+            assert not any(stray.exists() for stray in strays)
+            assert scene.settled(applying)
+            scene.assert_equal(applying, "t")

@@ -17,16 +17,22 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.features import Features
+from tailrace.tables.forms import PLAIN, Form
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from tailrace.spark.delta_engine import SparkDeltaTable
+    from tailrace.spark.driving import SparkEngine
 
     AnyTable = DeltaRsTable | SparkDeltaTable
 
 ENGINE = os.environ.get("TAILRACE_TEST_ENGINE", "delta-rs")
 IS_SPARK = ENGINE == "spark"
+FEATURES_SAID = os.environ.get("TAILRACE_TEST_FEATURES", "").split()
+"""What tables are made with, by the names of the settings; only Spark's connector writes them."""
+FEATURES = Features(**dict.fromkeys(FEATURES_SAID, True))
 only_spark = pytest.mark.skipif(not IS_SPARK, reason="needs Spark's Delta connector: `make engines` runs it")
 not_spark = pytest.mark.skipif(IS_SPARK, reason="of delta-rs alone")
 
@@ -36,13 +42,27 @@ def examples(count: int) -> int:
     return max(2, count // 8) if IS_SPARK else count
 
 
-def open_table(path: Path, log_id: str) -> AnyTable:
+def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features = FEATURES) -> AnyTable:
     """A lake table of the engine under test."""
     if not IS_SPARK:
-        return DeltaRsTable(path, log_id)
+        return DeltaRsTable(path, log_id, form)
     from tailrace.spark.delta_engine import SparkDeltaTable
 
-    return SparkDeltaTable(session(), path, log_id)
+    return SparkDeltaTable(session(), path, log_id, form, features)
+
+
+def engine_lines() -> str:
+    """What settings say below `tables:` for the engine under test."""
+    said = "".join(f"  {name}: true\n" for name in FEATURES_SAID)
+    return f"  engine: spark\n{said}" if IS_SPARK else ""
+
+
+@functools.cache
+def spark_engine() -> SparkEngine:
+    """What does the work of its tables."""
+    from tailrace.spark.driving import SparkEngine
+
+    return SparkEngine(session())
 
 
 @functools.cache

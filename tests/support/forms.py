@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Applied, Cursor, LakeTable
-from tailrace.tables.formed import fold_into
+from tailrace.tables.formed import fold_into, loaded
 from tailrace.tables.forms import Form, Origin
-from tests.support.changes import SHOP, Change, changes, record_batches
+from tailrace.tables.staging import stage
+from tests.support.changes import SHOP, Change, Model, changes, record_batches
 
 OpenTable = Callable[[Path, Form], LakeTable]
 Row = dict[str, Any]
@@ -109,6 +110,41 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
 
 def _comparable(values: Iterable[Any]) -> list[tuple[bool, str]]:
     return [(value is not None, str(value)) for value in values]
+
+
+def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) -> None:
+    """What a load does that finds the table there."""
+    origin = Origin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
+    batches = loaded(table.form, table.schema, record_batches(table.schema, rows), origin)
+    files = stage(table.folder, name, table.form.stored(table.schema), batches, table.form.partition_by)
+    here, table.seq = table.seq, table.seq + 1
+    for _ in range(2):  # a task may be run twice
+        table.table.refresh(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)
+        assert table.table.cursor() == table.cursor(table.seq)
+
+
+def story(steps: list[Any]) -> tuple[list[dict[str, Any]], list[Tx]]:
+    """Rows to begin with, and transactions over them."""
+    model, transactions = Model(), list[Tx]()
+    for number in (0, 1):
+        model.step("insert", number, number, "begun", ())
+    begun = list(model.table().values())
+    for kind, at, to, value, unchanged, ends, time in steps:
+        told = model.step(kind, at, to, value, unchanged)
+        if transactions and not ends:
+            transactions[-1] = replace(transactions[-1], changes=(*transactions[-1].changes, *told))
+        else:
+            transactions.append(Tx(time, tuple(told)))
+    return begun, [given for given in transactions if given.changes]
+
+
+def pieces(batch: pa.Table, cuts: set[int]) -> Iterator[pa.Table]:
+    """The batch, cut between some of its rows; the two rows of a move stay together, as they do in the log."""
+    moved = batch.column("_moved_from").to_pylist() if "_moved_from" in batch.column_names else []
+    joined = {at for at, row in enumerate(moved) if row is not None}
+    ends = sorted({cut for cut in cuts if 0 < cut < batch.num_rows and cut not in joined})
+    for start, end in zip([0, *ends], [*ends, batch.num_rows], strict=True):
+        yield batch.slice(start, end - start)
 
 
 # --- what must come of it ----------------------------------------------------------------------------------

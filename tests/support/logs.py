@@ -84,11 +84,11 @@ class Diary:
     def close(self) -> None:
         self.writer.close()
 
-    def commit(self, *given: Given, transactions: int = 1) -> int:
-        """One commit; without rows it only moves the position."""
+    def commit(self, *given: Given, transactions: int = 1, at: int = 0) -> int:
+        """One commit, made at this time (µs since 1970); without rows it only moves the position."""
         begin, end = self.writer.position.value, self.writer.position.value + STEP
         self._pieces = []
-        batches = self._batches(given, str(Lsn(end)))
+        batches = self._batches(given, str(Lsn(end)), at)
         header = self.writer.append(window(begin, end, *batches, transactions=transactions))
         assert header is not None
         self._note(header.commit, batches)
@@ -121,7 +121,7 @@ class Diary:
         self._pieces = []
         return header.commit
 
-    def _batches(self, given: Sequence[Given], position: str) -> list[ChangeBatch]:
+    def _batches(self, given: Sequence[Given], position: str, at: int = 0) -> list[ChangeBatch]:
         """One transaction's rows, as a source hands them over; the pieces before it are counted."""
         made, first = [], 0
         for schema, rows in given:
@@ -132,6 +132,7 @@ class Diary:
                 (change.POSITION, [position] * len(rows)),
                 (change.TX, [self.writer.commit + 1] * len(rows)),
                 (change.TX_INDEX, list(range(begin, begin + len(rows)))),
+                (change.COMMITTED_AT, [at] * len(rows)),
             ):
                 place = data.schema.get_field_index(name)
                 field = data.schema.field(place)

@@ -465,30 +465,43 @@ def _read_delta(folder: Path) -> pa.Table:
         Path(stand_in, "_delta_log").symlink_to((folder / "_delta_log").resolve())
         try:
             table = DeltaTable(stand_in)
-            _refuse_unknown_features(table, folder)
+            if _says_more(table, folder):
+                return _scanned(DeltaTable(str(folder.resolve()), version=table.version()))
             schema = pa.schema(table.schema().to_arrow())
-            names = [unquote(uri.rsplit("/", 1)[1]) for uri in table.file_uris()]
+            adds = pa.table(table.get_add_actions(flatten=True))
         except DeltaError as error:
             raise LakeUnreadable(f"{folder}: the Delta log cannot be read") from error
-    return pa.concat_tables([schema.empty_table(), *(_read_file(folder / name, schema) for name in names)])
+    # What a table is partitioned by stands in the log alone.
+    said = {name: adds.column(f"partition.{name}") for name in table.metadata().partition_columns}
+    files = [
+        _read_file(folder / unquote(path), schema, {name: values[i] for name, values in said.items()})
+        for i, path in enumerate(adds.column("path").to_pylist())
+    ]
+    return pa.concat_tables([schema.empty_table(), *files])
 
 
-def _refuse_unknown_features(table: DeltaTable, folder: Path) -> None:
+def _says_more(table: DeltaTable, folder: Path) -> bool:
+    """Whether its files alone do not tell what the table holds."""
     metadata = table.metadata()
-    if metadata.partition_columns:
-        raise LakeUnreadable(f"{folder}: the Delta table is partitioned")
-    if metadata.configuration.get("delta.columnMapping.mode", "none") != "none":
-        raise LakeUnreadable(f"{folder}: the Delta table maps its columns to other names")
-    if pa.table(table.deletion_vectors()).num_rows:
-        raise LakeUnreadable(f"{folder}: the Delta table has deletion vectors")
+    mapped = metadata.configuration.get("delta.columnMapping.mode", "none") != "none"
+    return mapped or bool(pa.table(table.deletion_vectors()).num_rows)
 
 
-def _read_file(path: Path, schema: pa.Schema) -> pa.Table:
+def _scanned(table: DeltaTable) -> pa.Table:
+    """As delta-rs reads it."""
+    schema = pa.schema(table.schema().to_arrow())
+    stored = pa.table(table.scan())
+    return pa.table([stored.column(field.name).cast(field.type) for field in schema], schema=schema)
+
+
+def _read_file(path: Path, schema: pa.Schema, said: dict[str, pa.Scalar]) -> pa.Table:
     if not path.is_file():
         raise LakeUnreadable(f"{path}: named by the Delta log, but not there")
     # ParquetFile, not read_table: that would take `name=value` in the path for a partition.
     with pq.ParquetFile(path) as file:
         stored = file.read()
+    for name, value in said.items():
+        stored = stored.append_column(name, pa.repeat(value, stored.num_rows))
     columns = [
         stored.column(field.name).cast(field.type)
         if field.name in stored.column_names

@@ -43,6 +43,8 @@ from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.spark.wake import Wake
+from tailrace.tables.delta import UNCOMMITTED
+from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +99,9 @@ class Applying:
         for table in self._source.tables():
             life = self.lives.add(table.table, table, self._settings.load.mode_of(table.table))
             life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
+            for left in UNCOMMITTED:
+                with suppress(TailraceError):
+                    discard(life.place.path, left)
         self.holding.begin()
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,

@@ -10,7 +10,15 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.changelog.letters import Letters
-from tailrace.errors import FormChanged, SourceRewritten, TableFailed, TailraceError, Unsupported
+from tailrace.errors import (
+    ForeignWrite,
+    FormChanged,
+    SourceRewritten,
+    TableFailed,
+    TableUnusable,
+    TailraceError,
+    Unsupported,
+)
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -115,7 +123,8 @@ def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run
     life, plan = load.life, load.seed.plan
     shape = None
     if load.mode is LoadMode.REFRESH or load.where or life.place.form.retains:
-        with suppress(FormChanged):
+        # One that was changed by others is not to be built on, and whoever asked was told that it is replaced.
+        with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.seed.wish is not None else [])):
             shape = table.shape()
     if shape is not None and shape.same_rows(plan.schema):
         work = RefreshWork(

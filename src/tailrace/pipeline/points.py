@@ -6,12 +6,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.settings import PipelineSettings, load_settings
-from tailrace.tables.versions import files_at
+from tailrace.tables.versions import files_at, needs_connector
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -39,7 +41,8 @@ def find_point(settings: PipelineSettings, *, time: str | None = None, position:
 def tables_at(
     spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None
 ) -> dict[str, DataFrame]:
-    """The pipeline's tables as they were at one point, by `schema.table`; no connector is needed.
+    """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for tables with
+    deletion vectors or column mapping.
 
     Transactions that the source committed up to there are in all of them, and later ones in none.
     """
@@ -52,8 +55,27 @@ def tables_at(
 
 
 def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
-    from pyspark.sql.pandas.types import from_arrow_schema
+    from tailrace.spark.frames import spark_schema
 
-    columns, files = files_at(path, version)
-    fields = from_arrow_schema(columns)
-    return spark.read.schema(fields).parquet(*map(str, files)) if files else spark.createDataFrame([], fields)
+    if needs_connector(path, version):
+        return spark.read.format("delta").option("versionAsOf", version).load(str(path.absolute()))
+    columns, files, partitions = files_at(path, version)
+    if not files:
+        return spark.createDataFrame([], spark_schema(columns))
+    inside = pa.schema([field for field in columns if field.name not in partitions.column_names])
+    rows = spark.read.schema(spark_schema(inside)).parquet(*map(str, files))
+    return _with_partitions(rows, columns.names, files, partitions) if partitions.num_columns else rows
+
+
+def _with_partitions(rows: DataFrame, names: list[str], files: list[Path], partitions: pa.Table) -> DataFrame:
+    """The rows with what their files do not hold. By the files' own names, for what Spark would take from the folders'
+    depends on the session's time zone."""
+    from pyspark.sql import functions as f
+
+    from tailrace.spark.frames import spark_schema
+
+    file = "file" + "_" * max(map(len, names))
+    said = partitions.append_column(file, pa.array([path.name for path in files]))
+    told = rows.withColumn(file, f.col("_metadata.file_name"))
+    joined = told.join(f.broadcast(rows.sparkSession.createDataFrame(said, spark_schema(said.schema))), file)
+    return joined.select(*("`" + name.replace("`", "``") + "`" for name in names))

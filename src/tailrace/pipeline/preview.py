@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import SchemaChanged, TableUnusable
 from tailrace.model.evolution import is_news
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.life import Lives, TableLife
@@ -45,6 +46,15 @@ def _told(lives: Lives, life: TableLife) -> Iterator[TableSchema]:
         yield lives.shape_of(life.shape, item)
 
 
+def _refused(life: TableLife, shape: TableSchema) -> TableUnusable | None:
+    """Why the lake table cannot be made of the new shape."""
+    try:
+        life.place.form.stored(shape)
+    except TableUnusable as error:
+        return error
+    return None
+
+
 def _evolution(
     settings: PipelineSettings, life: TableLife, shapes: list[TableSchema], value_of: ValueOf, *, gone: bool
 ) -> TableEvolution:
@@ -58,6 +68,9 @@ def _evolution(
         step = None if known else plan(here, shape, settings.tables.evolution.policies, value_of)
         if step is None:
             continue
+        if not isinstance(step, SchemaChanged) and (refused := _refused(life, step.schema)) is not None:
+            action, why, hint = "stop", refused.headline, refused.hint
+            break
         if isinstance(step, Recast):
             before, here = here, step.schema
             if before == here:

@@ -36,7 +36,7 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.formed import fold_into
 from tailrace.tables.layout import Place
 from tailrace.tables.rebuilding import Base, Rebuilding, bases
-from tailrace.tables.versions import files_at
+from tailrace.tables.versions import files_at, needs_connector
 
 LEASE_SECONDS_MAX = 2.0
 Progress = Callable[[int, int], None]
@@ -152,7 +152,7 @@ class _Rebuild:
     def _unusable(self, base: Base) -> str | None:
         """Why the table cannot be rebuilt from this version."""
         cursor, life = base.position.cursor, self._life(base, self._place)
-        if base.position.form != self._place.form:
+        if not self._place.form.alike(base.position.form, base.position.schema):
             return f"it was made as {base.position.form.described}"
         if cursor.commit > self._index.commit:
             return "it holds more than the log does"
@@ -173,6 +173,8 @@ class _Rebuild:
         first = letters.first
         if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load):
             return "changes after it, or at it, were or are in dead letters"
+        if needs_connector(self._place.path, base.version):
+            return "it has deletion vectors or column mapping"
         try:
             files_at(self._place.path, base.version)
         except TableUnusable:

@@ -84,7 +84,7 @@ class Redelivering:
         assert life.shape is not None, "a table that goes on"
         work = RereadWork(
             log=self._lives.log.path, shape=life.shape, expected=life.cursor,
-            reader=self._source.row_reader(READ_SECONDS_MAX),
+            reader=self._source.row_reader(READ_SECONDS_MAX), partition_by=life.place.form.partitions_of(life.shape),
         )  # fmt: skip
         outcome = run_one(self._run, reread_letters, work, life.table)
         if outcome.error is not None:

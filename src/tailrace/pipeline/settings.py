@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
     from tailrace.changelog.keeper import Keeping
     from tailrace.model.schema import TableId
+    from tailrace.tables.features import Features
     from tailrace.tables.forms import Form
     from tailrace.tables.layout import Layout
 
@@ -275,6 +276,12 @@ def _check_connections(given: object) -> int:
     return int(text)
 
 
+def _check_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len({name.lower() for name in names}) < len(names):
+        raise _refusal("names a column twice", "Name each once, for example: `partition_by: [region, day]`.")
+    return names
+
+
 def _check_file_size(given: object) -> int:
     size = _check_size(given)
     if size > FILE_SIZE_MAX:
@@ -339,6 +346,7 @@ Template = Annotated[str, AfterValidator(_check_template)]
 Templates = Annotated[str, AfterValidator(_check_templates)]
 PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
 Folder = Annotated[Path, BeforeValidator(_check_folder)]
+Columns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AfterValidator(_check_columns)]
 
 
 # ---- models ----------------------------------------------------------------------------------------------
@@ -478,8 +486,11 @@ class RuleSettings(BaseModel):
     mode: Kept | None = None
     soft_delete: bool | None = None
     metadata: tuple[MetadataName, ...] | None = None
+    partition_by: Columns | None = None
     on_bad_row: BadRow | None = None
     name: Template | None = None
+    deletion_vectors: bool | None = None
+    column_mapping: bool | None = None
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
 
     @model_validator(mode="after")
@@ -504,11 +515,14 @@ class TablesSettings(BaseModel):
     mode: Kept = "mirror"
     soft_delete: bool = False
     metadata: tuple[MetadataName, ...] = ()
+    partition_by: Columns = ()
     names: Templates = "{schema}/{table}"
     rules: dict[Glob, RuleSettings] = {}
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
     on_bad_row: BadRow = "stop"
+    deletion_vectors: bool = False
+    column_mapping: bool = False
 
     @model_validator(mode="after")
     def _only_mirrors_mark(self) -> TablesSettings:
@@ -523,22 +537,39 @@ class TablesSettings(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _spark_writes_mirrors(self) -> TablesSettings:
+    def _spark_partitions_nothing(self) -> TablesSettings:
         if self.engine != "spark":
             return self
+        asked: list[tuple[Loc, object]] = [((), self.partition_by)]
+        asked += [(("rules", glob), rule.partition_by) for glob, rule in self.rules.items()]
+        for at, wanted in asked:
+            if wanted:
+                raise _refusal(
+                    "is not known to `engine: spark`", "Remove it, or write `engine: delta-rs`.", (*at, "partition_by")
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _features_are_for_spark(self) -> TablesSettings:
         rules: list[tuple[Loc, TablesSettings | RuleSettings]] = [((), self)]
-        for at, said in (*rules, *((("rules", glob), rule) for glob, rule in self.rules.items())):
-            asked = {
-                "mode": said.mode not in (None, "mirror"), "soft_delete": said.soft_delete, "metadata": said.metadata,
-                "on_bad_row": said.on_bad_row == "dead-letter", "columns": getattr(said, "columns", None),
-            }  # fmt: skip
-            for name, wanted in asked.items():
-                if wanted:
+        rules += [(("rules", glob), rule) for glob, rule in self.rules.items()]
+        for at, said in rules if self.engine != "spark" else ():
+            for name in ("deletion_vectors", "column_mapping"):
+                if getattr(said, name):
                     raise _refusal(
-                        "is not known to `engine: spark`, which writes plain mirrors",
-                        "Remove it, or write `engine: delta-rs`.", (*at, name),
+                        "is for `engine: spark`: delta-rs does not write such tables",
+                        "Remove it, or write `engine: spark`.", (*at, name),
                     )  # fmt: skip
         return self
+
+    def _features_of(self, table: TableId) -> Features:
+        from tailrace.tables.features import Features
+
+        rule = self._rule_of(table)
+        return Features(
+            deletion_vectors=self.deletion_vectors if rule.deletion_vectors is None else rule.deletion_vectors,
+            column_mapping=self.column_mapping if rule.column_mapping is None else rule.column_mapping,
+        )
 
     def form_of(self, table: TableId) -> Form:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
@@ -548,9 +579,11 @@ class TablesSettings(BaseModel):
         mode = rule.mode or self.mode
         soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
         metadata = self.metadata if rule.metadata is None else rule.metadata
+        partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
         return Form(
             mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata))),
             columns=tuple(sorted(rule.columns.items())),
+            partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
         )  # fmt: skip
 
     def _name_of(self, table: TableId) -> str:
@@ -566,8 +599,9 @@ class TablesSettings(BaseModel):
         from tailrace.tables.layout import Layout
 
         return Layout(
-            root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine
-        )
+            root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine,
+            features_of=self._features_of,
+        )  # fmt: skip
 
     def sets_aside(self, table: TableId) -> bool:
         """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
@@ -813,11 +847,14 @@ _EXAMPLES = {
     "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
     "tables.soft_delete": "`soft_delete: true`",
     "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.partition_by": "`partition_by: [region]`",
     "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
     "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
     "tables.on_bad_row": "`on_bad_row: stop`, or `on_bad_row: dead-letter`",
+    "tables.deletion_vectors": "`deletion_vectors: true`, with `engine: spark`",
+    "tables.column_mapping": "`column_mapping: true`, with `engine: spark`",
     "load": "`load: {connections: 4, time_limit: 1h}`",
     "load.mode": f"`mode: initial`; there are {_MODES}",
     "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',

@@ -24,6 +24,24 @@ _DEFAULTS = {
     "spark.databricks.delta.snapshotPartitions": "2",
 }
 
+TABLE_SETTINGS = {
+    # Who commits meanwhile fails us, whatever it was.
+    "spark.databricks.delta.maxCommitAttempts": "0",
+    # The position moves also where no row does.
+    "spark.databricks.delta.skipRecordingEmptyCommits": "false",
+    # What is merged comes from files, the same however often it is read.
+    "spark.databricks.delta.merge.materializeSource": "none",
+    # Tables hold instants, and their files what every reader understands alike.
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
+    "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
+    "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
+    "spark.sql.parquet.inferTimestampNTZ.enabled": "true",
+    "spark.sql.ansi.enabled": "true",
+}
+"""Of the session that writes a table."""
+
 
 def connector_settings(given: Mapping[str, str]) -> dict[str, str]:
     """The settings of a session that has the connector, with what was given; refuses a Spark that has none."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.types import StructType
 
 from tailrace import failpoints
 from tailrace.errors import (
@@ -34,27 +36,24 @@ from tailrace.errors import (
     Unsupported,
 )
 from tailrace.model.schema import Column, TableId, TableSchema
+from tailrace.spark.connector import TABLE_SETTINGS
+from tailrace.spark.copies import without
 from tailrace.spark.folding import FoldedFiles, file_fields, write_folded
-from tailrace.spark.frames import (
-    all_of,
-    as_table,
-    bits,
-    difference,
-    merge_statement,
-    named,
-    own_columns,
-    spark_schema,
-)
+from tailrace.spark.forming import BACK, difference, merge_for, timed
+from tailrace.spark.frames import all_of, as_table, named, own_columns, spark_schema
 from tailrace.spark.guard import guard, was_overtaken
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.delta import ONE_APPLIER, DeltaRsTable, Opened
 from tailrace.tables.deltalog import REPLACE_HINT, Position, Written, app_id, made_by, make_durable
 from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import DELETE, UPSERT, Folded, key_ordinals
+from tailrace.tables.features import PLAIN_FILES, Features, features_of
+from tailrace.tables.fold import UPSERT, Ended, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, unreadable
-from tailrace.tables.forms import Origin
-from tailrace.tables.limits import refuse_spark_names
-from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds
+from tailrace.tables.formed import compared, keeping, recast_into
+from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
+from tailrace.tables.history import ended_after
+from tailrace.tables.limits import refuse_names, refuse_spark_names
+from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, only_names
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.upkeep import Tended, Upkeep
 
@@ -62,22 +61,7 @@ SCRATCH = "_tailrace"
 """Below a table's folder; readers and Delta's own upkeep pass over names that begin so."""
 
 _UNREADABLE = re.compile(r"PATH_NOT_FOUND|FAILED_READ_FILE|CANNOT_READ_FILE|FileNotFoundException|not a Parquet file")
-_SETTINGS = {
-    # Who commits meanwhile fails us, whatever it was.
-    "spark.databricks.delta.maxCommitAttempts": "0",
-    # The position moves also where no row does.
-    "spark.databricks.delta.skipRecordingEmptyCommits": "false",
-    # What is merged comes from files, the same however often it is read.
-    "spark.databricks.delta.merge.materializeSource": "none",
-    # Tables hold instants, and their files what every reader understands alike.
-    "spark.sql.session.timeZone": "UTC",
-    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
-    "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
-    "spark.sql.parquet.datetimeRebaseModeInWrite": "CORRECTED",
-    "spark.sql.parquet.int96RebaseModeInRead": "CORRECTED",
-    "spark.sql.parquet.inferTimestampNTZ.enabled": "true",
-    "spark.sql.ansi.enabled": "true",
-}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
@@ -90,6 +74,7 @@ class _Source:
     """Rows that were to be read again, and are gone at the source."""
     emptied: tuple[str, ...] = ()
     """Columns that only the table has, and that rows lose which are read anew."""
+    ended: Ended | None = None
 
 
 Given = Callable[[DataFrame], DataFrame]
@@ -97,15 +82,18 @@ Given = Callable[[DataFrame], DataFrame]
 
 
 class SparkDeltaTable:
-    """A mirror table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
+    """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
 
-    def __init__(self, spark: SparkSession, path: Path, log_id: str) -> None:
+    def __init__(
+        self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES
+    ) -> None:
         # The position of a commit is a setting of the session, so each table has its own.
         self.session = spark.newSession()
-        for name, value in _SETTINGS.items():
+        for name, value in TABLE_SETTINGS.items():
             self.session.conf.set(name, value)
-        self._path, self._log_id = path.absolute(), log_id
-        self._plain = DeltaRsTable(path, log_id)
+        self._path, self._log_id, self._form = path.absolute(), log_id, form
+        self._versions = form.mode is TableMode.HISTORY
+        self._plain = DeltaRsTable(path, log_id, form, features)
 
     def cursor(self) -> Cursor | None:
         return self._plain.cursor()
@@ -150,7 +138,7 @@ class SparkDeltaTable:
     ) -> Applied:  # fmt: skip
         given = None if reread is None else self._given(schema, reread)
         with self.scratch() as folder:
-            files = write_folded(folder / "folded.parquet", schema, folded)
+            files = write_folded(folder / "folded.parquet", self._form.stored(schema), folded)
             return self.apply_files(schema, files, expected, cursor, touch=touch, given=given)
 
     def apply_files(
@@ -163,13 +151,22 @@ class SparkDeltaTable:
         if here.seq >= cursor.seq or (folded.empty and not touch):
             return Applied(committed=False, cursor=here)
         self._plain.refuse_elsewhere(table.position, schema, expected)
-        after = replace(table.position, schema=schema, cursor=cursor)
-        version, upserted = self._write(schema, table, folded, after, given)
+        clock = max(table.position.clock, folded.clock or 0)
+        after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
+        version, upserted = self._write(self._form.stored(schema), table, folded, after, given)
         written = self._make_durable(version)
         return Applied(
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.deletes, bytes=written.bytes,
             version=version,
         )  # fmt: skip
+
+    def put_files(self, schema: TableSchema, folded: FoldedFiles, expected: Cursor) -> Applied:
+        """`MendedTable.put`, of rows that a task has put into files."""
+        table = self._plain.opened()
+        self._plain.refuse_elsewhere(table.position, schema, expected)
+        version, upserted = self._write(self._form.stored(schema), table, folded, table.position, None)
+        written = self._make_durable(version)
+        return Applied(committed=True, cursor=expected, upserted=upserted, bytes=written.bytes, version=version)
 
     def _given(self, schema: TableSchema, reread: Reread) -> Given:
         """Rows read again by whoever calls; a pipeline has tasks read them."""
@@ -178,24 +175,33 @@ class SparkDeltaTable:
             found = reread(pa.table(keys.toArrow()))
             path = self._scratch() / f"given-{uuid.uuid4().hex}.parquet"
             pq.write_table(found, path, store_schema=False)
-            return self.session.read.schema(spark_schema(pa.schema(schema.row_fields()))).parquet(str(path))
+            return self.session.read.schema(self.source_fields(schema)).parquet(str(path))
 
         return rows
+
+    def source_fields(self, schema: TableSchema) -> StructType:
+        """The source's columns, by their names in the lake."""
+        fields = self._form.stored(schema).row_fields()
+        return spark_schema(pa.schema(fields[: len(schema.columns)]))
 
     def _write(
         self, schema: TableSchema, table: Opened, folded: FoldedFiles, position: Position, given: Given | None
     ) -> tuple[int, int]:  # fmt: skip
         """One commit, in the cheapest way that is exact; its version, and how many rows came."""
         rows = self._folded(schema, folded)
+        if self._versions:
+            rows = timed(schema, rows, table.position.clock)
         if folded.truncated:
             came = as_table(schema, rows)
             return self._commit(table, position, lambda: self._save(table, came, "overwrite")), folded.upserts
-        if schema.key and not folded.empty:
-            source = self._merge_source(schema, table, rows, folded.absent, given)
+        if schema.key and not folded.empty and not (self._versions and folded.only_adds):
+            source = self._merge_source(schema, table, rows, folded.absent, None if self._versions else given)
+            ended = ended_after(folded.ended, table.position.clock) if self._versions else folded.ended
+            source = replace(source, ended=ended)
             version = self._commit(table, position, lambda: self._merge(schema, table, source))
             return version, folded.upserts - source.left_out
         if folded.deletes:
-            left = self._without(schema, table, rows).unionByName(as_table(schema, rows))
+            left = without(schema, self._read(table), rows, self._keep).unionByName(as_table(schema, rows))
             return self._commit(table, position, lambda: self._save(table, left, "overwrite")), folded.upserts
         came = as_table(schema, rows)
         return self._commit(table, position, lambda: self._save(table, came, "append")), folded.upserts
@@ -212,15 +218,16 @@ class SparkDeltaTable:
         """The rows as a merge takes them. A row whose base is missing is an error, or is read again."""
         if not absent:
             return _Source(rows=rows.select(*own_columns(schema), "op"))
-        keys = key_ordinals(schema)
-        held = self._read(table).select(
+        keys, there = key_ordinals(schema), self._read(table)
+        held = (there.where(named(CURRENT)) if self._versions else there).select(
             *(named(schema.columns[i].name).alias(f"b{i}") for i in sorted({*keys, *absent})),
             f.lit(True).alias("there"),
         )
         bases = [f.col(f"base.c{i}") == f.col(f"b{i}") for i in keys]
         joined = self._keep(rows.join(held, bases, "left"))
         partial, missing = f.col("absent").isNotNull(), f.col("there").isNull()
-        still = all_of([f.col(f"base.c{i}") == f.col(f"c{i}") for i in keys])
+        # A version takes its place beside the one that it comes from, and needs all that this has.
+        still = f.lit(False) if self._versions else all_of([f.col(f"base.c{i}") == f.col(f"c{i}") for i in keys])
         takes = {i: f.coalesce(f.array_contains("absent", f.lit(i).cast("smallint")), f.lit(False)) for i in absent}
         columns = [
             f.when(takes[i] & ~still, f.col(f"b{i}")).otherwise(f.col(f"c{i}")).alias(f"c{i}")
@@ -231,7 +238,8 @@ class SparkDeltaTable:
         if given is not None:
             # Of a row that moved nothing in the table can be trusted, as `lookup.with_bases` says.
             again = partial & (f.col("moved") | missing)
-            wanted = self._keep(joined.where(again).select(*(f.col(f"c{i}").alias(f"w{i}") for i in keys)))
+            mine = [*keys, *range(len(schema.columns) - len(self._form.added), len(schema.columns))]
+            wanted = self._keep(joined.where(again).select(*(f.col(f"c{i}").alias(f"w{i}") for i in mine)))
             fresh, left_out = self._read_again(schema, wanted, absent, given)
             kept = joined.where(~again).select(*columns, "op", *flags)
             return _Source(rows=kept.unionByName(fresh), kept=absent, left_out=left_out)
@@ -245,68 +253,62 @@ class SparkDeltaTable:
     def _read_again(
         self, schema: TableSchema, wanted: DataFrame, absent: frozenset[int], given: Given
     ) -> tuple[DataFrame, int]:
-        """The rows with these keys as they are at the source now, and how many of them are gone there."""
-        own = [named(column.name).alias(f"c{i}") for i, column in enumerate(schema.columns)]
+        """The rows with these keys as they are at the source now, and how many of them are gone there. What the form
+        adds is of the change that asks for the row."""
+        theirs = len(schema.columns) - len(self._form.added)
+        own = [
+            (named(column.name) if i < theirs else f.col(f"w{i}")).alias(f"c{i}")
+            for i, column in enumerate(schema.columns)
+        ]
         none = [f.lit(False).alias(f"k{i}") for i in sorted(absent)]
         op = f.lit(UPSERT).cast("tinyint").alias("op")
         asked = wanted.count()
-        if not asked:
-            return self._nothing(pa.schema(schema.row_fields())).select(*own, op, *none), 0
         names = {i: schema.columns[i].name for i in key_ordinals(schema)}
+        if not asked:
+            fields = [(f"w{i}" if i >= theirs else c.name, c.type) for i, c in enumerate(schema.columns)]
+            return self._nothing(pa.schema(fields)).select(*own, op, *none), 0
         answers = given(wanted.select(*(f.col(f"w{i}").alias(name) for i, name in names.items())))
         same = [named(name) == f.col(f"w{i}") for i, name in names.items()]
-        found = self._keep(answers.join(wanted, same, "left_semi"))
-        return found.select(*own, op, *none), asked - found.count()
+        found = self._keep(answers.join(wanted, same).select(*own, op, *none))
+        return found, asked - found.count()
 
     def _merge(self, schema: TableSchema, table: Opened, source: _Source) -> None:
         view = f"source_{uuid.uuid4().hex}"
         self._guarded(table, source.rows).createOrReplaceTempView(view)
         try:
-            self.session.sql(merge_statement(schema, table.folder, view, source.kept, source.emptied))
+            self.session.sql(
+                merge_for(self._form, schema, table.folder, view, source.kept, source.emptied, source.ended)
+            )
         finally:
             self.session.catalog.dropTempView(view)
-
-    def _without(self, schema: TableSchema, table: Opened, rows: DataFrame) -> DataFrame:
-        """The table's rows less so many copies of each image; too few of one is an error."""
-        there = self._read(table).select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
-        gone = self._keep(rows.where(f.col("op") == DELETE).withColumn("image", f.monotonically_increasing_id()))
-        same = [
-            bits(f.col(f"t{i}"), c).eqNullSafe(bits(f.col(f"c{i}"), c)) for i, c in enumerate(schema.columns)
-        ]
-        joined = there.join(gone.select(*(f"c{i}" for i in range(len(same))), "image", "copies"), same, "left")
-        number = "row_number() OVER (PARTITION BY image ORDER BY image) AS n"
-        # Which of equal rows goes is all the same, but it must stay the same.
-        numbered = self._keep(joined.where("image IS NOT NULL").selectExpr("*", number))
-        dropped = f.col("n") <= -f.col("copies")
-        wanted = gone.agg(f.coalesce(-f.sum("copies"), f.lit(0))).first()
-        found = numbered.where(dropped).count()
-        assert wanted is not None, "an aggregate"
-        if found < wanted[0]:
-            raise BaseRowMissing(
-                "rows to be removed are not in the table", table=schema.table, rows=int(wanted[0]) - found,
-                hint=LOAD_ANEW_HINT,
-            )  # fmt: skip
-        kept = joined.where("image IS NULL").unionByName(numbered.where(~dropped).drop("n"))
-        return kept.select(*(f.col(f"t{i}").alias(c.name) for i, c in enumerate(schema.columns)))
 
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
         keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
     ) -> Applied:  # fmt: skip
-        if not schema.key:
+        table, appends = self._plain.opened(), self._form.mode is TableMode.APPEND
+        if appends and not features_of(table.table).any:  # the files become the table's own: no row is touched
+            return self._plain.refresh(schema, files, expected, cursor, keys=keys, origin=origin)
+        if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
-        table = self._plain.opened()
         here = table.position.cursor
-        if here != expected and here.seq >= cursor.seq:
+        if (here != expected and here.seq >= cursor.seq) or (appends and here == cursor):
             return Applied(committed=False, cursor=here)
         self._plain.refuse_elsewhere(table.position, schema, expected)
-        after = replace(table.position, schema=schema, cursor=cursor)
+        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        clock = max(table.position.clock, origin.read_at)
+        after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
+        if appends:
+            came = self._staged(pa.schema(self._form.stored(schema).row_fields()), table, files)
+            self._make_durable(self._commit(table, after, lambda: self._save(table, came, "append")))
+            return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
         with self.scratch():
-            return self._make_equal(schema, table, after, self._difference(schema, table, files, keys))
+            changes = self._difference(schema, table, files, keys, origin)
+            return self._make_equal(self._form.stored(schema), table, after, changes)
 
     def _make_equal(self, schema: TableSchema, table: Opened, after: Position, changes: DataFrame) -> Applied:
         found = self._keep(changes)
-        counts = {row["op"]: row["count"] for row in found.groupBy("op").count().collect()}
+        counts = {(row["op"] == UPSERT, row[BACK]): row["count"] for row in found.groupBy("op", BACK).count().collect()}
         if counts:
             emptied = tuple(column.name for column in kept_columns(table.table, schema))
             source = _Source(rows=found, emptied=emptied)
@@ -318,17 +320,21 @@ class SparkDeltaTable:
             return Applied(committed=False, cursor=after.cursor)
         self._make_durable(version)
         return Applied(
-            committed=True, cursor=after.cursor, upserted=counts.get(UPSERT, 0), deleted=counts.get(DELETE, 0)
-        )
+            committed=True, cursor=after.cursor, upserted=counts.get((True, False), 0),
+            deleted=counts.get((False, False), 0),
+        )  # fmt: skip
 
     def _difference(
-        self, schema: TableSchema, table: Opened, files: Sequence[StagedFile], keys: Sequence[StagedFile] | None
+        self, schema: TableSchema, table: Opened, files: Sequence[StagedFile], keys: Sequence[StagedFile] | None,
+        origin: Origin,
     ) -> DataFrame:  # fmt: skip
-        columns = [schema.columns[i] for i in key_ordinals(schema)]
+        stored, counts = self._form.stored(schema), len(compared(self._form, schema)[0].columns)
+        columns = [stored.columns[i] for i in key_ordinals(stored)]
         fields = pa.schema([(column.name, column.type) for column in columns])
-        staged = self._staged(pa.schema(schema.row_fields()), table, files)
+        staged = self._staged(pa.schema(stored.row_fields()), table, files)
         listed = None if keys is None else self._staged(fields, table, keys)
-        return difference(schema, self._read(table), staged, listed)
+        past = keeping(self._form, origin, table.position.clock)
+        return difference(stored, counts, self._read(table), staged, listed, past)
 
     def _staged(self, fields: pa.Schema, table: Opened, files: Sequence[StagedFile]) -> DataFrame:
         if not files:
@@ -343,9 +349,16 @@ class SparkDeltaTable:
             return Applied(committed=False, cursor=here)
         if here != expected:
             raise self._plain.elsewhere(here, expected)
-        laid = lay_out(table.table, recast)
-        shape = replace(recast.schema, columns=laid.columns, facts=None)
-        refuse_spark_names(shape)
+        own = recast_into(self._form, recast)
+        laid = lay_out(table.table, own)
+        shape = replace(own.schema, columns=laid.columns, facts=None)
+        if features_of(table.table).column_mapping:
+            refuse_names(shape)
+            if only_names(table.table, laid):
+                self._plain.lay(table, shape, laid, recast.schema)
+                return Applied(committed=True, cursor=here)
+        else:
+            refuse_spark_names(shape)
         # A commit without rows, which the connector makes nobody but a person do.
         self._plain.add_features(table.folder, table.table, shape)
         table = self._plain.opened()

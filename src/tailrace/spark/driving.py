@@ -22,14 +22,15 @@ from py4j.protocol import Py4JNetworkError
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
-from tailrace.errors import TailraceError
+from tailrace.changelog.letters import Letters
+from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableId
+from tailrace.spark.aside import KeepWork, keep_aside
 from tailrace.spark.delta_engine import Given, SparkDeltaTable
-from tailrace.spark.folding import fold_stretch
-from tailrace.spark.frames import spark_schema
+from tailrace.spark.folding import FoldedFiles, fold_stretch
+from tailrace.spark.redelivery import DeliverWork, StageWork, deliver_letters, stage_letters
 from tailrace.spark.seeds import Seeds
-from tailrace.spark.setting_aside import refuse_letters
 from tailrace.spark.tasks import (
     ApplyWork,
     EvolveWork,
@@ -41,7 +42,9 @@ from tailrace.spark.tasks import (
     read_again,
     refresh_table,
 )
+from tailrace.tables.base import Applied
 from tailrace.tables.fold import key_ordinals
+from tailrace.tables.forms import TableMode
 from tailrace.tables.layout import Place
 
 TABLES_AT_ONCE_MAX = 4
@@ -54,7 +57,7 @@ class SparkEngine:
     def __init__(self, spark: SparkSession) -> None:
         self._spark = spark
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
-            advance_table: self._advance, refresh_table: self._refresh,
+            advance_table: self._advance, refresh_table: self._refresh, deliver_letters: self._deliver,
         }  # fmt: skip
 
     def does(self, task: Callable[..., Outcome]) -> bool:
@@ -71,7 +74,7 @@ class SparkEngine:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
     def _table(self, place: Place) -> SparkDeltaTable:
-        return SparkDeltaTable(self._spark, place.path, place.log_id)
+        return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features)
 
     def _advance(self, work: ApplyWork | EvolveWork) -> Outcome:
         return self._evolve(work) if isinstance(work, EvolveWork) else self._apply(work)
@@ -80,20 +83,50 @@ class SparkEngine:
         started = time.monotonic()
         failpoints.hit("apply.before_table")
         try:
-            table = self._table(work.place)
-            refuse_letters(work.log, work.table, work.expected)
-            with table.scratch() as scratch:
-                folded = fold_stretch(work, scratch, self._in_tasks)
-                given = None if work.reader is None else self._given(work, table, scratch)
-                applied = table.apply_files(
-                    work.shape, folded, work.expected, work.cursor, touch=True, given=given
-                )
+            folded, applied = self._applied(work)
         except Exception as error:  # the work's boundary: the table fails, the others go on
             return _failed(work.table, error)
         return Outcome(
             table=work.table, rows=folded.changes, seconds=time.monotonic() - started, cursor=work.cursor,
             schema=work.shape, bytes_changed=folded.bytes, bytes_written=applied.bytes, version=applied.version,
+            letters=sum(len(item.causes) for item in folded.aside),
         )  # fmt: skip
+
+    def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, Applied]:
+        """One commit; what the table cannot take is set aside first, as `setting_aside` has it."""
+        table, letters = self._table(work.place), Letters(work.log, work.table)
+        mirrors, keyed = work.place.form.mode is TableMode.MIRROR, bool(work.shape.key)
+        with table.scratch() as scratch:
+            if not mirrors or not letters.any:
+                try:
+                    return self._attempted(work, table, scratch / "plain")
+                except (ValueUnfit, BaseRowMissing):
+                    if not mirrors or not keyed or not work.letters:
+                        raise
+            here = table.cursor()
+            if here != work.expected:  # it is done already, or this says why it cannot be
+                nothing = FoldedFiles()
+                return nothing, table.apply_files(work.shape, nothing, work.expected, work.cursor, touch=True)
+            letters.settle(work.expected.load)
+            letters.void(work.expected.seq)
+            done = self._attempted(work, table, scratch / "sifted", sifts=keyed)
+        if keyed:
+            letters.tidy(work.cursor.seq)
+            failpoints.hit("letters.tidied")
+        return done
+
+    def _attempted(
+        self, work: ApplyWork, table: SparkDeltaTable, scratch: Path, *, sifts: bool = False
+    ) -> tuple[FoldedFiles, Applied]:
+        scratch.mkdir()
+        folded = fold_stretch(work, scratch, self._in_tasks, sifts=sifts)
+        if folded.aside:
+            (error,) = self._in_tasks(keep_aside, [KeepWork(work=work, aside=folded.aside)])
+            if error is not None:
+                raise error
+        given = None if work.reader is None else self._given(work, table, scratch)
+        applied = table.apply_files(work.shape, folded, work.expected, work.cursor, touch=True, given=given)
+        return folded, applied
 
     def _given(self, work: ApplyWork, table: SparkDeltaTable, scratch: Path) -> Given:
         """Rows that a task reads from the source again; the keys and the rows pass through files."""
@@ -103,7 +136,7 @@ class SparkEngine:
             (error,) = self._in_tasks(_read_given, [_Asked(work=work, scratch=scratch)])
             if error is not None:
                 raise error
-            fields = spark_schema(pa.schema(work.shape.row_fields()))
+            fields = table.source_fields(work.shape)
             return table.session.read.schema(fields).parquet(str(scratch / "given.parquet"))
 
         return rows
@@ -125,11 +158,26 @@ class SparkEngine:
         assert expected is not None, "a table that is refreshed has been loaded"
         applied = table.refresh(
             work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None,
+            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None, origin=work.origin,
         )  # fmt: skip
         return Outcome(
             table=work.schema.table, rows=applied.upserted + applied.deleted, cursor=applied.cursor, schema=work.schema
         )
+
+    def _deliver(self, work: DeliverWork) -> Outcome:
+        return _timed(work.shape.table, partial(self._delivered, work))
+
+    def _delivered(self, work: DeliverWork) -> Outcome:
+        """One commit of the rows that may come in, then what became of the letters: both as `redelivery` has it."""
+        table, version = self._table(work.place), None
+        with table.scratch() as scratch:
+            (found,) = self._in_tasks(stage_letters, [StageWork(work=work, path=scratch / "ready.parquet")])
+            if isinstance(found, TailraceError):
+                raise found
+            if found.upserts:
+                version = table.put_files(work.shape, found, work.expected).version
+        done: Outcome = self._in_tasks(deliver_letters, [replace(work, put=False)])[0]
+        return replace(done, version=version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +192,8 @@ def _read_given(asked: _Asked) -> TailraceError | None:
     work = asked.work
     try:
         keys = pq.read_table(asked.scratch / "keys")
-        columns = [work.shape.columns[i] for i in key_ordinals(work.shape)]
+        stored = work.place.form.stored(work.shape)
+        columns = [stored.columns[i] for i in key_ordinals(stored)]
         fields = pa.schema([(column.name, column.type) for column in columns])
         transactions = {tx for batch in change_batches(work, work.expected.seq) for tx in _transactions(batch)}
         rows = read_again(work, sorted(transactions), keys.select(fields.names).cast(fields))

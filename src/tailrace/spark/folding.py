@@ -5,6 +5,10 @@ is bounded: up to `ROWS_AT_ONCE_MAX` changes are folded by one task as they are;
 key, each of about that many, so that all changes of a key meet in one. Changes that take values from the row of another
 key need that row's changes beside them, so the keys of such moves share a bucket. Of a key that is changed again and
 again only the last change of each batch is dealt out, unless values are absent.
+
+What a table's form asks for decides what is dealt out. Where each change is a row, nothing is: every part of the
+stretch is folded by itself. Where what the source no longer has is kept, every change of a key counts, a TRUNCATE is
+dealt out to every bucket at its place, and with it what a bucket cannot know: the latest time of commit so far.
 """
 
 from __future__ import annotations
@@ -27,9 +31,13 @@ from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
+from tailrace.spark.aside import Aside, sift_aside
 from tailrace.spark.tasks import ApplyWork, as_ours, change_batches
 from tailrace.tables.fingerprints import Prints, PrintSet, image_prints, key_prints
-from tailrace.tables.fold import UPSERT, Folded, fold, folded_schema, key_ordinals
+from tailrace.tables.fold import UPSERT, Ended, Folded, fold, folded_schema, key_ordinals
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import TableMode
+from tailrace.tables.history import LATEST, latest_times
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.limits import refuse_far_dates
 
@@ -57,12 +65,22 @@ class FoldedFiles:
     """Of the changes, in memory."""
     upserts: int = 0
     deletes: int = 0
+    """Rows that say what becomes of others: that they go, end, or are marked."""
     absent: frozenset[int] = frozenset()
     """The columns that some row takes from the table."""
+    ended: Ended | None = None
+    clock: int | None = None
+    aside: tuple[Aside, ...] = ()
+    """What was left out, for the table cannot take it."""
 
     @property
     def empty(self) -> bool:
-        return not self.truncated and not self.upserts and not self.deletes
+        return not self.truncated and self.ended is None and not self.upserts and not self.deletes
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether nothing is said of rows that the table may have, but of those that come."""
+        return self.ended is None and not self.deletes and not self.absent
 
 
 def file_fields(schema: TableSchema) -> pa.Schema:
@@ -75,7 +93,7 @@ def write_folded(path: Path, schema: TableSchema, folded: Folded) -> FoldedFiles
     """One file of folded rows; none if there are no rows."""
     rows = folded.rows
     if not rows.num_rows:
-        return FoldedFiles(truncated=folded.truncated)
+        return FoldedFiles(truncated=folded.truncated, ended=folded.ended, clock=folded.clock)
     upserts = pc.equal(rows.column("op"), UPSERT)
     refuse_far_dates(schema, rows.filter(upserts).columns[: len(schema.columns)])
     pq.write_table(rows.select(file_fields(schema).names), path, row_group_size=GROUP_ROWS_MAX, store_schema=False)
@@ -83,24 +101,35 @@ def write_folded(path: Path, schema: TableSchema, folded: Folded) -> FoldedFiles
     absent = pc.unique(rows.column("absent").combine_chunks().flatten()).to_pylist()
     return FoldedFiles(
         files=(path,), truncated=folded.truncated, upserts=came, deletes=rows.num_rows - came,
-        absent=frozenset(absent),
+        absent=frozenset(absent), ended=folded.ended, clock=folded.clock,
     )  # fmt: skip
 
 
-def fold_stretch(work: ApplyWork, scratch: Path, run: Run, rows_max: int = ROWS_AT_ONCE_MAX) -> FoldedFiles:
-    """Fold the slices of the work into files below `scratch`, which is there and empty."""
-    rows = sum(item.rows for item in work.slices)
+def fold_stretch(
+    work: ApplyWork, scratch: Path, run: Run, rows_max: int = ROWS_AT_ONCE_MAX, *, sifts: bool = False
+) -> FoldedFiles:
+    """Fold the slices of the work into files below `scratch`, which is there and empty; with `sifts`, what the table
+    cannot take is left out, and put beside (`FoldedFiles.aside`)."""
+    rows, form = sum(item.rows for item in work.slices), work.place.form
     if rows <= rows_max:
         whole = _Part(work=work, number=0, slices=work.slices, after_seq=work.expected.seq, scratch=scratch)
-        return _joined(_results(run, _fold_whole, [whole]))
+        return _joined(_results(run, _fold_whole, [replace(whole, sifts=sifts)]))
     parts = list(_parts(work, scratch, rows_max))
+    if form.mode is TableMode.APPEND:
+        return _joined(_results(run, _fold_each, parts))
     seen = _results(run, _look, parts)
-    truncates = [item.truncated_at for item in seen if item.truncated_at is not None]
     buckets = min(math.ceil(rows / rows_max), BUCKETS_MAX)
-    last = max(truncates, default=None)
-    _results(run, _deal, [replace(part, buckets=buckets, truncated_at=last) for part in parts])
+    last = None
+    if not form.retains:
+        last = max((item.truncated_at for item in seen if item.truncated_at is not None), default=None)
+    times = np.maximum.accumulate([0, *(item.latest for item in seen)]).tolist()
+    dealt = [
+        replace(part, buckets=buckets, truncated_at=last, latest=time, sifts=sifts)
+        for part, time in zip(parts, times, strict=False)
+    ]
+    _results(run, _deal, dealt)
     gathered = [
-        _Bucket(schema=work.shape, number=number, scratch=scratch, truncated=last is not None)
+        _Bucket(work=work, number=number, scratch=scratch, truncated=last is not None, sifts=sifts)
         for number in range(buckets)
     ]
     folded = _joined(_results(run, _fold_bucket, gathered))
@@ -121,7 +150,10 @@ class _Part:
     scratch: Path
     buckets: int = 0
     truncated_at: int | None = None
-    """The number of the last TRUNCATE of the stretch: what came before it is of no account."""
+    """The number of the last TRUNCATE of the stretch, where what came before it is of no account."""
+    latest: int = 0
+    """The latest time of commit before the part, µs since 1970."""
+    sifts: bool = False
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """In pieces small enough to be copied."""
@@ -137,14 +169,16 @@ class _Seen:
     rows: int
     bytes: int
     truncated_at: int | None
+    latest: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    schema: TableSchema
+    work: ApplyWork
     number: int
     scratch: Path
     truncated: bool
+    sifts: bool
 
 
 def _results(run: Run, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
@@ -162,6 +196,10 @@ def _joined(pieces: Iterable[FoldedFiles]) -> FoldedFiles:
         changes=sum(item.changes for item in found), bytes=sum(item.bytes for item in found),
         upserts=sum(item.upserts for item in found), deletes=sum(item.deletes for item in found),
         absent=frozenset().union(*(item.absent for item in found)),
+        # A TRUNCATE is in every bucket, and says the same in each.
+        ended=next((item.ended for item in found if item.ended is not None), None),
+        clock=max((item.clock for item in found if item.clock is not None), default=None),
+        aside=tuple(some for item in found for some in item.aside),
     )  # fmt: skip
 
 
@@ -185,39 +223,72 @@ def _fold_whole(part: _Part) -> FoldedFiles | TailraceError:
     try:
         empty = part.work.shape.change_schema().empty_table()
         changes = pa.concat_tables([empty, *(pa.Table.from_batches([batch]) for batch in part.batches())])
-        folded = fold(part.work.shape, changes)
-        done = write_folded(part.scratch / "folded.parquet", part.work.shape, folded)
+        done = _fold_changes(part.work, changes, part.scratch, "folded", part.sifts)
     except Exception as error:  # the task's boundary: what went wrong is an answer, too
         return as_ours(error)
     return replace(done, changes=changes.num_rows, bytes=changes.nbytes)
 
 
+def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, sifts: bool) -> FoldedFiles:
+    """Changes as a file of what the table must do about them, and one of those that it cannot take."""
+    aside: tuple[Aside, ...] = ()
+    if sifts:
+        changes, some = sift_aside(work, changes, scratch / f"{name}-aside.arrow")
+        aside = () if some is None else (some,)
+    form = work.place.form
+    folded = fold_into(form, work.shape, changes)
+    return replace(write_folded(scratch / f"{name}.parquet", form.stored(work.shape), folded), aside=aside)
+
+
+def _fold_each(part: _Part) -> FoldedFiles | TailraceError:
+    """Every change as a row, a few at a time."""
+    form, shape = part.work.place.form, part.work.shape
+    stored, path = form.stored(shape), part.scratch / f"folded-{part.number:05d}.parquet"
+    rows = size = 0
+    try:
+        with pq.ParquetWriter(path, file_fields(stored), store_schema=False) as writer:
+            for batch in part.batches():
+                rows, size = rows + batch.num_rows, size + batch.nbytes
+                folded = fold_into(form, shape, pa.Table.from_batches([batch])).rows
+                refuse_far_dates(stored, folded.columns[: len(stored.columns)])
+                writer.write_table(folded.select(file_fields(stored).names))
+    except Exception as error:  # the task's boundary
+        return as_ours(error)
+    return FoldedFiles(files=(path,), changes=rows, bytes=size, upserts=rows)
+
+
 def _look(part: _Part) -> _Seen | TailraceError:
     """Count, find the last TRUNCATE, and note the keys of rows that moved and left values behind."""
-    rows = size = 0
+    rows = size = latest = 0
     truncated_at, moves = None, list[Prints]()
     try:
         for batch in part.batches():
             rows, size = rows + batch.num_rows, size + batch.nbytes
             truncates = batch.column(change.SEQ).filter(_is(batch, Operation.TRUNCATE))
             truncated_at = truncates[-1].as_py() if len(truncates) else truncated_at
+            latest = max(latest, int(latest_times(pa.Table.from_batches([batch]))[-1]))
             if part.work.shape.key:
                 moves += _moves(part.work.shape, batch)
         np.save(part.scratch / f"moves-{part.number:05d}.npy", np.concatenate([np.empty((0, 2), np.uint64), *moves]))
     except Exception as error:  # the task's boundary
         return as_ours(error)
-    return _Seen(rows=rows, bytes=size, truncated_at=truncated_at)
+    return _Seen(rows=rows, bytes=size, truncated_at=truncated_at, latest=latest)
 
 
 def _deal(part: _Part) -> int | TailraceError:
     """Write each change into the file of its bucket."""
-    schema = part.work.shape
+    schema, form, latest = part.work.shape, part.work.place.form, part.latest
+    all_count = form.retains or part.sifts
     try:
         moved = PrintSet(np.concatenate([np.load(file) for file in sorted(part.scratch.glob("moves-*.npy"))]))
         with ExitStack() as stack:
             writers: dict[int, Any] = {}
             for batch in part.batches():
-                for bucket, rows in _dealt(schema, _after(batch, part.truncated_at), moved, part.buckets):
+                if form.mode is TableMode.HISTORY:
+                    times = np.maximum(latest_times(pa.Table.from_batches([batch])), latest)
+                    batch, latest = batch.append_column(LATEST, pa.array(times)), int(times[-1])
+                batch = _after(batch, part.truncated_at)
+                for bucket, rows in _dealt(schema, batch, moved, part.buckets, all_count):
                     if bucket not in writers:
                         file = stack.enter_context(_file(part.scratch, bucket, part.number).open("xb"))
                         writers[bucket] = stack.enter_context(pa.ipc.new_stream(file, rows.schema))
@@ -228,16 +299,19 @@ def _deal(part: _Part) -> int | TailraceError:
 
 
 def _fold_bucket(bucket: _Bucket) -> FoldedFiles | TailraceError:
-    schema = bucket.schema
+    schema = bucket.work.shape
     try:
-        pieces = [schema.change_schema().empty_table()]
+        fields = schema.change_schema()
+        if bucket.work.place.form.mode is TableMode.HISTORY:
+            fields = fields.append(pa.field(LATEST, pa.int64()))
+        pieces = [fields.empty_table()]
         if bucket.truncated:
             pieces.append(_truncate(schema))
         for file in sorted(bucket.scratch.glob(f"bucket-{bucket.number:05d}-*.arrow")):
             with file.open("rb") as source, pa.ipc.open_stream(source) as reader:
                 pieces.append(reader.read_all())
-        folded = fold(schema, pa.concat_tables(pieces))
-        return write_folded(bucket.scratch / f"folded-{bucket.number:05d}.parquet", schema, folded)
+        changes, name = pa.concat_tables(pieces), f"folded-{bucket.number:05d}"
+        return _fold_changes(bucket.work, changes, bucket.scratch, name, bucket.sifts)
     except Exception as error:  # the task's boundary
         return as_ours(error)
 
@@ -280,12 +354,26 @@ def _moves(schema: TableSchema, batch: pa.RecordBatch) -> Iterator[Prints]:
 
 
 def _dealt(
+    schema: TableSchema, batch: pa.RecordBatch, moved: PrintSet, buckets: int, all_count: bool
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The changes by bucket, in order; a TRUNCATE is in every one."""
+    if not all_count:  # what came before a TRUNCATE is not among them, nor is that itself
+        yield from _shared_out(schema, batch if not schema.key else _last_of_each(schema, batch), moved, buckets)
+        return
+    begin = 0
+    for at in np.flatnonzero(_is(batch, Operation.TRUNCATE).to_numpy(zero_copy_only=False)).tolist():
+        yield from _shared_out(schema, batch.slice(begin, at - begin), moved, buckets)
+        yield from ((bucket, batch.slice(at, 1)) for bucket in range(buckets))
+        begin = at + 1
+    yield from _shared_out(schema, batch.slice(begin), moved, buckets)
+
+
+def _shared_out(
     schema: TableSchema, batch: pa.RecordBatch, moved: PrintSet, buckets: int
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     if not batch.num_rows:
         return
     if schema.key:
-        batch = _last_of_each(schema, batch)
         prints = key_prints(_keys(schema, batch), _SEED)
         number = np.where(moved.find(prints) >= 0, 0, prints[:, 0] % buckets) if len(moved) else prints[:, 0] % buckets
     else:

@@ -64,10 +64,11 @@ def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
 
 
 def merge_statement(
-    schema: TableSchema, folder: Path, view: str, kept: Collection[int], emptied: Collection[str] = ()
-) -> str:
+    schema: TableSchema, folder: Path, view: str, kept: Collection[int], emptied: Collection[str] = (), *,
+    matched: str = "",
+) -> str:  # fmt: skip
     """The merge of a view's rows `c0…cN` and `op`; where a flag `k<i>` is set the table's own row keeps its value.
-    Columns that are emptied have null in rows that change."""
+    Columns that are emptied have null in rows that change. `matched` is what else is done with rows that are there."""
     names = [quoted(column.name) for column in schema.columns]
     over = ", ".join(
         f"{name} = CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else f"{name} = s.c{i}"
@@ -78,29 +79,7 @@ def merge_statement(
         f"MERGE INTO {table_at(folder)} t USING {view} s"
         f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}"
         f" WHEN MATCHED AND s.op = {DELETE} THEN DELETE"
-        f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}"
+        f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}{matched}"
         f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(names)})"
         f" VALUES ({', '.join(f's.c{i}' for i in range(len(names)))})"
     )
-
-
-def difference(schema: TableSchema, table: DataFrame, staged: DataFrame, listed: DataFrame | None) -> DataFrame:
-    """What must be written and what must go, so that a table holds the staged rows, as a merge takes it. With `listed`
-    keys, rows of the table that are not staged stay if their key is listed."""
-    columns, own = schema.columns, key_ordinals(schema)
-    staged = staged.select(*(named(c.name).alias(f"c{i}") for i, c in enumerate(columns)))
-    there = table.select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
-    there = there.withColumn("there", f.lit(True))
-    same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in own]
-    same = all_of([
-        bits(f.col(f"c{i}"), c).eqNullSafe(bits(f.col(f"t{i}"), c)) for i, c in enumerate(columns)
-    ])  # fmt: skip
-    came = staged.join(there, same_key, "left").where(f.col("there").isNull() | ~same)
-    gone = there.join(staged, same_key, "left_anti")
-    if listed is not None:
-        listed = listed.select(*(named(columns[i].name).alias(f"l{i}") for i in own))
-        gone = gone.join(listed, [f.col(f"t{i}") == f.col(f"l{i}") for i in own], "left_anti")
-    op = [f.lit(kind).cast("tinyint").alias("op") for kind in (UPSERT, DELETE)]
-    upserts = came.select(*own_columns(schema), op[0])
-    deletes = gone.select(*(f.col(f"t{i}").alias(f"c{i}") for i in range(len(columns))), op[1])
-    return upserts.unionByName(deletes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,16 @@ from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit, kind_of
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.spark.folding import FoldedFiles, write_folded
 from tailrace.spark.setting_aside import dead_keys
 from tailrace.spark.tasks import Outcome, as_ours, read_rows
 from tailrace.tables.base import Cursor
 from tailrace.tables.fold import key_ordinals
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.layout import Place
-from tailrace.tables.limits import far_dates
+from tailrace.tables.limits import unholdable
 from tailrace.tables.lookup import answers_to
+from tailrace.tables.merge import rows_to_put
 from tailrace.tables.sifting import REPLAY_HINT
 
 NAME = "reread.rows"
@@ -50,6 +52,8 @@ class RereadWork:
     shape: TableSchema
     expected: Cursor
     reader: SnapshotReader
+    partition_by: Mapping[str, str] = field(default_factory=dict)
+    """What the lake table is partitioned by: columns' names at the source and in the lake."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,16 @@ class DeliverWork:
     place: Place
     shape: TableSchema
     expected: Cursor
+    put: bool = True
+    """Whether the rows are still to be put in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWork:
+    """Put the rows that may come in into a file, for Spark's connector to merge."""
+
+    work: DeliverWork
+    path: Path
 
 
 @dataclass
@@ -86,7 +100,7 @@ def reread_letters(work: RereadWork) -> Outcome:
         _read(work, keys, np.arange(keys.num_rows), sorted(set(transactions)), read)
         rows = pa.concat_tables([pa.schema(work.shape.row_fields()).empty_table(), *read.rows])
         answers = answers_to(keys, rows)
-        _judge(work.shape, rows, answers, read)
+        _judge(work, rows, answers, read)
         whose = zip(dead.seqs.tolist(), which.tolist(), strict=True)
         causes = {seq: read.failed[key] for seq, key in whose if key in read.failed}
         good = [int(answers[key]) for key in range(keys.num_rows) if key not in read.failed]
@@ -114,17 +128,18 @@ def _read(work: RereadWork, keys: pa.Table, some: Any, transactions: Sequence[in
     into.seen = max(into.seen, seen)
 
 
-def _judge(shape: TableSchema, rows: pa.Table, answers: Any, read: _Read) -> None:
+def _judge(work: RereadWork, rows: pa.Table, answers: Any, read: _Read) -> None:
     """Rows that are not there, or that the table cannot hold."""
-    far, _ = far_dates(shape, rows.columns, rows.num_rows)
+    shape = work.shape
+    unheld, _ = unholdable(shape, rows.columns, rows.num_rows, work.partition_by)
     for key, answer in enumerate(answers.tolist()):
         if key in read.failed:
             continue
         if answer < 0:
             read.failed[key] = BaseRowMissing("the source has no row of this key", table=shape.table, hint=GONE_HINT)
-        elif far[answer]:
+        elif unheld[answer]:
             read.failed[key] = ValueUnfit(
-                "a date lies past what Delta can hold", table=shape.table, hint=REPLAY_HINT
+                "a value of the row cannot be held by the table", table=shape.table, hint=REPLAY_HINT
             )
 
 
@@ -153,15 +168,13 @@ def deliver_letters(work: DeliverWork) -> Outcome:
     started, table = time.monotonic(), work.shape.table
     letters, path = Letters(work.log, table), _path(work.log, work.shape.table)
     try:
-        with pa.OSFile(str(path)) as handle:
-            rows = pa.ipc.open_file(handle).read_all()
-        stored = json.loads(rows.schema.metadata[_META])
+        rows, stored = _kept(path)
         letters.settle(work.expected.load)
         if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
             return Outcome(table=table, again=True)
         keys, read, version = letters.keys(work.expected.seq), set(stored["seqs"]), None
         ready, delivered = _ready(work.shape, rows, keys, read)
-        if ready.num_rows:
+        if ready.num_rows and work.put:
             version = work.place.open().put(work.shape, ready, work.expected).version
         failpoints.hit("letters.delivered")
         _settle(letters, work, delivered, stored["causes"])
@@ -173,6 +186,29 @@ def deliver_letters(work: DeliverWork) -> Outcome:
         table=table, rows=len(delivered), seconds=time.monotonic() - started, letters=left, version=version,
         again=any(seq not in read for seq in dead_keys(work.shape, keys).seqs.tolist()),
     )  # fmt: skip
+
+
+def stage_letters(asked: StageWork) -> FoldedFiles | TailraceError:
+    """The rows that `deliver_letters` would put in, as a file."""
+    work = asked.work
+    try:
+        rows, stored = _kept(_path(work.log, work.shape.table))
+        if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
+            return FoldedFiles()
+        keys = Letters(work.log, work.shape.table).keys(work.expected.seq)
+        ready, _ = _ready(work.shape, rows, keys, set(stored["seqs"]))
+        form = work.place.form
+        whole = rows_to_put(form, work.shape, ready, work.expected)
+        return write_folded(asked.path, form.stored(work.shape), whole)
+    except Exception as error:  # the task's boundary
+        return as_ours(error)
+
+
+def _kept(path: Path) -> tuple[pa.Table, dict[str, Any]]:
+    """What was read, and what was noted of it."""
+    with pa.OSFile(str(path)) as handle:
+        rows = pa.ipc.open_file(handle).read_all()
+    return rows, json.loads(rows.schema.metadata[_META])
 
 
 def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[int]) -> tuple[pa.Table, list[int]]:

@@ -15,15 +15,15 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog.letters import Bundle, Letters
-from tailrace.errors import BaseRowMissing, DeadLettersFull, Unsupported, ValueUnfit
+from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
 from tailrace.model import change
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.identity import one_array
-from tailrace.tables.sifting import DeadKeys, Sifted, has_unfit, sift
+from tailrace.tables.sifting import DeadKeys, Sifted, has_unfit, sift, sift_kept
 
 LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""
@@ -77,24 +77,20 @@ def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Don
     letters.void(step.expected.seq)
     if not step.schema.key:  # its key was taken away: nobody can say which rows the letters speak of
         return Done(applied=_apply(table, step, changes))
-    sifted = _sifted(table, step, changes, letters.keys(step.expected.seq))
-    _refuse_too_many(step, sifted, letters)
-    if sifted.letters.num_rows or sifted.cleared.size:
-        letters.write(step.schema, step.cursor.seq, sifted.letters, sifted.causes, sifted.cleared.tolist())
-        failpoints.hit("letters.written")
+    sifted = sifted_by(table, step, changes, letters.keys(step.expected.seq))
+    keep_letters(step, sifted, letters)
     applied = _apply(table, step, sifted.changes)
     letters.tidy(step.cursor.seq)
     failpoints.hit("letters.tidied")
     return Done(applied=applied, letters=sifted.letters.num_rows)
 
 
-def refuse_letters(log: Path, table: TableId, here: Cursor) -> None:
-    """For an engine that sets nothing aside: it would build on what is missing as if it were not."""
-    if Letters(log, table).count(here.seq):
-        raise Unsupported(
-            "changes of the table are in dead letters, which `engine: spark` does not know", table=table,
-            hint="Go on with `engine: delta-rs` until `tailrace dead-letters FILE list` shows none of the table.",
-        )  # fmt: skip
+def keep_letters(step: Step, sifted: Sifted, letters: Letters) -> None:
+    """Make letters of what was left out, if there is any and not too much; they count once the table is there."""
+    refuse_too_many(step, sifted, letters)
+    if sifted.letters.num_rows or sifted.cleared.size:
+        letters.write(step.schema, step.cursor.seq, sifted.letters, sifted.causes, sifted.cleared.tolist())
+        failpoints.hit("letters.written")
 
 
 def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:
@@ -102,16 +98,21 @@ def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:
     return table.apply(step.schema, folded, step.expected, step.cursor, touch=True, reread=step.reread)
 
 
-def _sifted(table: MendedTable, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
+def sifted_by(table: MendedTable, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
+    """Changes, which have every column, told apart by what the table holds and by the letters that are open."""
+
     def holds(keys: pa.Table) -> Flags:
         if step.reread is not None:
             return np.ones(keys.num_rows, np.bool_)  # what is missing is read again
         return table.holds(step.schema, keys)
 
-    return sift(step.schema, changes, dead_keys(step.schema, bundles), holds)
+    by = step.form.partitions_of(step.schema)
+    apart = sift_kept if step.form.soft_delete else sift
+    return apart(step.schema, changes, dead_keys(step.schema, bundles), holds, by)
 
 
-def _refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
+def refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
+    """Raise where nothing may be set aside, or more is than a person could look at."""
     if sifted.causes and not step.on:
         first = sifted.causes[0]
         raise type(first)(first.message, hint=STOPPED_HINT, **first.fields)

@@ -158,7 +158,8 @@ def load_chunk(work: ChunkWork) -> Outcome:
             seen = reader.hold(work.schema, work.chunk)
             rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
             stored = work.form.stored(work.schema)
-            staged = stage(work.lake, name, stored, loaded(work.form, work.schema, rows, work.origin))
+            own = loaded(work.form, work.schema, rows, work.origin)
+            staged = stage(work.lake, name, stored, own, work.form.partition_by)
             keys: tuple[StagedFile, ...] = ()
             if work.condition is not None:
                 key = _key_shape(work.schema)

@@ -43,14 +43,27 @@ from tailrace.tables.deltalog import (
     Position,
     Written,
     app_id,
+    data_path,
     file_names,
+    is_ours,
     last_position,
     make_durable,
     position_of,
     source_of,
 )
-from tailrace.tables.deltashape import NTZ, add_action, create_table, delta_fields, is_naive, refuse_features
+from tailrace.tables.deltashape import (
+    NTZ,
+    add_action,
+    create_table,
+    delta_fields,
+    is_naive,
+    parts_of,
+    refuse_features,
+    repartition,
+)
 from tailrace.tables.evolving import Recast
+from tailrace.tables.featured import Featured, removed_rows
+from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_for_delta_rs, refuse_unknown
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
@@ -58,7 +71,8 @@ from tailrace.tables.forms import CURRENT, DELETED, PLAIN, Form, Origin, TableMo
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_far_dates, refuse_names
 from tailrace.tables.lookup import held, with_bases, without
-from tailrace.tables.merge import only_new, operations, upserts_of, whole_rows
+from tailrace.tables.merge import only_new, operations, rows_to_put, upserts_of
+from tailrace.tables.partitions import Parts, refuse_misfits, texts_of, values_of
 from tailrace.tables.paths import anothers
 from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
@@ -80,10 +94,13 @@ class Opened:
 class DeltaRsTable:
     """A table of one change log; keeps the promises of `LakeTable`."""
 
-    def __init__(self, path: Path, log_id: str, form: Form = PLAIN) -> None:
+    def __init__(self, path: Path, log_id: str, form: Form = PLAIN, features: Features | None = None) -> None:
+        """`features`: what the table gets when it is loaded, where Spark's connector writes its rows; None: delta-rs
+        does, and the table may have none."""
         self._path = path.absolute()
         self._log_id = log_id
         self._form = form
+        self._features = features
 
     def cursor(self) -> Cursor | None:
         return None if (opened := self._open()) is None else opened.position.cursor
@@ -93,8 +110,13 @@ class DeltaRsTable:
 
     def rows(self) -> int:
         """From the files' statistics, which every writer of ours adds."""
-        found = self._adds()
-        return 0 if found is None else int(pc.sum(found.column("num_records"), min_count=0).as_py())
+        newest = self._newest()
+        if newest is None:
+            return 0
+        folder, table = newest
+        adds = pa.table(table.get_add_actions(flatten=True))
+        removed = removed_rows(folder, table.version()) if features_of(table).deletion_vectors else 0
+        return int(pc.sum(adds.column("num_records"), min_count=0).as_py()) - removed
 
     def version(self) -> int | None:
         """Delta's own number of the newest version; None if there is no table."""
@@ -114,7 +136,8 @@ class DeltaRsTable:
         table = self._own_table(schema.table)
         name = f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        files = stage(self._path, name, stored, loaded(self._form, schema, batches, origin))
+        rows = loaded(self._form, schema, batches, origin)
+        files = stage(self._path, name, stored, rows, self._form.partition_by)
         try:
             return self._land(table, schema, files, cursor, origin)
         except TailraceError:
@@ -142,10 +165,19 @@ class DeltaRsTable:
         folder = make_folder(self._path)
         stored = self._form.stored(schema)
         stored = replace(stored, columns=(*stored.columns, *kept), facts=None) if kept else stored
-        properties = self._properties(schema, cursor, origin.read_at if origin else 0)
+        position = self._position(schema, cursor, origin.read_at if origin else 0)
+        properties, adds = position.properties(), self._adds_of(folder, files)
+        wanted = self._features or PLAIN_FILES
+        if wanted.any or (table is not None and features_of(table).any):
+            if table is not None:
+                refuse_unknown(self._path, table)
+            featured = Featured(folder=folder, table=table)
+            self._commit(lambda: featured.land(wanted, stored, adds, position))
+            self._make_durable(folder, featured.following)
+            return rows
         if table is None:
-            adds, fields = self._adds_of(folder, files), delta_fields(stored)
-            self._commit(lambda: create_table(folder, fields, adds, properties))
+            fields = delta_fields(stored)
+            self._commit(lambda: create_table(folder, fields, adds, self._form.partition_by, properties))
             self._make_durable(folder, 0)
             return rows
         self._swap(folder, table, stored, files, properties)
@@ -158,11 +190,15 @@ class DeltaRsTable:
         properties: CommitProperties, mode: Literal["append", "overwrite"] = "overwrite",
     ) -> None:  # fmt: skip
         """Make the files all that the table holds, with these columns; or add them."""
-        adds = self._adds_of(folder, files)
+        adds, by = self._adds_of(folder, files), self._form.partition_by
+        if table.metadata().partition_columns != list(by):
+            assert mode == "overwrite", "a table of another form is replaced as a whole"
+            self._commit(lambda: repartition(folder, table, delta_fields(schema), adds, by, properties))
+            return
         self.add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
-                [*adds], mode=mode, schema=delta_fields(schema), commit_properties=properties
+                [*adds], mode=mode, schema=delta_fields(schema), partition_by=list(by), commit_properties=properties
             )
         )
 
@@ -222,14 +258,10 @@ class DeltaRsTable:
         return held(stored, self.opened().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
 
     def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
-        assert self._form.mode is TableMode.MIRROR, "only the last state of a row can be put right"
         opened = self.opened()
         self.refuse_elsewhere(opened.position, schema, expected)
-        stored = self._form.stored(schema)
-        origin = Origin(seq=expected.seq, position=str(expected.position), read_at=time.time_ns() // 1000)
-        own = loaded(self._form, schema, rows.to_batches(), origin)
-        whole = whole_rows(stored, pa.Table.from_batches(own, pa.schema(stored.row_fields())))
-        self._write(opened, stored, whole, opened.position.properties())
+        whole = rows_to_put(self._form, schema, rows, expected)
+        self._write(opened, self._form.stored(schema), whole, opened.position.properties())
         version = opened.table.version()
         written = self._make_durable(opened.folder, version)
         return Applied(
@@ -254,14 +286,14 @@ class DeltaRsTable:
             self._swap(opened.folder, opened.table, self._form.stored(schema), files, properties, mode="append")
             self._make_durable(opened.folder, before + 1)
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
-        refuse_features(self._path, opened.table)
+        refuse_features(self._path, opened.table, self._form.partition_by)
         shape, others = compared(self._form, schema)
         try:
             found = compare(
                 opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
                 keys=None if keys is None else [file.path for file in keys],
                 kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
-                keeping=keeping(self._form, origin, clock),
+                keeping=keeping(self._form, origin, clock), parts=self._parts(opened, schema, files),
             )  # fmt: skip
             if not found.empty:
                 self._exchange(opened, found.stored, [found.rows()], found.kept, properties, changes_rows=True)
@@ -275,22 +307,32 @@ class DeltaRsTable:
         upserted, deleted = found.counts()
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
 
+    def _parts(self, opened: Opened, schema: TableSchema, staged: Iterable[StagedFile]) -> Parts:
+        """What is not in the files of the table, nor in those that were staged."""
+        if not self._form.partition_by:
+            return {}
+        columns = self._form.stored(schema).columns
+        return {**parts_of(opened.table), **{file.path: values_of(file.values, columns) for file in staged}}
+
     def _exchange(
         self, opened: Opened, stored: TableSchema, parts: Iterable[Iterable[pa.RecordBatch]], gone: Iterable[str],
         properties: CommitProperties, *, changes_rows: bool,
     ) -> None:  # fmt: skip
         """Swap some files for others with these rows, those of each part in files of their own."""
         folder, now = opened.folder, time.time_ns() // 1_000_000
-        name = f"exchange-{uuid.uuid4().hex}"
-        fields = delta_fields(stored)
+        name, by = f"{EXCHANGE}-{uuid.uuid4().hex}", self._form.partition_by
+        fields, there = delta_fields(stored), parts_of(opened.table)
         try:
-            staged = [stage(self._path, f"{name}-{n}", stored, rows) for n, rows in enumerate(parts)]
+            staged = [stage(self._path, f"{name}-{n}", stored, rows, by) for n, rows in enumerate(parts)]
             adds = self._adds_of(folder, [file for files in staged for file in files])
             actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
-            actions += [RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, {}) for old in gone]
+            actions += [
+                RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, texts_of(there.get(old, {})))
+                for old in gone
+            ]
             self._commit(
                 lambda: opened.table.create_write_transaction(
-                    actions, mode="append", schema=fields, commit_properties=properties
+                    actions, mode="append", schema=fields, partition_by=list(by), commit_properties=properties
                 )
             )
         except BaseException:
@@ -309,7 +351,7 @@ class DeltaRsTable:
             return Applied(committed=False, cursor=here)
         if here != expected:
             raise self.elsewhere(here, expected)
-        refuse_features(self._path, opened.table)
+        refuse_features(self._path, opened.table, self._form.partition_by)
         before = opened.table.version()
         own = recast_into(self._form, recast)
         laid = lay_out(opened.table, own)
@@ -330,27 +372,38 @@ class DeltaRsTable:
 
     def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
         """Write every row anew, and swap the files."""
-        name = f"recast-{uuid.uuid4().hex}"
-        files = stage(self._path, name, shape, recast_rows(opened.table, laid))
+        name = f"{RECAST}-{uuid.uuid4().hex}"
+        files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
         try:
             self._swap(opened.folder, opened.table, shape, files, properties)
         except TailraceError:
             self._discard(name)
             raise
 
+    def lay(self, opened: Opened, shape: TableSchema, laid: Laid, schema: TableSchema) -> None:
+        """Give a table with column mapping these columns, of which none has other values; no file is touched."""
+        refuse_unknown(self._path, opened.table)
+        featured = Featured(folder=opened.folder, table=opened.table)
+        after = replace(opened.position, schema=schema)
+        self._commit(lambda: featured.lay(shape, laid, after))
+        self._make_durable(opened.folder, featured.following)
+
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
         opened = self.opened()
         if opened.position.cursor != expected:
             raise self.elsewhere(opened.position.cursor, expected)
         table, properties = opened.table, opened.position.properties()
+        if features_of(table).any:
+            return self._tend_featured(opened, upkeep)
         done = Tended()
-        adds = pa.table(table.get_add_actions(flatten=True))
-        sizes = dict(zip(adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist(), strict=True))
-        if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes)):
-            refuse_features(self._path, table)
+        adds, parts = pa.table(table.get_add_actions(flatten=True)), parts_of(table)
+        names = map(data_path, adds.column("path").to_pylist())
+        sizes = dict(zip(names, adds.column("size_bytes").to_pylist(), strict=True))
+        if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes, parts)):
+            refuse_features(self._path, table, self._form.partition_by)
             shape, before = self._form.stored(opened.position.schema), table.version()
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
-            rows = all_rows(opened.folder, some, stored.columns)
+            rows = all_rows(opened.folder, some, stored.columns, parts)
             self._exchange(opened, stored, [rows], some, properties, changes_rows=False)
             written = self._make_durable(opened.folder, before + 1)
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
@@ -362,6 +415,31 @@ class DeltaRsTable:
             for version in range(before + 1, table.version() + 1):
                 self._make_durable(opened.folder, version)
             done = replace(done, removed=removed[0])
+        return done
+
+    def _tend_featured(self, opened: Opened, upkeep: Upkeep) -> Tended:
+        refuse_unknown(self._path, opened.table)
+        featured, done = Featured(folder=opened.folder, table=opened.table), Tended()
+        if upkeep.file_bytes is not None and (some := to_join(featured.sizes(), upkeep.file_bytes)):
+            shape = self._form.stored(opened.position.schema)
+            stored = replace(shape, columns=(*shape.columns, *kept_columns(opened.table, shape)), facts=None)
+            own, name = featured.in_files(stored), f"exchange-{uuid.uuid4().hex}"
+            adds = self._adds_of(opened.folder, stage(self._path, name, own, featured.rows_of(some, own.columns)))
+            try:
+                self._commit(lambda: featured.exchange(some, adds, opened.position))
+            except TailraceError:
+                self._discard(name)
+                raise
+            written = self._make_durable(opened.folder, featured.following)
+            done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
+            opened.table.update_incremental()
+        if (age := upkeep.remove_after_seconds) is not None:
+            self._commit(lambda: featured.remember(age, opened.position))
+            opened.table.update_incremental()
+            try:
+                done = replace(done, removed=featured.remove(age))
+            except (DeltaError, OSError) as exc:
+                raise unreadable(self._path, exc) from exc
         return done
 
     def opened(self) -> Opened:
@@ -391,9 +469,15 @@ class DeltaRsTable:
         self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
         """One commit, in the cheapest way that is exact."""
-        table, before = opened.table, opened.table.version()
+        if self._features is not None:
+            refuse_for_delta_rs(self._path, features_of(opened.table), ours=True)
+        table = opened.table
+        if schema.key and not folded.truncated and not only_new(self._form, folded):
+            self._put(opened, schema, folded, properties)
+            return
         upserts = upserts_of(schema, folded)
         refuse_far_dates(schema, upserts.columns)
+        refuse_misfits(schema, self._form.partition_by, upserts)
         if folded.truncated:
             self._commit(
                 # The columns that are kept stay, empty.
@@ -401,26 +485,23 @@ class DeltaRsTable:
                     table, upserts, mode="overwrite", schema_mode="merge", commit_properties=properties
                 )
             )
-        elif schema.key and not only_new(self._form, folded):
-            self._put(opened, schema, folded, properties)
         elif (operations(folded) == UPSERT).all():
             self._append(table, upserts, properties)
         else:
             self._rewrite(opened, schema, folded, upserts, properties)
-        if table.version() == before:
-            # A merge that found nothing to change makes no commit, but the position has moved all the same.
-            self._append(table, upserts.slice(0, 0), properties)
 
     def _put(
         self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
     ) -> None:
-        """Change the rows that rows with a key are about; no commit where there are none and none comes in."""
-        refuse_features(self._path, opened.table)
+        """Change the rows that rows with a key are about, and bring in those of keys that are not there."""
+        refuse_features(self._path, opened.table, self._form.partition_by)
         try:
             found = plan(self._form, schema, opened.folder, opened.table, folded)
             if found.files or found.fresh.size:
                 self._exchange(opened, found.stored, found.parts(), found.files, properties, changes_rows=True)
                 opened.table.update_incremental()
+            else:  # nothing changes, but the position has moved all the same
+                self._append(opened.table, pa.schema(schema.row_fields()).empty_table(), properties)
         except (OSError, pa.ArrowException) as exc:
             raise unreadable(self._path, exc) from exc
 
@@ -467,10 +548,11 @@ class DeltaRsTable:
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
+    def _position(self, schema: TableSchema, cursor: Cursor, clock: int) -> Position:
+        return Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
+
     def _properties(self, schema: TableSchema, cursor: Cursor, clock: int) -> CommitProperties:
-        return Position(
-            log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock
-        ).properties()
+        return self._position(schema, cursor, clock).properties()
 
     def _newest(self) -> tuple[Path, DeltaTable] | None:
         folder = find_folder(self._path)
@@ -486,7 +568,7 @@ class DeltaRsTable:
     def _open(self) -> Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
         opened = self._open_any()
-        if opened is not None and opened.position.form != self._form:
+        if opened is not None and not self._form.alike(opened.position.form, opened.position.schema):
             raise FormChanged(
                 "the table was made in another form than the settings ask for", path=self._path,
                 made=opened.position.form.described, asked=self._form.described, hint=_FORM_HINT,
@@ -502,6 +584,8 @@ class DeltaRsTable:
         seq = table.transaction_version(app_id(self._log_id))
         if seq is None:
             return None
+        if self._features is None and (found := features_of(table)).any:
+            refuse_for_delta_rs(self._path, found, ours=is_ours(folder, table.version(), self._log_id))
         position = position_of(folder, table.version(), self._log_id)
         if position.cursor.seq != seq:
             raise ForeignWrite(
@@ -526,11 +610,10 @@ class DeltaRsTable:
             raise anothers(self._path, made_of, source)
         return table
 
-    def _adds(self) -> pa.Table | None:
-        newest = self._newest()
-        return None if newest is None else pa.table(newest[1].get_add_actions(flatten=True))
 
-
+EXCHANGE, RECAST = "exchange", "recast"
+UNCOMMITTED = (EXCHANGE, RECAST)
+"""How files are called that only a commit makes part of the table; who alone writes it may discard them."""
 ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
 _FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 

@@ -6,9 +6,11 @@ rows. `RESTORE` is not: it brings old rows back and leaves the position of the n
 
 from __future__ import annotations
 
+import base64
 import json
 import os
-from collections.abc import Collection, Iterator
+import uuid
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ MAINTENANCE = frozenset(["OPTIMIZE", "VACUUM START", "VACUUM END"])
 """What delta-rs and Spark call the commits that change files but no rows."""
 MAINTENANCE_COMMITS_MAX = 10_000
 
+REBUILD_HINT = "`tailrace rebuild FILE TABLE` goes back to its last version of ours, and on with the log."
 REPLACE_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew, and all that it holds is replaced."
 
 
@@ -136,7 +139,7 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
         if not found.maintenance:
             raise ForeignWrite(
                 "someone else changed the table", path=folder, operation=found.operation, version=number,
-                hint="A mirror is written by Tailrace alone. " + REPLACE_HINT,
+                hint=f"A table of ours is written by Tailrace alone. {REBUILD_HINT} {REPLACE_HINT}",
             )  # fmt: skip
     raise TableUnusable(
         "the table's log no longer holds the commit with our position",
@@ -144,6 +147,15 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
         version=version,
         hint=REPLACE_HINT,
     )
+
+
+def is_ours(folder: Path, version: int, log_id: str) -> bool:
+    """Whether nobody else has changed the table."""
+    try:
+        position_of(folder, version, log_id)
+    except (ForeignWrite, TableUnusable):
+        return False
+    return True
 
 
 def own_versions(folder: Path, version: int, log_id: str) -> Iterator[tuple[int, Position]]:
@@ -188,12 +200,20 @@ class Written(NamedTuple):
 def make_durable(folder: Path, version: int) -> Written:
     """Push a commit and the files it adds to the disk: delta-rs leaves them in the operating system's cache."""
     commit = _Commit.read(folder, version)
-    for name in commit.adds if commit else ():
+    names = (*commit.adds, *commit.vectors) if commit else ()
+    for name in names:
         fsync(folder / name)
-    fsync(folder)
+    sync_folders(folder, names)
     fsync(_commit_path(folder, version))
     fsync(folder / "_delta_log")
     return Written(len(commit.adds), commit.removes, commit.bytes) if commit else Written()
+
+
+def sync_folders(folder: Path, names: Iterable[str]) -> None:
+    """Push to the disk that the table's folder has these files: those of a partition lie in folders of their own."""
+    inner = {parent for name in names if "/" in name for parent in Path(name).parents}
+    for parent in inner or (Path(),):
+        fsync(folder / parent)
 
 
 def added_since(folder: Path, mtime_ns: int) -> set[str]:
@@ -208,7 +228,12 @@ def added_since(folder: Path, mtime_ns: int) -> set[str]:
 
 def file_names(table: DeltaTable) -> list[str]:
     """The data files of the version that was opened."""
-    return [str(name) for name in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()]
+    return [data_path(name) for name in pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()]
+
+
+def data_path(said: str) -> str:
+    """Where a data file lies in the table's folder, from what Delta says."""
+    return unquote(said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,18 +242,18 @@ class _Commit:
     maintenance: bool
     position: Position | None
     adds: tuple[str, ...]
+    vectors: tuple[str, ...]
+    """The files with deletion vectors of those that it adds."""
     removes: int
     bytes: int
-    """Of the files that it adds."""
+    """Of the files that it adds; of one that only gets another deletion vector, of that."""
     stats: dict[str, str]
 
     @classmethod
     def read(cls, folder: Path, version: int) -> _Commit | None:
         """One commit; None if the log no longer holds it."""
         try:
-            # Texts of rows stand in it unescaped, and may hold what else Python takes for the end of a line.
-            lines = _commit_path(folder, version).read_bytes().split(b"\n")
-            actions = [json.loads(line) for line in lines if line]
+            actions = _actions(folder, version)
             info = _only(actions, "commitInfo")
             stated = _stated(info)
             position = None if stated is None else Position.parse(stated)
@@ -238,21 +263,53 @@ class _Commit:
             raise TableUnusable(
                 "a commit of the table cannot be read", path=folder, version=version, hint=REPLACE_HINT
             ) from exc
-        files = [action[kind] for action in actions for kind in ("add", "remove") if kind in action]
+        added = [action["add"] for action in actions if "add" in action]
+        removed = [action["remove"] for action in actions if "remove" in action]
+        stayed = {file["path"] for file in removed}
+        vectors = [file["deletionVector"] for file in added if file.get("deletionVector")]
         operation = str(info.get("operation", "unknown"))
+        changes_rows = any(file.get("dataChange", True) for file in (*added, *removed))
         return cls(
             operation=operation,
-            maintenance=operation in MAINTENANCE and not any(file.get("dataChange", True) for file in files),
+            maintenance=operation in MAINTENANCE and not changes_rows,
             position=position,
-            adds=tuple(unquote(action["add"]["path"]) for action in actions if "add" in action),
-            removes=sum("remove" in action for action in actions),
-            bytes=sum(action["add"].get("size", 0) for action in actions if "add" in action),
-            stats={
-                unquote(action["add"]["path"]): action["add"]["stats"]
-                for action in actions
-                if "add" in action and action["add"].get("stats")
-            },
+            adds=tuple(data_path(file["path"]) for file in added),
+            vectors=tuple(name for vector in vectors if (name := vector_file(vector)) is not None),
+            removes=len(removed),
+            bytes=sum(file.get("size", 0) for file in added if file["path"] not in stayed)
+            + sum(vector["sizeInBytes"] for vector in vectors),
+            stats={data_path(file["path"]): file["stats"] for file in added if file.get("stats")},
         )
+
+
+def actions_of(folder: Path, version: int) -> list[dict[str, Any]]:
+    """All that one commit says."""
+    try:
+        return _actions(folder, version)
+    except (OSError, ValueError) as exc:
+        raise TableUnusable(
+            "a commit of the table cannot be read", path=folder, version=version, hint=REPLACE_HINT
+        ) from exc
+
+
+def _actions(folder: Path, version: int) -> list[dict[str, Any]]:
+    # Texts of rows stand in it unescaped, and may hold what else Python takes for the end of a line.
+    lines = _commit_path(folder, version).read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines if line]
+
+
+_Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+_B85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+_ID_CHARS = 20
+
+
+def vector_file(vector: dict[str, Any] | None) -> str | None:
+    """The name of the file that a deletion vector lies in; None if it lies in none of the table's own."""
+    if vector is None or vector["storageType"] != "u":
+        return None
+    prefix, said = vector["pathOrInlineDv"][:-_ID_CHARS], vector["pathOrInlineDv"][-_ID_CHARS:]
+    number = uuid.UUID(bytes=base64.b85decode(said.translate(str.maketrans(_Z85, _B85))))
+    return f"{prefix}/deletion_vector_{number}.bin" if prefix else f"deletion_vector_{number}.bin"
 
 
 def _only(actions: list[dict[str, Any]], kind: str) -> dict[str, Any]:

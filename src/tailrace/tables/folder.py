@@ -1,9 +1,10 @@
 """The folder a Delta table really lies in, and what else may stand there.
 
 delta-rs 1.6 decodes `%2F` in a path once too often (it writes the data in one folder and looks for the log in
-another) and panics at five other characters. A table with such a name lies under `<root>/.tailrace/`, and its
-own path is a relative link there, which every reader follows. No source table can claim that folder: a leading
-dot is encoded. Nothing that is not ours is ever overwritten or taken for a table.
+another) and panics at five other characters. A table with such a name in its path lies under `.tailrace/`, beside the
+first folder of that path which has one, and its own path is a relative link there, which every reader follows. No
+source table can claim that folder: a leading dot is encoded. Nothing that is not ours is ever overwritten or taken for
+a table.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import os
 import re
 import stat
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from tailrace.errors import TableUnusable
 from tailrace.tables.deltalog import has_commits
+from tailrace.tables.paths import UNUSABLE
 
 ASIDE = ".tailrace"
 
-_UNUSABLE = re.compile(r"%[0-9A-Fa-f]{2}|[\[\]\\^|]")
 _OURS = re.compile(r"\..*|_delta_log|part-.*\.parquet")
 """What a load that died leaves behind, and the hidden files that systems add."""
 
@@ -34,7 +36,7 @@ def find_folder(path: Path) -> Path | None:
             raise TableUnusable("a file stands in the table's place", path=path, hint=_AWAY)
         if has_commits(folder):
             return folder
-        strays = sorted(entry.name for entry in folder.iterdir() if not _OURS.fullmatch(entry.name))
+        strays = sorted(_strays(folder))
     except OSError as exc:
         raise unreadable(path, exc) from exc
     if strays:
@@ -42,6 +44,20 @@ def find_folder(path: Path) -> Path | None:
             "the folder holds something that is not a Delta table", path=path, found=strays[0], hint=_AWAY
         )
     return None
+
+
+def _strays(folder: Path) -> Iterator[str]:
+    """What is not ours; the files of a partition lie in folders of their own."""
+    for entry in folder.iterdir():
+        if is_partition(entry.name) and entry.is_dir():
+            yield from _strays(entry)
+        elif not _OURS.fullmatch(entry.name):
+            yield entry.name
+
+
+def is_partition(name: str) -> bool:
+    """Whether a folder of this name may be that of a partition."""
+    return "=" in name
 
 
 def existing_folder(path: Path) -> Path | None:
@@ -54,7 +70,8 @@ def make_folder(path: Path) -> Path:
     """The folder for a new table, made if need be. Many may ask at once: all get the same."""
     try:
         if _needs_link(path) and not path.is_symlink():
-            aside = path.parent.parent / ASIDE / uuid.uuid4().hex
+            around = next(folder for folder in path.parents if not UNUSABLE.search(str(folder)))
+            aside = around / ASIDE / uuid.uuid4().hex
             aside.mkdir(parents=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -95,13 +112,7 @@ def _real(path: Path) -> Path | None:
 
 
 def _needs_link(path: Path) -> bool:
-    root = path.parent.parent
-    if _UNUSABLE.search(str(root)):
-        raise TableUnusable(
-            "delta-rs cannot use this path", path=root,
-            hint=r"Choose a `tables.path` without [ ] \ ^ | and without a percent sign before two digits.",
-        )  # fmt: skip
-    return _UNUSABLE.search(str(path)) is not None
+    return UNUSABLE.search(str(path)) is not None
 
 
 _AWAY = "Move it away, or choose another `tables.path`."

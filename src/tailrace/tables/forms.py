@@ -18,6 +18,7 @@ from tailrace.errors import TableUnusable
 from tailrace.model import change
 from tailrace.model.position import ZERO
 from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.tables.partitions import refuse_columns
 
 
 class TableMode(enum.Enum):
@@ -64,6 +65,8 @@ class Form:
     """Which of `METADATA` stand with each row, besides those that the mode needs."""
     columns: tuple[tuple[str, str], ...] = ()
     """Columns that have another name in the lake: the source's, the lake's."""
+    partition_by: tuple[str, ...] = ()
+    """Columns, by their names in the lake, whose values say which rows lie together."""
 
     def __post_init__(self) -> None:
         if self.soft_delete and self.mode is not TableMode.MIRROR:
@@ -106,11 +109,26 @@ class Form:
                 )  # fmt: skip
             taken.add(column.name.lower())
         key = () if self.mode is TableMode.APPEND else tuple(map(self.name_of, schema.key))
-        return replace(schema, columns=(*own, *self.added), key=key, facts=None)
+        stored = replace(schema, columns=(*own, *self.added), key=key, facts=None)
+        refuse_columns(stored, self.partition_by)
+        return stored
+
+    def alike(self, other: Form, schema: TableSchema) -> bool:
+        """Whether both make the same of the source's table; names of columns that it does not have make no
+        difference."""
+        mine, theirs = (
+            replace(form, columns=tuple(pair for pair in form.columns if pair[0] in schema.names))
+            for form in (self, other)
+        )
+        return mine == theirs
 
     def name_of(self, column: str) -> str:
         """What a column of the source is called in the lake."""
         return dict(self.columns).get(column, column)
+
+    def partitions_of(self, schema: TableSchema) -> dict[str, str]:
+        """Columns of the source that the lake table is partitioned by: their names there, and in the lake."""
+        return {name: own for name in schema.names if (own := self.name_of(name)) in self.partition_by}
 
     def _refuse_keyless(self, schema: TableSchema) -> None:
         if self.mode is TableMode.APPEND:
@@ -127,6 +145,7 @@ class Form:
         return {
             "mode": self.mode.value, "soft_delete": self.soft_delete, "metadata": list(self.metadata),
             "columns": [list(pair) for pair in self.columns],
+            **({"partition_by": list(self.partition_by)} if self.partition_by else {}),
         }  # fmt: skip
 
     @classmethod
@@ -134,6 +153,7 @@ class Form:
         return cls(
             mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"]),
             columns=tuple((old, new) for old, new in stored["columns"]),
+            partition_by=tuple(stored.get("partition_by", ())),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -144,7 +164,8 @@ class Form:
     @property
     def described(self) -> str:
         """All of it, for people."""
-        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.columns)])
+        apart = [f"partitioned by {' and '.join(self.partition_by)}"] if self.partition_by else []
+        return ", ".join([str(self), *self.metadata, *(f"{old} as {new}" for old, new in self.columns), *apart])
 
 
 PLAIN = Form()

@@ -25,13 +25,15 @@ from tailrace.tables.refresh import at_least
 from tailrace.tables.states import States
 
 _TIME = pa.timestamp("us", "UTC")
+LATEST = "\0latest"
+"""Beside changes of which only some are folded together: the latest time of commit up to each among all, µs since
+1970. No source can have a column of this name."""
 
 
 def fold_versions(form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table) -> Folded:
     """The versions that come in, and which keys' current ones they end."""
     states = States(schema, changes)
-    committed = as_type(changes.column(change.COMMITTED_AT), _TIME).cast(pa.int64()).to_numpy()
-    times, txs = np.maximum.accumulate(committed.clip(0)), changes.column(change.TX).to_numpy()
+    times, txs = latest_times(changes), changes.column(change.TX).to_numpy()
     runs = _Runs(states, txs)
     kept = states.alive[runs.last]
     ended = np.where(runs.follows, np.roll(times[states.row[runs.last]], -1), -1)
@@ -54,6 +56,16 @@ def fold_versions(form: Form, schema: TableSchema, stored: TableSchema, changes:
         return Folded(truncated=False, rows=folded, clock=clock)
     values = {VALID_TO: pa.scalar(int(times[at]), _TIME), CURRENT: pa.scalar(False)}
     return Folded(truncated=False, rows=folded, clock=clock, ended=Ended(values=values, tx=int(txs[at])))
+
+
+def latest_times(changes: pa.Table) -> Ints:
+    """For each change the latest time of commit so far."""
+    if LATEST in changes.column_names:
+        known: Ints = changes.column(LATEST).to_numpy()
+        return known
+    committed = as_type(changes.column(change.COMMITTED_AT), _TIME).cast(pa.int64()).to_numpy()
+    times: Ints = np.maximum.accumulate(committed.clip(0))
+    return times
 
 
 class _Runs:
@@ -88,8 +100,14 @@ def timed(stored: TableSchema, folded: Folded, clock: int) -> Folded:
     for name in (VALID_FROM, VALID_TO):
         at = stored.names.index(name)
         rows = rows.set_column(at, rows.schema.field(at), at_least(rows.column(at), least))
-    ended = folded.ended
-    if ended is not None:
-        values = {**ended.values, VALID_TO: max(ended.values[VALID_TO], least, key=lambda time: time.value)}
-        ended = replace(ended, values=values)
-    return replace(folded, rows=rows, ended=ended, clock=max(folded.clock, clock))
+    return replace(folded, rows=rows, ended=ended_after(folded.ended, clock), clock=max(folded.clock, clock))
+
+
+def ended_after(ended: Ended | None, clock: int) -> Ended | None:
+    """What a TRUNCATE does, with no time before the clock."""
+    if ended is None:
+        return None
+    least = pa.scalar(clock, _TIME)
+    return replace(
+        ended, values={**ended.values, VALID_TO: max(ended.values[VALID_TO], least, key=lambda time: time.value)}
+    )

@@ -9,6 +9,7 @@ from typing import Literal
 
 from tailrace.model.schema import TableId
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.features import PLAIN_FILES, Features
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.paths import TEMPLATE, table_path
 
@@ -24,11 +25,13 @@ class Place:
     log_id: str
     form: Form = PLAIN
     engine: Engine = "delta-rs"
+    features: Features = PLAIN_FILES
+    """What it gets when it is loaded; only Spark's connector can write it then."""
 
     def open(self) -> DeltaRsTable:
         """The table, whether it is there or not. What needs no rows is the same for every engine; with another than
         delta-rs, work that changes rows is done by `spark/driving.py`."""
-        return DeltaRsTable(self.path, self.log_id, self.form)
+        return DeltaRsTable(self.path, self.log_id, self.form, self.features if self.engine == "spark" else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +45,14 @@ class Layout:
     """and the template of its folder."""
     pipeline: str = ""
     engine: Engine = "delta-rs"
+    features_of: Callable[[TableId], Features] = lambda _: PLAIN_FILES
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
-        return Place(path=self.path(table), log_id=log_id, form=self.form_of(table), engine=self.engine)
+        return Place(
+            path=self.path(table), log_id=log_id, form=self.form_of(table), engine=self.engine,
+            features=self.features_of(table),
+        )  # fmt: skip
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""

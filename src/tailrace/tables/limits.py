@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import TableUnusable, ValueUnfit
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.partitions import misfits
 
 # delta-rs computes statistics with a calendar that ends in the year 262142 and dies on a date past it.
 DAYS_MAX = 95_000_000
@@ -39,18 +40,26 @@ def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
                 )  # fmt: skip
 
 
-def far_dates(
-    schema: TableSchema, columns: Iterable[Any], rows: int
+def unholdable(
+    schema: TableSchema, columns: Iterable[Any], rows: int, partition_by: Mapping[str, str] | None = None
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Of so many rows, the table's own columns: those with such a date, and those with one in their key."""
-    far, far_key = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
+    """Of so many rows, the table's own columns: those with a value that no table can hold, or none that is partitioned
+    by these columns, which may have other names there; and those with one in their key."""
+    bad, bad_key = np.zeros(rows, np.bool_), np.zeros(rows, np.bool_)
     for column, values in zip(schema.columns, columns, strict=True):
-        if pa.types.is_date32(column.type):
-            found = far_values(values)
-            far |= found
+        found = unheld_values(column, values, partition_by or {})
+        if found is not None:
+            bad |= found
             if column.name in schema.key:
-                far_key |= found
-    return far, far_key
+                bad_key |= found
+    return bad, bad_key
+
+
+def unheld_values(column: Column, values: Any, partition_by: Mapping[str, str]) -> npt.NDArray[np.bool_] | None:
+    """Which values of one column cannot be held; None if all can, by their type."""
+    if column.name in partition_by:
+        return misfits(partition_by[column.name], values)
+    return far_values(values) if pa.types.is_date32(column.type) else None
 
 
 def far_values(dates: Any) -> npt.NDArray[np.bool_]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from tailrace.model.schema import TableSchema
+from tailrace.tables.base import Cursor
 from tailrace.tables.fold import UPSERT, Folded, folded_schema
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.formed import loaded
+from tailrace.tables.forms import Form, Origin, TableMode
 
 
 def only_new(form: Form, folded: Folded) -> bool:
@@ -31,6 +34,15 @@ def upserts_of(schema: TableSchema, folded: Folded) -> pa.Table:
     places = pa.array(np.repeat(np.arange(copies.size), copies))
     rows = folded.rows.select(range(len(schema.columns))).take(places)
     return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))
+
+
+def rows_to_put(form: Form, schema: TableSchema, rows: pa.Table, here: Cursor) -> Folded:
+    """Whole rows of the source as a table of the form takes them that is put right where it stands."""
+    assert form.mode is TableMode.MIRROR, "only the last state of a row can be put right"
+    stored = form.stored(schema)
+    origin = Origin(seq=here.seq, position=str(here.position), read_at=time.time_ns() // 1000)
+    own = loaded(form, schema, rows.to_batches(), origin)
+    return whole_rows(stored, pa.Table.from_batches(own, pa.schema(stored.row_fields())))
 
 
 def whole_rows(schema: TableSchema, rows: pa.Table) -> Folded:

@@ -18,8 +18,8 @@ NAME_BYTES_MAX = 255
 
 TEMPLATE = "{schema}/{table}"
 _PLACE = re.compile(r"\{(schema|table|pipeline)\}")
-_ALONE = re.compile(r"%[0-9A-Fa-f]{2}|[\[\]\\^|]")
-"""What `folder` puts aside, and for that it needs a folder around the table's that is not the lake's."""
+UNUSABLE = re.compile(r"%[0-9A-Fa-f]{2}|[\[\]\\^|]")
+"""What delta-rs cannot have in a path; `folder` finds a way for tables, but not for a whole lake."""
 # C0 and C1 controls, DEL, and the two characters that carry meaning in an encoded path.
 _ENCODED = re.compile(r"^\.|[/%\x00-\x1f\x7f-\x9f]")
 
@@ -27,14 +27,14 @@ _ENCODED = re.compile(r"^\.|[/%\x00-\x1f\x7f-\x9f]")
 def table_path(root: Path, table: TableId, template: str = TEMPLATE, pipeline: str = "") -> Path:
     """The folder of the lake table. A template is folders' names in which `{schema}`, `{table}` and `{pipeline}` stand
     for those."""
+    if UNUSABLE.search(str(root)):
+        raise TableUnusable(
+            "delta-rs cannot use this path", path=root,
+            hint=r"Choose a `tables.path` without [ ] \ ^ | and without a percent sign before two digits.",
+        )  # fmt: skip
     said = {"schema": table.schema, "table": table.name, "pipeline": pipeline}
     encoded = {name: _encoded(value, table) for name, value in said.items()}
     parts = [_folder(_PLACE.sub(lambda found: encoded[found.group(1)], part), table) for part in template.split("/")]
-    if len(parts) == 1 and _ALONE.search(parts[0]):
-        raise TableUnusable(
-            "a table with this name cannot lie right in the lake's folder", table=table,
-            hint="Choose a `tables.names` with a folder, such as `{schema}/{table}`, or rename it in `tables.rules`.",
-        )  # fmt: skip
     return root.joinpath(*parts)
 
 

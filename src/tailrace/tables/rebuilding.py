@@ -24,11 +24,21 @@ from deltalake.exceptions import DeltaError
 from tailrace import failpoints
 from tailrace.errors import TableUnusable
 from tailrace.tables.base import Cursor
-from tailrace.tables.deltalog import REPLACE_HINT, Position, fsync, own_versions, stats_of
-from tailrace.tables.deltashape import refuse_features
+from tailrace.tables.deltalog import (
+    REPLACE_HINT,
+    Position,
+    data_path,
+    fsync,
+    own_versions,
+    stats_of,
+    sync_folders,
+)
+from tailrace.tables.deltashape import parts_of, refuse_features
+from tailrace.tables.features import PLAIN_FILES
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.forms import Origin
 from tailrace.tables.layout import Place
+from tailrace.tables.partitions import folder_of, texts_of
 from tailrace.tables.recast import kept_columns
 from tailrace.tables.staging import StagedFile, discard
 
@@ -71,8 +81,10 @@ class Rebuilding:
         self._place, self._path = place, place.path
         self._folder = _folder(place.path)
         self._id = uuid.uuid4().hex[:12]
-        self.made_at = replace(place, path=self._folder / FOLDER / self._id)
-        """Where the new table is made."""
+        self.made_at = replace(
+            place, path=self._folder / FOLDER / self._id, engine="delta-rs", features=PLAIN_FILES
+        )
+        """Where the new table is made, by delta-rs for every engine."""
 
     def __enter__(self) -> Rebuilding:
         self._clear()
@@ -88,7 +100,7 @@ class Rebuilding:
     def begin(self, base: Base) -> int:
         """Make the new table what the version was; how many rows that is."""
         table = _open(self._folder, base.version)
-        refuse_features(self._path, table)
+        refuse_features(self._path, table, base.position.form.partition_by)
         try:
             self.made_at.path.mkdir(parents=True)
             files = _linked(self._folder, table, self.made_at.path, f"base-{self._id}")
@@ -134,18 +146,19 @@ def _open(folder: Path, version: int | None = None) -> DeltaTable:
 def _linked(folder: Path, table: DeltaTable, into: Path, name: str) -> list[StagedFile]:
     """The table's files under new names in another folder."""
     adds = pa.table(table.get_add_actions(flatten=True))
-    names = adds.column("path").to_pylist()
+    names = [data_path(path) for path in adds.column("path").to_pylist()]
+    parts = parts_of(table)
     stats = stats_of(folder, table.version(), set(names))
     rows = adds.column("num_records").to_pylist()
     made = []
     for number, (old, count) in enumerate(zip(names, rows, strict=True)):
-        new = f"part-{name}-{number:06d}.parquet"
+        values = texts_of(parts.get(old, {}))
+        new = str(Path(folder_of(values)) / f"part-{name}-{number:06d}.parquet")
+        (into / new).parent.mkdir(parents=True, exist_ok=True)
         _link(folder / old, into / new)
-        counted = json.dumps({"numRecords": count})
-        made.append(
-            StagedFile(path=new, size=(into / new).stat().st_size, rows=count, stats=stats.get(old, counted))
-        )
-    fsync(into)
+        counted, size = json.dumps({"numRecords": count}), (into / new).stat().st_size
+        made.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
+    sync_folders(into, [file.path for file in made])
     return made
 
 

@@ -80,6 +80,13 @@ def only_adds(table: DeltaTable, laid: Laid) -> bool:
     return {column.name: column.type for column, old in pairs if old == column.name} == held and not laid.filled
 
 
+def only_names(table: DeltaTable, laid: Laid) -> bool:
+    """Whether no value changes: columns come empty, go, or have other names."""
+    held = {name: _plain(kind) for name, kind in stored_fields(table).items()}
+    pairs = zip(laid.columns, laid.taken, strict=True)
+    return all(held[old] == column.type for column, old in pairs if old is not None) and not laid.filled
+
+
 def recast_rows(table: DeltaTable, laid: Laid) -> Iterator[pa.RecordBatch]:
     """All rows of the table as they are to be."""
     names = [old for old in laid.taken if old is not None]

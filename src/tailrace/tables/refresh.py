@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.fingerprints import Prints, PrintSet, image_prints, key_prints
 from tailrace.tables.fold import Flags, key_ordinals
+from tailrace.tables.partitions import Parts
 
 READ_ROWS = 65_536
 
@@ -80,6 +81,7 @@ class Difference:
     held: Flags
     """Per number in `images`, whether the table holds that row."""
     keeping: Keeping | None = None
+    parts: Parts = field(default_factory=dict)
     retired: dict[str, Flags] = field(default_factory=dict)
     """Of the table's files in which rows go, those that go and are kept all the same."""
     kept: dict[str, Flags] = field(default_factory=dict)
@@ -96,17 +98,20 @@ class Difference:
     def rows(self) -> Iterator[pa.RecordBatch]:
         """What to write: the rows that stay in files that go, then the staged rows the table does not hold."""
         for name, stays in self.kept.items():
-            for batch, flags in _beside(read_rows(self.folder / name, self.stored.columns), stays):
+            for batch, flags in _beside(self._file(name), stays):
                 yield batch.filter(pa.array(flags))
             if self.keeping is not None and self.retired[name].any():
-                for batch, flags in _beside(read_rows(self.folder / name, self.stored.columns), self.retired[name]):
+                for batch, flags in _beside(self._file(name), self.retired[name]):
                     yield self.keeping.retire(batch.filter(pa.array(flags)))
-        for batch in all_rows(self.folder, self.staged, self.stored.columns):
+        for batch in all_rows(self.folder, self.staged, self.stored.columns, self.parts):
             own = batch.columns[: len(self.schema.columns)]
             found = self.images.find(image_prints(own, self.seed))
             new = batch.filter(pa.array(~self.held[found]))
             self.fresh.append(_keys(self.schema, new, self.seed))
             yield new if self.keeping is None else self.keeping.lift(new)
+
+    def _file(self, name: str) -> Iterator[pa.RecordBatch]:
+        return all_rows(self.folder, [name], self.stored.columns, self.parts)
 
     def counts(self) -> tuple[int, int]:
         """How many rows came in, new or changed, and how many went and did not come back."""
@@ -116,13 +121,13 @@ class Difference:
 
 def compare(
     folder: Path, schema: TableSchema, table: Iterable[str], staged: Sequence[str], keys: Sequence[str] | None,
-    kept: Sequence[Column] = (), keeping: Keeping | None = None,
+    kept: Sequence[Column] = (), keeping: Keeping | None = None, parts: Parts | None = None,
 ) -> Difference:  # fmt: skip
     """Compare the table's files with the staged ones; `keys` are files that hold the keys of all rows that may stay,
-    and `kept` are columns that do not count."""
-    seed = secrets.randbits(128)
+    and `kept` are columns that do not count. `parts` tells what columns of the other files are not in them."""
+    seed, parts = secrets.randbits(128), parts or {}
     images, own = [], []
-    for batch in all_rows(folder, staged, schema.columns):
+    for batch in all_rows(folder, staged, schema.columns, parts):
         images.append(image_prints(batch.columns, seed))
         if keys is not None or (keeping is not None and keeping.replaces):
             own.append(_keys(schema, batch, seed))
@@ -136,12 +141,13 @@ def compare(
         images=there,
         held=np.zeros(len(there), np.bool_),
         keeping=keeping,
+        parts=parts,
     )
     came = PrintSet(_joined(own))
     staying = None if keys is None else _Staying(folder, schema, came, keys, seed)
     flag = [column for column in kept if keeping is not None and column.name == keeping.flag]
     for name in table:
-        batches = read_rows(folder / name, [*schema.columns, *flag])
+        batches = all_rows(folder, [name], [*schema.columns, *flag], parts)
         flags = [_fates(found, batch, staying, came) for batch in batches]
         stays, retired = (np.concatenate([np.empty(0, np.bool_), *(pair[i] for pair in flags)]) for i in (0, 1))
         if not stays.all():
@@ -175,7 +181,7 @@ class _Staying:
     ) -> None:
         columns = [schema.columns[i] for i in key_ordinals(schema)]
         self._staged = staged
-        listed = [key_prints(batch.columns, seed) for batch in all_rows(folder, keys, columns)]
+        listed = [key_prints(batch.columns, seed) for batch in all_rows(folder, keys, columns, {})]
         self._listed = PrintSet(_joined(listed))
 
     def __call__(self, prints: Prints) -> Flags:
@@ -198,25 +204,30 @@ def _kept(found: Difference, batch: pa.RecordBatch, staying: _Staying | None) ->
     return stays
 
 
-def read_rows(path: Path, columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
-    """A data file's rows as these columns, in the file's order; null where it has no such column."""
+def read_rows(path: Path, columns: Sequence[Column], said: Mapping[str, pa.Scalar]) -> Iterator[pa.RecordBatch]:
+    """A data file's rows as these columns, in the file's order; where it has no such column what is said of all its
+    rows, or null."""
     fields = pa.schema([pa.field(column.name, column.type) for column in columns])
     with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
         # A name with a dot in it would be taken for a path.
         some = None if any("." in name for name in fields.names) else fields.names
         for batch in file.iter_batches(READ_ROWS, columns=some):
-            yield pa.RecordBatch.from_arrays([_column(batch, column) for column in columns], schema=fields)
+            yield pa.RecordBatch.from_arrays([_column(batch, column, said) for column in columns], schema=fields)
 
 
-def _column(batch: pa.RecordBatch, column: Column) -> Any:
+def _column(batch: pa.RecordBatch, column: Column, said: Mapping[str, pa.Scalar]) -> Any:
+    if column.name in said:
+        return pa.repeat(said[column.name].cast(column.type), batch.num_rows)
     place = batch.schema.get_field_index(column.name)
     return pa.nulls(batch.num_rows, column.type) if place < 0 else batch.column(place).cast(column.type)
 
 
-def all_rows(folder: Path, files: Iterable[str], columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+def all_rows(
+    folder: Path, files: Iterable[str], columns: Sequence[Column], parts: Parts
+) -> Iterator[pa.RecordBatch]:
     """The rows of several, one after the other."""
     for name in files:
-        yield from read_rows(folder / name, columns)
+        yield from read_rows(folder / name, columns, parts.get(name, {}))
 
 
 def _beside(batches: Iterator[pa.RecordBatch], flags: Flags) -> Iterator[tuple[pa.RecordBatch, Flags]]:

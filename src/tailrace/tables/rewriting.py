@@ -7,7 +7,7 @@ rows, the numbers of the rows concerned and a few row groups. Sameness of keys i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 from tailrace.model import change
-from tailrace.model.schema import Column, TableSchema
+from tailrace.model.schema import TableSchema
+from tailrace.tables.deltalog import data_path
+from tailrace.tables.deltashape import parts_of
 from tailrace.tables.fold import CLOSE, MARK, UPSERT, Ended, Flags, Folded, key_ordinals
 from tailrace.tables.forms import CURRENT, DELETED, VALID_TO, Form, TableMode
 from tailrace.tables.identity import Ints, integer_bits, key_numbers
 from tailrace.tables.lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, merge_source
+from tailrace.tables.partitions import Parts
 from tailrace.tables.recast import kept_columns
-from tailrace.tables.refresh import read_rows
+from tailrace.tables.refresh import READ_ROWS, read_rows
 
 _REPLACED, _AMENDED, _GONE = 0, 1, 2
 """What becomes of a row of the table; one that is amended takes only the columns that its form adds."""
@@ -62,6 +65,8 @@ class Rewriting:
     """Those to be written anew, smallest first,"""
     fresh: Ints
     """and the source's rows that come in besides."""
+    shared: Parts
+    """What is not in the files, because all rows of a partition have it."""
 
     def parts(self) -> Iterator[Iterator[pa.RecordBatch]]:
         """What to write: the rows of each file, and with the first those that come in."""
@@ -72,7 +77,7 @@ class Rewriting:
 
     def _copied(self, name: str, concerned: _Concerned, *, with_fresh: bool) -> Iterator[pa.RecordBatch]:
         start = 0
-        for batch in read_rows(self.folder / name, self.stored.columns):
+        for batch in read_rows(self.folder / name, self.stored.columns, self.shared.get(name, {})):
             here = concerned.within(start, batch.num_rows)
             yield batch if here is None else self.source.put_into(batch, here)
             start += batch.num_rows
@@ -82,9 +87,10 @@ class Rewriting:
     def _fresh(self) -> Iterator[pa.RecordBatch]:
         fields = pa.schema(self.stored.row_fields())
         own = self.source.own
-        for batch in own.take(pa.array(self.fresh)).to_batches():
-            others = [pa.nulls(batch.num_rows, kind) for kind in fields.types[own.num_columns :]]
-            yield pa.RecordBatch.from_arrays([*batch.columns, *others], schema=fields)
+        for start in range(0, self.fresh.size, READ_ROWS):
+            for batch in own.take(pa.array(self.fresh[start : start + READ_ROWS])).to_batches():
+                others = [pa.nulls(batch.num_rows, kind) for kind in fields.types[own.num_columns :]]
+                yield pa.RecordBatch.from_arrays([*batch.columns, *others], schema=fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +117,7 @@ class _Source:
         return cls(
             own=own if folded.ended is None else pa.concat_tables([own, _ended_row(schema, own.schema, folded.ended)]),
             operations=rows.column("op").to_numpy(),
-            keeps={i: rows.column(f"k{i}").to_numpy() for i in kept},
+            keeps={i: np.append(rows.column(f"k{i}").to_numpy(), False) for i in kept},
             added=frozenset(i for i, name in enumerate(schema.names) if name in added),
             ended=None if folded.ended is None else rows.num_rows,
         )
@@ -159,9 +165,10 @@ def plan(form: Form, schema: TableSchema, folder: Path, table: DeltaTable, folde
     rules = _Versions(schema, source, folded) if form.mode is TableMode.HISTORY else _Rows(form, schema, source)
     adds = pa.table(table.get_add_actions(flatten=True)).sort_by("size_bytes")
     maybe = np.ones(adds.num_rows, np.bool_) if source.ended is not None else _may_hold(adds, schema, rules.sought)
-    files = {}
-    for name in adds.column("path").filter(pa.array(maybe)).to_pylist():
-        if (concerned := _look_at(folder / name, rules)) is not None:
+    files, parts = {}, parts_of(table)
+    for name in map(data_path, adds.column("path").filter(pa.array(maybe)).to_pylist()):
+        shared = parts.get(name, {})
+        if rules.may_concern(shared) and (concerned := _look_at(folder / name, rules, shared)) is not None:
             files[name] = concerned
     return Rewriting(
         folder=folder,
@@ -169,13 +176,14 @@ def plan(form: Form, schema: TableSchema, folder: Path, table: DeltaTable, folde
         source=source,
         files=files,
         fresh=rules.fresh(),
+        shared=parts,
     )
 
 
-def _look_at(path: Path, rules: _Rows | _Versions) -> _Concerned | None:
+def _look_at(path: Path, rules: _Rows | _Versions, said: Mapping[str, pa.Scalar]) -> _Concerned | None:
     """The rows of one file that are concerned; None if there are none."""
     found, start = list[tuple[Ints, Any, Ints]](), 0
-    for piece in _pieces(path, rules.columns, rules.sought.count):
+    for piece in _pieces(read_rows(path, rules.columns, said), rules.sought.count):
         rows, fates, sources = rules.fates(piece, rules.sought.find(piece))
         found.append((rows + start, fates, sources))
         start += piece.num_rows
@@ -183,11 +191,10 @@ def _look_at(path: Path, rules: _Rows | _Versions) -> _Concerned | None:
     return _Concerned(rows=rows, fates=fates.astype(np.int8), sources=sources) if rows.size else None
 
 
-def _pieces(path: Path, columns: Sequence[Column], rows_wanted: int) -> Iterator[pa.Table]:
-    """A file's columns in pieces large enough that looking for the wanted rows in each costs little more than reading
-    it."""
+def _pieces(batches: Iterable[pa.RecordBatch], rows_wanted: int) -> Iterator[pa.Table]:
+    """Rows in pieces large enough that looking for the wanted ones in each costs little more than reading it."""
     pending, rows, size = list[pa.RecordBatch](), 0, 0
-    for batch in read_rows(path, columns):
+    for batch in batches:
         pending.append(batch)
         rows, size = rows + batch.num_rows, size + batch.nbytes
         if size >= CHUNK_BYTES_MAX and rows >= max(CHUNK_ROWS_MIN, rows_wanted):
@@ -230,6 +237,10 @@ class _Rows:
         self._source = source
         self._seen = np.zeros(source.operations.size, np.bool_)
 
+    def may_concern(self, _shared: Mapping[str, pa.Scalar]) -> bool:
+        """Whether rows with these values in common may be concerned."""
+        return True
+
     def fates(self, piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
         rows = np.flatnonzero(at >= 0)
         operations = self._source.operations[at[rows]]
@@ -259,6 +270,10 @@ class _Versions:
         self._source, self._ended = source, folded.ended
         self._txs = source.own.column(schema.names.index(change.TX)).to_numpy()
 
+    def may_concern(self, shared: Mapping[str, pa.Scalar]) -> bool:
+        """Whether rows with these values in common may be concerned."""
+        return CURRENT not in shared or bool(shared[CURRENT].as_py())
+
     def fates(self, piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
         current, txs = piece.column(CURRENT).to_numpy(), piece.column(change.TX).to_numpy()
         rows = np.flatnonzero(current & (at >= 0))
@@ -283,8 +298,12 @@ def _also(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source
 
 
 def _may_hold(adds: pa.Table, schema: TableSchema, sought: _Sought) -> Flags:
-    """Which files may hold one of the keys, as the bounds of the key's first column tell."""
+    """Which files may hold one of the keys, as the bounds of the key's first column tell, and the partitions."""
     maybe = np.ones(adds.num_rows, np.bool_)
+    for key, values in zip(sought.key, sought.values, strict=True):
+        if (shared := f"partition.{key.name}") in adds.column_names:
+            there = adds.column(shared).cast(key.type)
+            maybe &= pc.is_in(there, value_set=values.combine_chunks()).to_numpy()
     name, wanted = sought.key[0].name, sought.values[0]
     bounds = [f"{end}.{name}" for end in ("min", "max")]
     if not sought.count:
@@ -298,5 +317,5 @@ def _may_hold(adds: pa.Table, schema: TableSchema, sought: _Sought) -> Flags:
     values = np.sort(values)
     lows, highs = (ends.fill_null(0).to_numpy(zero_copy_only=False) for ends in (low, high))
     some: Flags = np.searchsorted(values, lows, side="left") < np.searchsorted(values, highs, side="right")
-    maybe[known] = some[known]
+    maybe[known] &= some[known]
     return maybe

@@ -11,8 +11,8 @@ Pure: no I/O but `holds`, which is asked only for rows that partial changes buil
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import ALIVE, GONE, UNTOUCHED, Codes, Flags, key_ordinals
 from tailrace.tables.identity import Ints, key_numbers, one_array
-from tailrace.tables.limits import far_dates, far_values
+from tailrace.tables.limits import unheld_values, unholdable
 
 Holds = Callable[[pa.Table], Flags]
 """Given keys, the key's columns by their own names: which of them the table holds."""
@@ -76,20 +76,24 @@ def has_unfit(changes: pa.Table) -> bool:
     return bool(column.null_count < len(column))
 
 
-def sift(schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds) -> Sifted:
-    """Tell the changes, which stand in `_seq` order and have every column, apart."""
+def sift(
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
+) -> Sifted:
+    """Tell the changes, which stand in `_seq` order and have every column, apart. The lake table is partitioned by
+    these columns, which may have other names there."""
+    by = partition_by or {}
     codes = pc.index_in(changes.column(change.OP), value_set=OPERATION_NAMES)
     operations = np.asarray(codes.to_numpy(), dtype=np.int8)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     first = int(truncates[-1]) + 1 if truncates.size else 0
     rows = changes.slice(first).combine_chunks()
-    batch = _Batch.of(schema, rows, operations[first:], dead)
+    batch = _Batch.of(schema, rows, operations[first:], dead, by)
     walked = _walk_all(batch, schema, holds, emptied=truncates.size > 0)
     aside = walked.cause > 0
     still = walked.dead[batch.own] & (np.arange(rows.num_rows) >= walked.since[batch.own])
     letters = np.flatnonzero(aside & (batch.lost | still))
     # A row that the table cannot hold need not be taken out of it.
-    kept = ~aside & ~((batch.operations == _DELETED) & batch.far_key)
+    kept = ~aside & ~((batch.operations == _DELETED) & batch.unheld_key)
     taken = rows.filter(pa.array(kept))
     place = taken.schema.get_field_index(change.UNFIT)
     taken = taken.set_column(place, taken.schema.field(place), pa.nulls(taken.num_rows, change.UNFIT_TYPE))
@@ -99,8 +103,21 @@ def sift(schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds) -
     return Sifted(
         changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
         letters=rows.take(pa.array(letters)), cleared=cleared,
-        causes=[_cause(schema, rows, row, int(walked.cause[row])) for row in letters.tolist()],
+        causes=[_cause(schema, rows, row, int(walked.cause[row]), by) for row in letters.tolist()],
     )  # fmt: skip
+
+
+def sift_kept(
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
+) -> Sifted:
+    """The same for a table that keeps the rows that a TRUNCATE takes away: what they were before counts, and what of it
+    could not be taken is cleared."""
+    truncated = pc.equal(changes.column(change.OP), Operation.TRUNCATE.value).to_numpy()
+    found, begin = list[Sifted](), 0
+    for end in [*np.flatnonzero(truncated).tolist(), changes.num_rows]:
+        found.append(sift(schema, changes.slice(begin, end - begin), dead, holds, partition_by))
+        begin = end
+    return replace(found[-1], changes=pa.concat_tables([one.changes for one in found]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +133,7 @@ class _Batch:
     """A value that would come into the table cannot."""
     lost: Flags
     """The key itself does not fit, so that nobody can say which row it is."""
-    far_key: Flags
+    unheld_key: Flags
     partial: Flags
     keys: list[Any]
     """The columns that the numbers were made of, and where each number stands in them."""
@@ -124,7 +141,9 @@ class _Batch:
     limit: int
 
     @classmethod
-    def of(cls, schema: TableSchema, rows: pa.Table, operations: Codes, dead: DeadKeys) -> _Batch:
+    def of(
+        cls, schema: TableSchema, rows: pa.Table, operations: Codes, dead: DeadKeys, partition_by: Mapping[str, str]
+    ) -> _Batch:
         size, ordinals = rows.num_rows, key_ordinals(schema)
         own = [one_array(rows.column(change.stored_name(schema.columns[i].name))) for i in ordinals]
         moved = one_array(rows.column(change.MOVED_FROM))
@@ -142,11 +161,11 @@ class _Batch:
         places[numbers] = np.arange(numbers.size)
         unfit, lost = _unfit_rows(schema, rows)
         own_columns = (rows.column(change.stored_name(column.name)) for column in schema.columns)
-        far, far_key = far_dates(schema, own_columns, size)
+        unheld, unheld_key = unholdable(schema, own_columns, size, partition_by)
         deletes = operations == _DELETED
         return cls(
             operations=operations, own=numbers[:size], old=old, dead=numbers[size + movers.size :],
-            bad=(unfit | far) & ~deletes, lost=lost, far_key=far_key,
+            bad=(unfit | unheld) & ~deletes, lost=lost, unheld_key=unheld_key,
             partial=pc.list_value_length(one_array(rows.column(change.UNCHANGED))).fill_null(0).to_numpy() > 0,
             keys=columns, places=places, limit=numbered.limit,
         )  # fmt: skip
@@ -250,13 +269,15 @@ def _unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:
     return own, key
 
 
-def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int) -> TailraceError:
+def _cause(
+    schema: TableSchema, rows: pa.Table, row: int, why: int, partition_by: Mapping[str, str]
+) -> TailraceError:
     position = rows.column(change.POSITION)[row].as_py()
     if why == _UNFIT:
         said = rows.column(change.UNFIT)[row].as_py() or []
         own = [entry["column"] for entry in said if entry["column"] in schema.names]
-        message = "a value does not fit the column's type" if own else "a date lies past what Delta can hold"
-        found = own or _far_columns(schema, rows.slice(row, 1))
+        found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
+        message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
         return ValueUnfit(
             message, table=schema.table, column=", ".join(found), position=position, hint=REPLAY_HINT
         )
@@ -266,9 +287,14 @@ def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int) -> TailraceE
     return BaseRowMissing(message, table=schema.table, position=position, hint=REPLAY_HINT)
 
 
-def _far_columns(schema: TableSchema, row: pa.Table) -> list[str]:
-    ones = [
-        (column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns
-        if pa.types.is_date32(column.type)
-    ]  # fmt: skip
-    return [column.name for column, values in ones if far_values(values).any()]
+def _unheld_message(columns: Iterable[str], partition_by: Mapping[str, str]) -> str:
+    """What is wrong with values of the right type."""
+    if set(columns) & set(partition_by):
+        return "a value cannot be that of a partition"
+    return "a date lies past what Delta can hold"
+
+
+def _unheld_columns(schema: TableSchema, row: pa.Table, partition_by: Mapping[str, str]) -> list[str]:
+    ones = ((column, one_array(row.column(change.stored_name(column.name)))) for column in schema.columns)
+    found = ((column.name, unheld_values(column, values, partition_by)) for column, values in ones)
+    return [name for name, flags in found if flags is not None and flags.any()]

@@ -2,7 +2,8 @@
 
 A load may be shared out among many tasks: each stages its rows as files of its own, and one commit adds them
 all (`LakeTable.land`). Until then no reader sees them, and a file whose load died is a stray that is removed
-by its name. A staged file is whole and on disk when its name is returned; what fails leaves none behind.
+by its name. A staged file is whole and on disk when its name is returned; what fails leaves none behind. Of a table
+that is partitioned each file holds rows of one partition.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,9 +25,10 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace.model.schema import TableSchema
-from tailrace.tables.deltalog import added_since, file_names, fsync
-from tailrace.tables.folder import existing_folder, find_folder, make_folder, unreadable
+from tailrace.tables.deltalog import added_since, file_names, sync_folders
+from tailrace.tables.folder import existing_folder, find_folder, is_partition, make_folder, unreadable
 from tailrace.tables.limits import own_batches, refuse_names
+from tailrace.tables.partitions import Partition, Texts, apart, folder_of, inside, refuse_misfits
 from tailrace.tables.stats import FloatBounds, delta_stats, footer_columns
 
 FILE_BYTES_MAX = 256 << 20
@@ -34,6 +36,11 @@ FILE_BYTES_MAX = 256 << 20
 GROUP_ROWS_MAX = 1 << 20
 GROUP_BYTES_MAX = 32 << 20
 """Of a row group in memory."""
+
+WAITING_BYTES_MAX = 64 << 20
+"""Of rows of many partitions, in memory until they are written."""
+OPEN_FILES_MAX = 32
+"""Of partitions, at once: whoever has waited longest is ended."""
 
 COMPRESSION = "snappy"
 SAMPLE_ROWS = 8192
@@ -53,6 +60,8 @@ class StagedFile:
     rows: int
     stats: str
     """Delta's statistics, as JSON."""
+    values: Texts = field(default_factory=dict)
+    """Of the partition that it holds rows of."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,18 +72,18 @@ class StagedFile:
 
 
 def stage(
-    path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch]
+    path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch], partition_by: Sequence[str] = ()
 ) -> tuple[StagedFile, ...]:
     """Write rows, the table's own columns, to files in its folder; none for no rows.
 
     `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
-    two row groups: one is written while the next is read. An exception out of `batches` is raised unchanged, and
-    nothing is left of what was written.
+    two row groups: one is written while the next is read; and of a table that is partitioned, rows that wait. An
+    exception out of `batches` is raised unchanged, and nothing is left of what was written.
     """
     refuse_names(schema)
     _refuse_token(name)
     find_folder(path)  # refuses a place that holds something else
-    parts = _Parts(path, name, schema)
+    parts = _Partitions(path, name, schema, partition_by) if partition_by else _Parts(path, name, schema)
     try:
         _write_behind(parts, _groups(own_batches(schema, batches)))
         return parts.close()
@@ -110,10 +119,18 @@ def is_staged_as(name: str, prefix: str) -> bool:
     return name.startswith(f"part-{prefix}-") and name.endswith(".parquet")
 
 
-def _written(folder: Path, prefix: str) -> dict[str, int]:
+def _written(folder: Path, prefix: str, inside: str = "") -> dict[str, int]:
     """The files that are there, each with the time of its last write."""
-    with os.scandir(folder) as entries:
-        return {entry.name: entry.stat().st_mtime_ns for entry in entries if is_staged_as(entry.name, prefix)}
+    found, inner = {}, []
+    with os.scandir(folder / inside) as entries:
+        for entry in entries:
+            if is_staged_as(entry.name, prefix):
+                found[inside + entry.name] = entry.stat().st_mtime_ns
+            elif is_partition(entry.name) and entry.is_dir():
+                inner.append(f"{inside}{entry.name}/")
+    for name in inner:
+        found |= _written(folder, prefix, name)
+    return found
 
 
 def _refuse_token(token: str) -> None:
@@ -121,7 +138,7 @@ def _refuse_token(token: str) -> None:
         raise ValueError("a staged file's name is made of letters, digits, dots, dashes and underscores")
 
 
-def _write_behind(parts: _Parts, groups: Iterator[pa.Table]) -> None:
+def _write_behind(parts: _Parts | _Partitions, groups: Iterator[pa.Table]) -> None:
     with ThreadPoolExecutor(max_workers=1) as writer:
         writing: Future[None] | None = None
         for group in groups:
@@ -151,8 +168,8 @@ def _repetitive(group: pa.Table) -> list[str]:
     dictionary holds nearly every value, and costs more than all the rest of writing them."""
     rows = pa.array(np.linspace(0, group.num_rows - 1, min(group.num_rows, SAMPLE_ROWS), dtype=np.int64))
     some, found = group.take(rows), []
-    for field in group.schema:
-        path, values = field.name, some.column(field.name).combine_chunks()
+    for name in group.schema.names:
+        path, values = name, some.column(name).combine_chunks()
         while pa.types.is_list(values.type):
             path, values = f"{path}.list.element", values.flatten()
         if pa.types.is_nested(values.type) or len(values.unique()) <= DISTINCT_SHARE_MAX * len(values):
@@ -168,10 +185,12 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 class _Parts:
-    """The files of one name, written one after the other."""
+    """The files of one name, written one after the other; those of a partition in its folder."""
 
-    def __init__(self, path: Path, name: str, schema: TableSchema) -> None:
+    def __init__(self, path: Path, name: str, schema: TableSchema, values: Texts | None = None) -> None:
         self._path, self._name, self._schema = path, name, schema
+        self._values = values or {}
+        self._inside = folder_of(self._values) + "/" if values else ""
         self._folder = path
         self._fields = pa.schema(schema.row_fields())
         self._floats = self._no_floats()
@@ -194,11 +213,16 @@ class _Parts:
     def close(self) -> tuple[StagedFile, ...]:
         """End the last file; the names of all are on disk too when this returns."""
         try:
-            self._finish()
+            done = self.end()
             if self._made:
-                fsync(self._folder)
+                sync_folders(self._folder, [file.path for file in done])
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
+        return done
+
+    def end(self) -> tuple[StagedFile, ...]:
+        """The same, but for the names."""
+        self._finish()
         return tuple(self._done)
 
     def abandon(self) -> None:
@@ -211,7 +235,9 @@ class _Parts:
     def _opened(self, group: pa.Table) -> tuple[BinaryIO, pq.ParquetWriter]:
         if self._handle is None or self._writer is None:
             self._folder = make_folder(self._path)
-            path = self._folder / f"part-{self._name}-{len(self._made):03d}.parquet"
+            path = self._folder / f"{self._inside}part-{self._name}-{len(self._made):03d}.parquet"
+            if self._inside:
+                path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = path.open("xb", buffering=WRITE_BYTES)
             self._made.append(path)
             # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
@@ -239,5 +265,68 @@ class _Parts:
         self._handle = self._writer = None
         stats = delta_stats(self._schema, footer, self._floats)
         self._floats = self._no_floats()
-        name = self._made[-1].name
-        self._done.append(StagedFile(path=name, size=size, rows=footer.num_rows, stats=stats))
+        name = self._inside + self._made[-1].name
+        self._done.append(StagedFile(path=name, size=size, rows=footer.num_rows, stats=stats, values=self._values))
+
+
+class _Partitions:
+    """The files of one name, each with rows of one partition.
+
+    Rows wait until there are so many that all must be written. So rows of few partitions make large files in whatever
+    order they come, and memory and open files are bounded however many there are.
+    """
+
+    def __init__(self, path: Path, name: str, schema: TableSchema, partition_by: Sequence[str]) -> None:
+        self._path, self._name, self._schema, self._by = path, name, schema, partition_by
+        self._inside = inside(schema, partition_by)
+        self._waiting: dict[str, list[Partition]] = {}
+        self._bytes = 0
+        self._open: dict[str, _Parts] = {}
+        """By folder, those that were written to last at the end."""
+        self._all: list[_Parts] = []
+        self._done: list[StagedFile] = []
+
+    def add(self, group: pa.Table) -> None:
+        refuse_misfits(self._schema, self._by, group)
+        for partition in apart(group, self._by):
+            self._waiting.setdefault(partition.folder, []).append(partition)
+        self._bytes += group.nbytes
+        if self._bytes >= WAITING_BYTES_MAX:
+            self._write()
+
+    def _write(self) -> None:
+        for folder, some in self._waiting.items():
+            parts = self._opened(folder, some[0].values)
+            parts.add(pa.concat_tables([partition.rows for partition in some]))
+        self._waiting, self._bytes = {}, 0
+
+    def _opened(self, folder: str, values: Texts) -> _Parts:
+        parts = self._open.pop(folder, None)
+        if parts is None:
+            parts = _Parts(self._path, f"{self._name}-{len(self._all):06d}", self._inside, values)
+            self._all.append(parts)
+        self._open[folder] = parts
+        if len(self._open) > OPEN_FILES_MAX:
+            self._end(next(iter(self._open)))
+        return parts
+
+    def _end(self, folder: str) -> None:
+        try:
+            self._done += self._open.pop(folder).end()
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+
+    def close(self) -> tuple[StagedFile, ...]:
+        self._write()
+        for folder in list(self._open):
+            self._end(folder)
+        try:
+            if self._done:
+                sync_folders(make_folder(self._path), [file.path for file in self._done])
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+        return tuple(self._done)
+
+    def abandon(self) -> None:
+        for parts in self._all:
+            parts.abandon()

@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
 
 from deltalake import CommitProperties, DeltaTable
+
+from tailrace.tables.partitions import Parts, folder_of, texts_of
 
 STEP = 8
 STEPS = 4
@@ -23,7 +24,7 @@ FILES_MIN = STEP
 """Of one step, before they are joined."""
 REMEMBERED_DAYS = 7
 """After a file may be removed, in which a pipeline that stood still can come to do it."""
-_REMEMBERED = "delta.deletedFileRetentionDuration"
+REMEMBERED = "delta.deletedFileRetentionDuration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,22 @@ class Tended:
     removed: int = 0
 
 
-def to_join(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
-    """Names of files that are to become one; none while there are too few of any size."""
+def to_join(sizes: Mapping[str, int], file_bytes: int, parts: Parts | None = None) -> list[str]:
+    """Names of files that are to become one, or one for each of several partitions; none while there are too few of any
+    size."""
+    if not parts:
+        return _alike(sizes, file_bytes)
+    together: dict[str, dict[str, int]] = {}
+    for name, size in sizes.items():
+        together.setdefault(folder_of(texts_of(parts[name])), {})[name] = size
+    found, total = list[str](), 0
+    for some in together.values():
+        joined = _alike(some, file_bytes) if total < file_bytes else []
+        found, total = [*found, *joined], total + sum(some[name] for name in joined)
+    return found
+
+
+def _alike(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
     least = 0
     for step in range(STEPS, -1, -1):
         size = file_bytes // int(STEP**step)
@@ -60,12 +75,16 @@ def to_join(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
     return []
 
 
+def remembered(after_seconds: float) -> str:
+    """How long a table must keep its old files in mind, as its settings say it."""
+    return f"interval {math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS} days"
+
+
 def _remember_files(table: DeltaTable, after_seconds: float, properties: CommitProperties) -> None:
     """Have the table keep in mind which files it no longer needs until they are removed: usually that is a week."""
-    days = math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS
-    wanted = {_REMEMBERED: f"interval {days} days"}
-    if table.metadata().configuration.get(_REMEMBERED) != wanted[_REMEMBERED]:
-        table.alter.set_table_properties(wanted, commit_properties=properties)
+    wanted = remembered(after_seconds)
+    if table.metadata().configuration.get(REMEMBERED) != wanted:
+        table.alter.set_table_properties({REMEMBERED: wanted}, commit_properties=properties)
 
 
 def remove_files(folder: Path, table: DeltaTable, after_seconds: float, properties: CommitProperties) -> int:
@@ -73,7 +92,7 @@ def remove_files(folder: Path, table: DeltaTable, after_seconds: float, properti
     _remember_files(table, after_seconds, properties)
     hours = math.ceil(after_seconds / 3600)
     gone = table.vacuum(hours, dry_run=True, enforce_retention_duration=False)
-    there = [name for name in gone if (folder / unquote(name)).exists()]  # it is told of those that went before, too
+    there = [name for name in gone if (folder / name).exists()]  # it is told of those that went before, too
     if there:
         table.vacuum(hours, dry_run=False, enforce_retention_duration=False, commit_properties=properties)
     return len(there)

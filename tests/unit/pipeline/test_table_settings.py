@@ -10,6 +10,7 @@ import pytest
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import MetadataName, PipelineSettings, check_settings, load_settings
+from tailrace.tables.features import Features
 from tailrace.tables.forms import METADATA, PLAIN, Form, TableMode
 
 FILE = """\
@@ -61,8 +62,22 @@ def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Pa
     assert form(settings, "orders") == Form(columns=(("a", "b"),))
     flat = settings_of(tmp_path, "names: '{table}'").tables.layout
     assert flat.path(TableId("public", "orders")) == root / "orders"
-    with pytest.raises(TableUnusable, match="right in the lake's folder"):
-        flat.path(TableId("public", "x/y"))
+    (tmp_path / "la[k]e").mkdir()
+    odd = settings_of(tmp_path / "la[k]e").tables.layout
+    with pytest.raises(TableUnusable, match="delta-rs cannot use this path"):
+        odd.path(TableId("public", "orders"))
+
+
+def test_partitions_are_those_of_the_rule_by_the_names_that_columns_have_in_the_lake(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "partition_by: [region, _op]", "rules:", '  "public.plain": {partition_by: []}',
+        '  "public.named": {columns: {region: area}}',
+        '  "public.own": {columns: {region: area}, partition_by: [area]}',
+    )  # fmt: skip
+    assert form(settings, "orders") == Form(partition_by=("region", "_op"))
+    assert form(settings, "plain") == PLAIN
+    assert form(settings, "named").partition_by == ("area", "_op")
+    assert form(settings, "own").partition_by == ("area",)
 
 
 def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> None:
@@ -84,6 +99,9 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["names: a/b/c/{table}"], 8, "tables.names", "one to three folders' names"),
         (["rules:", '  "a.b": {name: a/_delta_log}'], 9, "tables.rules.a.b.name", "Delta's own"),
         (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
+        (["partition_by: region"], 8, "tables.partition_by", "must be a list"),
+        (["partition_by: [region, Region]"], 8, "tables.partition_by", "names a column twice"),
+        (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "at least 1 character"),
         (["rules:", '  "a.b": {columns: {x: "y\\0z"}}'], 9, "tables.rules.a.b.columns.x", "must not hold a zero byte"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
@@ -97,17 +115,45 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
     assert problem.hint
 
 
+@pytest.mark.parametrize("engine", ["delta-rs", "spark"])
+@pytest.mark.parametrize(
+    "line",
+    ["mode: history", "soft_delete: true", "metadata: [_seq]", "on_bad_row: dead-letter",
+     'rules: {"a.b": {mode: append}}', 'rules: {"a.b": {columns: {c: d}}}'],
+)  # fmt: skip
+def test_either_engine_writes_tables_of_any_form(tmp_path: Path, engine: str, line: str) -> None:
+    assert not check_settings(write(tmp_path, f"engine: {engine}", line), environment={})
+
+
 @pytest.mark.parametrize(
     ("line", "where"),
-    [
-        ("mode: history", "tables.mode"), ("soft_delete: true", "tables.soft_delete"),
-        ("metadata: [_seq]", "tables.metadata"),
-        ("on_bad_row: dead-letter", "tables.on_bad_row"), ('rules: {"a.b": {mode: append}}', "tables.rules.a.b.mode"),
-        ('rules: {"a.b": {columns: {c: d}}}', "tables.rules.a.b.columns"),
-    ],
+    [("partition_by: [a]", "tables.partition_by"),
+     ('rules: {"a.b": {partition_by: [c]}}', "tables.rules.a.b.partition_by")],
 )  # fmt: skip
 def test_what_sparks_connector_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
     (problem,) = check_settings(write(tmp_path, "engine: spark", line), environment={})
     assert (problem.where, problem.line) == (where, 9)
     assert "engine: delta-rs" in problem.hint
     assert not check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("deletion_vectors: true", "tables.deletion_vectors"), ("column_mapping: true", "tables.column_mapping"),
+        ('rules: {"a.b": {column_mapping: true}}', "tables.rules.a.b.column_mapping"),
+    ],
+)  # fmt: skip
+def test_what_delta_rs_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
+    (problem,) = check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
+    assert (problem.where, problem.line) == (where, 9)
+    assert "engine: spark" in problem.hint
+    assert not check_settings(write(tmp_path, "engine: spark", line), environment={})
+
+
+def test_a_rule_decides_what_features_its_tables_get(tmp_path: Path) -> None:
+    rule = 'rules: {"a.b": {deletion_vectors: false, column_mapping: true}}'
+    file = write(tmp_path, "engine: spark", "deletion_vectors: true", rule)
+    layout = load_settings(file, environment={}).tables.layout
+    places = [layout.place(TableId("a", name), "x") for name in ("b", "c")]
+    assert [place.features for place in places] == [Features(column_mapping=True), Features(deletion_vectors=True)]

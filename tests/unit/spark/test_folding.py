@@ -1,4 +1,7 @@
-"""A stretch of the log folded in tasks: however it is dealt out, it comes to what one fold of it comes to."""
+"""A stretch of the log folded in tasks: however it is dealt out, it comes to what one fold of it comes to.
+
+Tables of other forms than a plain mirror: `test_folding_forms.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.tasks import ApplyWork
 from tailrace.tables.base import Cursor
 from tailrace.tables.fold import Folded, folded_schema
+from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.layout import Place
 from tests.support.changes import (
     KEYLESS,
@@ -58,11 +62,14 @@ def folded(
     return found, pa.Table.from_pylist(rows, schema=folded_schema(schema))
 
 
-def stretch(folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]]) -> ApplyWork:
+def stretch(
+    folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]], form: Form = PLAIN,
+    times: Sequence[int] = (),
+) -> ApplyWork:  # fmt: skip
     """A log of these commits, to be applied from its beginning; and a folder for what comes of them."""
     diary = Diary(folder / "log")
-    for rows in commits:
-        diary.commit((schema, rows))
+    for number, rows in enumerate(commits):
+        diary.commit((schema, rows), at=times[number] if times else 0)
     diary.close()
     log = ChangeLog.open(diary.path)
     index = LogIndex(log)
@@ -70,7 +77,8 @@ def stretch(folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change
     slices = tuple(index.pending(1, -1, index.commit))
     (folder / "scratch").mkdir()
     return ApplyWork(
-        table=schema.table, log=diary.path, place=Place(path=folder / "t", log_id=log.log_id), slices=slices,
+        table=schema.table, log=diary.path, slices=slices,
+        place=Place(path=folder / "t", log_id=log.log_id, form=form),
         shape=schema, expected=START, cursor=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
-from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, Unsupported, ValueUnfit
+from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
 from tailrace.pipeline.status import deadletters_open
 from tailrace.spark import setting_aside
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
@@ -69,17 +69,15 @@ def test_a_table_of_which_nothing_may_be_missing_stops(tmp_path: Path, form: str
     assert isinstance(made.apply()[-1].error, ValueUnfit)
 
 
-def test_an_engine_that_knows_no_letters_does_not_build_on_them(quiet: Quiet) -> None:
-    log = quiet.settings.log.path
-    setting_aside.refuse_letters(log, THINGS, quiet.cursor)
-    quiet.commit(update(1, unfit=BAD))
-    quiet.apply()
-    with pytest.raises(Unsupported, match="in dead letters") as told:
-        setting_aside.refuse_letters(log, THINGS, quiet.cursor)
-    assert "engine: delta-rs" in told.value.hint
-    quiet.commit(update(1, n=5))
-    quiet.apply()
-    setting_aside.refuse_letters(log, THINGS, quiet.cursor)
+def test_what_a_truncate_takes_away_stays_marked_as_it_was_last(tmp_path: Path) -> None:
+    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true")
+    made.load([{"id": 1, "name": "n1", "big": "x", "n": 0}])
+    made.commit(update(1, n=1), insert(2, n=2), update(2, unfit=BAD), truncate(), insert(3, n=3), insert(4, unfit=BAD))
+    assert made.apply()[-1].error is None
+    assert letters(made) == {6: "value-unfit"}
+    assert {key: (row["n"], row["_deleted"]) for key, row in made.rows().items()} == {
+        1: (1, True), 2: (2, True), 3: (3, False),
+    }  # fmt: skip
 
 
 def test_while_nothing_is_wrong_nothing_is_written(quiet: Quiet) -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote
 
+import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.errors import TableUnusable
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.paths import table_path
+from tests.support.changes import SHOP, record_batches
 
 ROOT = Path("/lake")
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
@@ -58,3 +64,16 @@ def test_no_path_leaves_its_root_and_every_path_reads_back(schema: str, name: st
     path = table_path(ROOT, TableId(schema, name))
     assert path.resolve().relative_to(ROOT).parts == path.relative_to(ROOT).parts
     assert tuple(unquote(part) for part in path.relative_to(ROOT).parts) == (schema, name)
+
+
+@pytest.mark.parametrize("template", ["{schema}/{table}", "{schema}/{table}/data", "{table}", "{table}/{schema}/d"])
+@pytest.mark.parametrize("table", [TableId("a[b", "t"), TableId("public", "a/b"), TableId("a|b", "c^d")], ids=str)
+def test_a_name_that_delta_rs_cannot_use_is_written_in_the_lake_all_the_same(
+    tmp_path: Path, template: str, table: TableId
+) -> None:
+    lake = tmp_path / "lake"
+    path = table_path(lake, table, template)
+    DeltaRsTable(path, "a-log").load(SHOP, record_batches(SHOP, [{"id": 1}]), Cursor(seq=0, commit=0, position=Lsn(1)))
+    assert path.resolve().is_relative_to(lake)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["lake"]
+    assert pa.table(DeltaTable(str(path.resolve())).scan()).column("id").to_pylist() == [1]

@@ -168,6 +168,21 @@ def test_a_date_past_what_delta_holds_is_set_aside() -> None:
     assert (seqs(found.changes), seqs(found.letters)) == ([0, 2], [])
 
 
+def test_a_value_that_no_partition_can_have_is_set_aside() -> None:
+    rows = completed(
+        SHOP, insert(1, name="a"), update(1, name="", unchanged=BIG), insert(2, name=""), update(2, name="b", n=1),
+        update(3, unchanged=("name", "big"), n=1), delete(4, name=""),
+    )  # fmt: skip
+    found = sift(SHOP, rows, DeadKeys.none(SHOP), lambda keys: np.ones(keys.num_rows, np.bool_), {"name": "title"})
+    assert (seqs(found.changes), seqs(found.letters)) == ([0, 3, 4, 5], [1])
+    assert found.causes[0].fields["column"] == "name"
+    assert "partition" in found.causes[0].message
+    long = completed(SHOP, insert(1, name="x" * 245))
+    for lake, letters in {"title": [], "a_longer_title": [0]}.items():
+        found = sift(SHOP, long, DeadKeys.none(SHOP), lambda _: np.ones(1, np.bool_), {"name": lake})
+        assert seqs(found.letters) == letters, "it is the lake's name that makes the folder's"
+
+
 def test_a_row_of_a_day_that_delta_holds_is_taken() -> None:
     schema = table_schema({"id": pa.int64(), "day": pa.date32()})
     found = sifted(insert(1, day=date.max), insert(2, day=date.min + timedelta(days=1)), schema=schema)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pyarrow as pa
 import pytest
 
 from tailrace.tables.upkeep import FILES_MIN, STEPS, to_join
@@ -40,3 +41,12 @@ def test_a_row_is_written_anew_once_a_step_at_most() -> None:
     assert sum(files.values()) == 160_000_000
     assert written <= (STEPS + 1) * sum(files.values())
     assert len(files) < FILES_MIN * (STEPS + 1) + sum(files.values()) // (AIM // 2) + 1
+
+
+def test_files_are_joined_with_others_of_their_partition_alone_and_not_too_much_at_once() -> None:
+    parts = {f"{p}-{n}": {"p": pa.scalar(p)} for p in ("a", "b", "c", "few") for n in range(4 if p == "few" else 9)}
+    sizes = dict.fromkeys(parts, AIM // 10)
+    joined = to_join(sizes, AIM, parts)
+    assert {name[0] for name in joined} == {"a", "b"}
+    assert len(joined) == 18
+    assert to_join({name: size for name, size in sizes.items() if name.startswith("few")}, AIM, parts) == []

@@ -18,10 +18,11 @@ def test_a_version_is_its_columns_and_its_files(tmp_path: Path, name: str) -> No
     path = tmp_path / "lake" / "public" / name
     mirror = Mirror(path, rows=ROWS)
     mirror.apply(truncate())
-    columns, files = files_at(path, 0)
+    columns, files, partitions = files_at(path, 0)
     assert columns.names == SHOP.names
     assert sum(pq.read_metadata(file).num_rows for file in files) == len(ROWS)
-    assert files_at(path, 1) == (columns, [])
+    assert partitions.num_columns == 0
+    assert files_at(path, 1)[:2] == (columns, [])
 
 
 def test_a_version_that_is_not_there_or_has_lost_files_is_refused(tmp_path: Path) -> None:
@@ -32,6 +33,6 @@ def test_a_version_that_is_not_there_or_has_lost_files_is_refused(tmp_path: Path
     mirror.apply(insert(7))
     with pytest.raises(TableUnusable, match="no longer has this version"):
         files_at(path, 9)
-    files_at(path, 0)[1][0].unlink()
+    files_at(path, 0).files[0].unlink()
     with pytest.raises(TableUnusable, match="files of this version were removed"):
         files_at(path, 0)

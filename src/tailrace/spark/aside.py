@@ -1,0 +1,83 @@
+"""Changes that a table cannot take, told apart by the tasks that fold a stretch, and set aside together.
+
+What must stay true is what `setting_aside` says: a change is durable as a letter before the commit that passes it. The
+tasks leave such changes in files; one more makes a step of them all, so that it can be seen how many there are. The
+driver hears of causes and numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.changelog.letters import Letters
+from tailrace.errors import TailraceError
+from tailrace.model import change
+from tailrace.spark.setting_aside import LETTERS_MAX, Step, keep_letters, refuse_too_many, sifted_by
+from tailrace.spark.tasks import ApplyWork, as_ours, read_again
+from tailrace.tables.sifting import Sifted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aside:
+    """What one task has left out: the changes in a file, and what there is to say of them."""
+
+    file: Path
+    causes: tuple[TailraceError, ...]
+    """Why, letter by letter."""
+    cleared: tuple[int, ...]
+    """`_seq` of earlier letters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepWork:
+    """Make letters of what the tasks have left out."""
+
+    work: ApplyWork
+    aside: tuple[Aside, ...]
+
+
+def sift_aside(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table, Aside | None]:
+    """The changes that the table can take; the others go into a file, if there are any."""
+    step, letters = _step(work), Letters(work.log, work.table)
+    found = sifted_by(work.place.open(), step, changes, letters.keys(work.expected.seq))
+    if not found.letters.num_rows and not found.cleared.size:
+        return found.changes, None
+    if not step.on or found.letters.num_rows > LETTERS_MAX:  # how many there are in all is seen later
+        refuse_too_many(step, found, letters)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, found.letters.schema) as writer:
+        writer.write_table(found.letters)
+    return found.changes, Aside(file=path, causes=tuple(found.causes), cleared=tuple(found.cleared.tolist()))
+
+
+def keep_aside(asked: KeepWork) -> TailraceError | None:
+    """One step of all that the tasks have left out."""
+    work = asked.work
+    try:
+        letters = pa.concat_tables(_read(item.file) for item in asked.aside)
+        causes = [cause for item in asked.aside for cause in item.causes]
+        order = np.argsort(letters.column(change.SEQ).to_numpy())
+        found = Sifted(
+            changes=letters.slice(0, 0), letters=letters.take(pa.array(order)), causes=[causes[i] for i in order],
+            cleared=np.unique(np.concatenate([np.array(item.cleared, np.int64) for item in asked.aside])),
+        )  # fmt: skip
+        keep_letters(_step(work), found, Letters(work.log, work.table))
+    except Exception as error:  # the task's boundary
+        return as_ours(error)
+    return None
+
+
+def _read(path: Path) -> pa.Table:
+    with pa.OSFile(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()
+
+
+def _step(work: ApplyWork) -> Step:
+    return Step(
+        log=work.log, schema=work.shape, form=work.place.form, expected=work.expected, cursor=work.cursor,
+        on=work.letters, reread=None if work.reader is None else partial(read_again, work, ()),
+    )  # fmt: skip

@@ -1,0 +1,477 @@
+"""Partitioned tables of every form: what every reader finds in them, however changes come."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.errors import FormChanged, TableUnusable, ValueUnfit
+from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.tables import staging
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.deltalog import file_names
+from tailrace.tables.evolving import Recast
+from tailrace.tables.forms import PLAIN, Form, TableMode
+from tailrace.tables.layout import Place
+from tailrace.tables.rebuilding import Rebuilding, bases
+from tailrace.tables.staging import discard, stage
+from tailrace.tables.upkeep import Upkeep, remove_files
+from tests.support.changes import (
+    COMPOSITE,
+    KEYLESS,
+    SHOP,
+    KeylessModel,
+    delete,
+    insert,
+    move,
+    record_batches,
+    table_schema,
+    truncate,
+    update,
+)
+from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
+
+LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
+MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("_deleted", "name"))
+HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",), partition_by=("_current", "n"))
+APPEND = Form(mode=TableMode.APPEND, partition_by=("_op", "name"))
+MIRROR = Form(partition_by=("name",))
+EVERY = [MIRROR, MARKED, HISTORY, APPEND]
+BIG = ("big",)
+ROWS = [{"id": i, "name": f"n {i % 2}", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
+
+
+def opened(path: Path, form: Form) -> DeltaRsTable:
+    return DeltaRsTable(path, LOG, form)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Any:
+    def make(form: Form, rows: Any = ROWS, schema: TableSchema = SHOP) -> Formed:
+        return Formed(opened(tmp_path / "t", form), form, tmp_path / "t", schema, rows)
+
+    return make
+
+
+# --- values, as every reader sees them ---------------------------------------------------------------------
+
+
+def texts(*more: str) -> list[Any]:
+    odd = [
+        "a/b", "100%", "x=y", "a b", "c:d", "ünï💧", "new\nline", "tab\t", "back\\slash", "q'uo\"te", "a%2Fb", "..",
+        ".", "~*?[]{}|^", "null", "NULL", " lead", "trail ", "\x01", "#h?q", "2020-01-01", "001", "+", "true",
+    ]  # fmt: skip
+    return [*odd, *more, None]
+
+
+MOMENTS = [
+    datetime(2020, 1, 2, 3, 4, 5, 123456), datetime(1950, 1, 2, 3, 4, 5, 1), datetime(1, 1, 1),
+    datetime(9999, 12, 31, 23, 59, 59, 999999), datetime(2020, 1, 2), None,
+]  # fmt: skip
+KINDS: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "VARCHAR": (pa.string(), texts("L" * 253, "é" * 42)),
+    "BIGINT": (pa.int64(), [-(2**63), -5, 0, 2**63 - 1, None]),
+    "SMALLINT": (pa.int16(), [-5, 7, None]),
+    "BOOLEAN": (pa.bool_(), [True, False, None]),
+    "DATE": (pa.date32(), [date(1, 1, 1), date(1500, 3, 1), date(2024, 2, 29), date(9999, 12, 31), None]),
+    "TIMESTAMP": (pa.timestamp("us"), MOMENTS),
+}
+
+
+def by_duckdb(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """By the names of the folders: the extension that reads Delta's log cannot be had everywhere."""
+    files = [str(folder / name) for name in file_names(DeltaTable(str(folder)))]
+    with duckdb.connect() as connection:
+        query = f"SELECT id, p, v FROM read_parquet(?, hive_partitioning = true, hive_types = {{'p': {kind}}})"
+        rows: list[dict[str, Any]] = connection.sql(query, params=[files]).to_arrow_table().to_pylist()
+        return rows
+
+
+@pytest.mark.parametrize("key", [("id",), ("id", "p")], ids=["apart", "in_the_key"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_reader_finds_the_values_that_were_written(made: Any, kind: str, key: tuple[str, ...]) -> None:
+    arrow, values = KINDS[kind]
+    values = values if key == ("id",) else values[:-1]
+    schema = table_schema({"id": pa.int64(), "p": arrow, "v": pa.string()}, key=key)
+    table = made(Form(partition_by=("p",)), [{"id": i, "p": p, "v": "x"} for i, p in enumerate(values)], schema)
+    others = values if len(key) == 2 else [*values[1:], values[0]]
+    changed = [update({"id": i, "p": p}, v="y") for i, p in enumerate(others)]
+    table.apply(tx(1, *changed, *(insert({"id": 100 + i, "p": p}, v="z") for i, p in enumerate(values))))
+    wanted = ordered(
+        [{"id": i, "p": p, "v": "y"} for i, p in enumerate(others)]
+        + [{"id": 100 + i, "p": p, "v": "z"} for i, p in enumerate(values)]
+    )
+    assert_read(table, kind, wanted)
+    again(table, [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}], "again", 2000)
+    assert table.content() == ordered(
+        [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}]
+    )
+    table.apply(tx(2, truncate(), *(insert({"id": i, "p": p}, v="w") for i, p in enumerate(values))))
+    assert_read(table, kind, ordered({"id": i, "p": p, "v": "w"} for i, p in enumerate(values)))
+
+
+def assert_read(table: Formed, kind: str, wanted: list[Any]) -> None:
+    assert table.content() == wanted
+    assert ordered(pl.read_delta(str(table.folder)).to_dicts()) == wanted
+    assert ordered(by_duckdb(table.folder, kind)) == wanted
+
+
+def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(made: Any) -> None:
+    table = made(Form(partition_by=("name", "n")))
+    table.apply(tx(1, update(1, name=None, n=7, unchanged=BIG)))
+    names = table.table.files()
+    assert {str(Path(name).parent) for name in names} == {
+        "name=n%200/n=2", "name=n%201/n=3", "name=__HIVE_DEFAULT_PARTITION__/n=7",
+    }  # fmt: skip
+    assert {tuple(pq.read_schema(table.folder / name).names) for name in names} == {("id", "big")}
+    commit = (table.folder / "_delta_log" / f"{1:020d}.json").read_text().splitlines()
+    (add,) = [action["add"] for action in map(json.loads, commit) if "add" in action]
+    assert add["partitionValues"] == {"name": None, "n": "7"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.string(), ""), (pa.string(), "__HIVE_DEFAULT_PARTITION__"), (pa.string(), "L" * 254),
+        (pa.string(), "é" * 43), (pa.date32(), -719_163), (pa.date32(), 2_932_897),
+        (pa.timestamp("us"), -62_135_596_800_000_001), (pa.timestamp("us"), 253_402_300_800_000_000),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_value_that_cannot_be_read_back_is_refused_and_nothing_is_written(
+    made: Any, tmp_path: Path, kind: pa.DataType, value: Any
+) -> None:
+    schema = table_schema({"id": pa.int64(), "p": kind})
+    form = Form(partition_by=("p",))
+    table = made(form, [{"id": 1, "p": None}], schema)
+    with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
+        table.apply(tx(1, update(1, p=value)))
+    assert refused.value.fields["column"] == "p"
+    assert str(value) not in str(refused.value) or value == ""
+    assert table.content() == [{"id": 1, "p": None}]
+    other = tmp_path / "other"
+    with pytest.raises(ValueUnfit):
+        stage(other, "load", schema, record_batches(schema, [{"id": 1, "p": None}, {"id": 2, "p": value}]), ("p",))
+    assert not [path for path in other.rglob("*") if path.is_file()]
+
+
+def test_a_delete_of_what_a_table_cannot_hold_does_nothing(made: Any) -> None:
+    schema = table_schema({"id": pa.int64(), "p": pa.string()}, key=("id", "p"))
+    table = made(Form(partition_by=("p",)), [{"id": 1, "p": "a"}], schema)
+    table.apply(tx(1, delete({"id": 1, "p": ""}), delete({"id": 1, "p": "nowhere"})))
+    assert table.content() == [{"id": 1, "p": "a"}]
+
+
+# --- any cutting of the changes ----------------------------------------------------------------------------
+
+NAMES = st.sampled_from([None, "x", "a/b %", "é=1"])
+STEP = st.tuples(
+    st.sampled_from(["insert", "insert", "update", "update", "delete", "move", "truncate"]),
+    st.integers(0, 3), st.integers(0, 3), NAMES, st.sampled_from([(), ("big",), ("name", "big")]), st.booleans(),
+    st.integers(900, 1100),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "form", [MIRROR, Form(partition_by=("n", "shop")), MARKED, HISTORY, APPEND], ids=lambda form: form.described
+)
+@settings(max_examples=8, deadline=None)
+@given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
+def test_any_cutting_of_the_changes_comes_to_the_same_table(form: Form, steps: list[Any], cuts: set[int]) -> None:
+    begun, transactions = story(steps)
+    batch = stored(COMPOSITE, transactions)
+    account = Account(COMPOSITE)
+    account.load(begun)
+    account.take(batch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t"
+        table = Formed(opened(path, form), form, path, COMPOSITE, begun)
+        for piece in pieces(batch, cuts):
+            table.take(piece)
+        assert_partitioned(table)
+        if form is APPEND:
+            names = [*COMPOSITE.names, "_seq", "_op"]
+            told = [{name: row[name] for name in names} for row in batch.to_pylist()]
+            assert [row for row in table.content(*names) if row["_op"] != "read"] == ordered(told)
+            return
+        kept = {MARKED: account.marked.values(), HISTORY: account.versions}
+        assert table.content() == ordered(kept.get(form, account.live.values()))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    steps=st.lists(st.tuples(
+        st.sampled_from(["insert", "insert", "update", "delete", "truncate"]),
+        st.tuples(st.integers(0, 1), NAMES), st.tuples(st.integers(0, 1), NAMES),
+    ), min_size=1, max_size=12),
+    cut=st.integers(0, 12),
+)  # fmt: skip
+def test_a_table_without_a_key_holds_each_row_as_often_as_the_source(steps: list[Any], cut: int) -> None:
+    form, model, told = Form(partition_by=("b",)), KeylessModel(), list[Any]()
+    for kind, image, other in steps:
+        told += model.step(kind, image, other)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "t"
+        table = Formed(opened(path, form), form, path, KEYLESS)
+        for some in (told[:cut], told[cut:]):
+            if some:
+                table.apply(tx(1, *some))
+        assert_partitioned(table)
+        wanted = [dict(zip(KEYLESS.names, image, strict=True)) for image in model.rows.elements()]
+        assert table.content() == ordered(wanted)
+
+
+def assert_partitioned(table: Formed) -> None:
+    """The table says what it is partitioned by, and every file lies where its rows belong."""
+    delta = DeltaTable(str(table.folder))
+    assert delta.metadata().partition_columns == list(table.form.partition_by)
+    for name in file_names(delta):
+        assert [part.split("=")[0] for part in name.split("/")[:-1]] == list(table.form.partition_by)
+        assert not set(pq.read_schema(table.folder / name).names) & set(table.form.partition_by)
+
+
+def test_only_files_of_partitions_that_the_key_names_are_read(made: Any) -> None:
+    schema = table_schema({"id": pa.int64(), "p": pa.string(), "v": pa.string()}, key=("id", "p"))
+    rows = [{"id": i, "p": p, "v": "x"} for p in ("a/b", "c", "d") for i in range(3)]
+    table = made(Form(partition_by=("p",)), rows, schema)
+    others = [name for name in table.table.files() if "p=a%2Fb" not in name]
+    assert len(others) == 2
+    for name in others:
+        (table.folder / name).rename(table.folder / f"{name}.away")
+    table.apply(tx(1, update({"id": 1, "p": "a/b"}, v="y")))
+    for name in others:
+        (table.folder / f"{name}.away").rename(table.folder / name)
+    wanted = [row | ({"v": "y"} if (row["id"], row["p"]) == (1, "a/b") else {}) for row in rows]
+    assert table.content() == ordered(wanted)
+
+
+def test_a_key_may_be_all_that_a_table_is_partitioned_by(made: Any) -> None:
+    schema = table_schema({"p": pa.string(), "v": pa.string()}, key=("p",))
+    table = made(Form(partition_by=("p",)), [{"p": p, "v": "x"} for p in ("a", "b", "c")], schema)
+    table.apply(tx(1, update({"p": "a"}, v="y"), delete({"p": "b"}), insert({"p": "d"}, v="z")))
+    assert table.tuples("p", "v") == [("a", "y"), ("c", "x"), ("d", "z")]
+    again(table, [{"p": "a", "v": "y"}, {"p": "c", "v": "w"}], "again", 2000)
+    assert table.tuples("p", "v") == [("a", "y"), ("c", "w")]
+
+
+def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
+    table = made(replace(HISTORY, partition_by=("_current",)))
+    table.apply(tx(2000, update(1, name="b", unchanged=BIG), update(2, name="b", unchanged=BIG)))
+    past = [name for name in table.table.files() if "_current=false" in name]
+    assert past
+    for name in past:
+        (table.folder / name).rename(table.folder / f"{name}.away")
+    table.apply(tx(3000, delete(1)))
+    for name in past:
+        (table.folder / f"{name}.away").rename(table.folder / name)
+    assert table.tuples("id", "name", "_current") == [
+        (1, "b", False), (1, "n 1", False), (2, "b", True), (2, "n 0", False), (3, "n 1", True),
+    ]  # fmt: skip
+
+
+# --- loading, reading again, shape, upkeep -----------------------------------------------------------------
+
+
+def test_rows_of_many_partitions_are_written_with_few_files_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "OPEN_FILES_MAX", 3)
+    monkeypatch.setattr(staging, "WAITING_BYTES_MAX", 2_000)
+    monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 100)
+    open_now: list[int] = []
+    opening = staging._Parts._opened
+
+    def counted(parts: Any, group: Any) -> Any:
+        found = opening(parts, group)
+        open_now.append(len(list(Path("/proc/self/fd").iterdir())))
+        return found
+
+    monkeypatch.setattr(staging._Parts, "_opened", counted)
+    rows = [{"id": i, "name": f"p{i * 7 % 20}", "big": "x", "n": i} for i in range(1000)]
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    table = Formed(opened(tmp_path / "t", MIRROR), MIRROR, tmp_path / "t", SHOP, rows)
+    assert max(open_now) <= before + 3 + 4
+    assert_partitioned(table)
+    assert table.content() == ordered(rows)
+    assert table.table.rows() == 1000
+    assert len(DeltaTable(str(table.folder)).file_uris()) > 20
+
+
+def test_what_a_load_has_staged_is_removed_by_its_name(tmp_path: Path) -> None:
+    path, by = tmp_path / "t", ("name", "n")
+    stage(path, "one-a", SHOP, record_batches(SHOP, ROWS), by)
+    stage(path, "two-a", SHOP, record_batches(SHOP, ROWS), by)
+    assert opened(path, MIRROR).cursor() is None, "folders of partitions are no table, and in nobody's way"
+    assert discard(path, "one") == 3
+    assert {file.name[:9] for file in path.rglob("*.parquet")} == {"part-two-"}
+    (path / "name=n%200" / "n=2" / "notes.txt").write_text("mine")
+    with pytest.raises(TableUnusable, match="not a Delta table"):
+        opened(path, MIRROR).cursor()
+
+
+@pytest.mark.parametrize("form", EVERY, ids=str)
+def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any, form: Form) -> None:
+    table = made(form)
+    for n in range(18):
+        table.apply(tx(2000 + n, insert(10 + n, name=f"n {n % 2}", n=n % 2)))
+    before = table.content()
+    tended = table.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), table.cursor(table.seq))
+    assert (tended.joined >= 16, tended.made) == (True, 2)
+    assert table.content() == before
+    assert_partitioned(table)
+    now = [{"id": 1, "name": "moved/", "big": "large 1", "n": 1}, {"id": 2, "name": "n 0", "big": "large 2", "n": 2}]
+    again(table, now, "again", 3000)
+    if form is MIRROR:
+        assert table.content() == ordered(now)
+    assert_partitioned(table)
+    columns = (*SHOP.columns[:2], Column(name="large", source_type="text", type=pa.string()),
+               Column(name="n", source_type="bigint", type=pa.int64()),
+               Column(name="extra", source_type="text", type=pa.string()))  # fmt: skip
+    after = replace(SHOP, columns=columns)
+    recast = Recast(schema=after, added=("extra",), renamed=(("big", "large"),), filled=(("extra", pa.scalar("e")),))
+    rows = len(table.content())
+    assert table.table.evolve(recast, table.cursor(table.seq)).committed
+    table.schema = after
+    assert len(table.content()) == rows
+    table.apply(tx(4000, insert(90, name="new", n=2**40, extra="f"), *move(1, 91, unchanged=("large",), name="gone")))
+    assert_partitioned(table)
+    found = {(row["id"], row["name"], row["large"], row["n"]) for row in table.content("id", "name", "large", "n")}
+    assert found >= {(2, "n 0", "large 2", 2), (90, "new", None, 2**40)}
+    assert form is APPEND or (91, "gone", "large 1", None) in found
+
+
+def test_a_partition_column_that_is_dropped_or_renamed_stops_the_table_as_it_is(made: Any) -> None:
+    table = made(MIRROR)
+    gone = Recast(schema=replace(SHOP, columns=(SHOP.columns[0], *SHOP.columns[2:])), dropped=("name",))
+    other = replace(SHOP.columns[1], name="title")
+    renamed = Recast(
+        schema=replace(SHOP, columns=(SHOP.columns[0], other, *SHOP.columns[2:])), renamed=(("name", "title"),)
+    )
+    for recast in (gone, renamed):
+        with pytest.raises(TableUnusable, match="no such column to be partitioned by") as refused:
+            table.table.evolve(recast, table.cursor(table.seq))
+        assert "partition_by" in refused.value.hint
+    assert table.content() == ordered(ROWS)
+
+
+def test_a_truncate_and_rows_of_other_partitions_after_it(made: Any) -> None:
+    table = made(MIRROR)
+    table.apply(tx(1, truncate(), insert(9, name="new/one")), tx(2, insert(10, name="n 1")))
+    assert table.tuples("id", "name") == [(10, "n 1"), (9, "new/one")]
+    assert_partitioned(table)
+
+
+def test_single_rows_are_looked_for_and_put_right(made: Any) -> None:
+    table = made(Form(partition_by=("name",), columns=(("n", "number"),)))
+    keys = pa.table({"id": pa.array([2, 7], pa.int64())})
+    assert table.table.holds(SHOP, keys).tolist() == [True, False]
+    rows = pa.Table.from_batches(record_batches(SHOP, [{"id": 2, "name": "elsewhere", "big": "b", "n": 5}]))
+    here = table.cursor(table.seq)
+    assert table.table.put(SHOP, rows, here).committed
+    assert table.tuples("id", "name", "number") == [(1, "n 1", 1), (2, "elsewhere", 5), (3, "n 1", 3)]
+    bad = pa.Table.from_batches(record_batches(SHOP, [{"id": 2, "name": "", "big": "b", "n": 5}]))
+    with pytest.raises(ValueUnfit):
+        table.table.put(SHOP, bad, here)
+
+
+@pytest.mark.parametrize(("was", "now"), [(PLAIN, MIRROR), (MIRROR, PLAIN), (MIRROR, Form(partition_by=("n",)))])
+def test_a_table_that_is_partitioned_otherwise_is_refused_until_it_is_loaded_anew(
+    tmp_path: Path, was: Form, now: Form
+) -> None:
+    path = tmp_path / "t"
+    Formed(opened(path, was), was, path, rows=ROWS)
+    with pytest.raises(FormChanged) as refused:
+        opened(path, now).cursor()
+    assert refused.value.fields["asked"] == now.described
+    assert "tailrace snapshot FILE TABLE" in refused.value.hint
+    table = Formed(opened(path, now), now, path, rows=ROWS)
+    assert DeltaTable(str(path)).version() == 1
+    assert DeltaTable(str(path)).metadata().partition_columns == list(now.partition_by)
+    assert table.table.cursor() == table.cursor(table.seq)
+    table.apply(tx(1, update(1, name="x", unchanged=BIG)))
+    assert table.tuples("id", "name", "big") == [(1, "x", "large 1"), (2, "n 0", "large 2"), (3, "n 1", "large 3")]
+    assert ordered(pl.read_delta(str(path)).to_dicts()) == table.content()
+
+
+def test_files_that_nobody_needs_are_removed_wherever_they_lie(made: Any) -> None:
+    table = made(MIRROR)
+    files = {table.folder / name for name in table.table.files()}
+    table.apply(tx(1, update(1, name="n 1", big="new", n=1)))
+    gone = files - {table.folder / name for name in table.table.files()}
+    here = table.cursor(table.seq)
+    assert table.table.tend(Upkeep(file_bytes=None, remove_after_seconds=3600), here).removed == 0
+    assert len(gone) == 1
+    opened_table = table.table.opened()
+    assert remove_files(table.folder, opened_table.table, 0, opened_table.position.properties()) == 1
+    assert not any(file.exists() for file in gone)
+    assert len(table.content()) == 3
+
+
+@pytest.mark.parametrize("form", [MIRROR, HISTORY], ids=str)
+def test_a_table_is_rebuilt_with_its_partitions(made: Any, form: Form) -> None:
+    table = made(form)
+    table.apply(tx(2000, update(1, name="a/b", n=8, unchanged=BIG)))
+    wanted = table.content()
+    table.apply(tx(3000, delete(2), insert(9, name="later", n=9)))
+    place = Place(path=table.folder, log_id=LOG, form=form)
+    _, base, _ = bases(place)
+    with Rebuilding(place) as rebuilding:
+        assert rebuilding.begin(base) == len(wanted)
+        assert rebuilding.swap(base.position.cursor) == len(wanted)
+    assert table.content() == wanted
+    assert_partitioned(table)
+    assert opened(table.folder, form).cursor() == base.position.cursor
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+ODD = table_schema({
+    "id": pa.int64(), "list": pa.list_(pa.int32()), "bytes": pa.binary(), "half": pa.float64(),
+    "price": pa.decimal128(9, 2), "at": pa.timestamp("us", "UTC"), "a/b": pa.string(), "x=y": pa.string(),
+    ".z": pa.string(),
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere", "no such column"), ("ID", "no such column"), ("_op", "no such column"), ("list", "of this type"),
+        ("bytes", "of this type"), ("half", "of this type"), ("price", "of this type"), ("at", "of this type"),
+        ("a/b", "of this name"), ("x=y", "of this name"), (".z", "of this name"),
+    ],
+)  # fmt: skip
+def test_a_column_that_no_table_can_be_partitioned_by_is_refused_before_anything_is_made(
+    made: Any, tmp_path: Path, name: str, said: str
+) -> None:
+    with pytest.raises(TableUnusable, match=said) as refused:
+        made(Form(partition_by=(name,)), [], ODD)
+    assert refused.value.fields["column"] == name
+    assert "tables.rules" in refused.value.hint
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_table_needs_a_column_besides_those_of_its_partitions(made: Any) -> None:
+    with pytest.raises(TableUnusable, match="must have a column"):
+        made(Form(partition_by=("a", "b")), [], KEYLESS)
+
+
+def test_an_odd_name_is_given_another(made: Any) -> None:
+    form = Form(columns=(("a/b", "ab"),), partition_by=("ab",))
+    table = made(form, [], replace(ODD, identity=Identity.KEY))
+    table.apply(tx(1, insert({"id": 1, "a/b": "x"})))
+    assert table.tuples("id", "ab") == [(1, "x")]
+
+

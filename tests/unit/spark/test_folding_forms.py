@@ -1,0 +1,168 @@
+"""Tables of any form, folded in tasks: however a stretch is dealt out, it comes to what one fold of it comes to."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.changelog.letters import Letters
+from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
+from tailrace.spark import setting_aside
+from tailrace.spark.aside import KeepWork, keep_aside
+from tailrace.spark.folding import FoldedFiles, fold_stretch
+from tailrace.spark.setting_aside import dead_keys
+from tailrace.spark.tasks import ApplyWork, changes_of
+from tailrace.tables.fold import Folded
+from tailrace.tables.formed import fold_into
+from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.sifting import sift_kept
+from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
+from tests.support.logs import quick_folder
+from tests.support.quiet import THINGS, Quiet
+from tests.unit.spark.test_folding import BIG, STEPS, here, stretch
+
+NAMED = (("big", "large"), ("id", "number"))
+FORMS = [
+    Form(metadata=("_seq", "_op"), columns=NAMED), Form(soft_delete=True, metadata=("_op", "_seq", "_committed_at")),
+    Form(mode=TableMode.HISTORY, metadata=("_op", "_committed_at"), columns=NAMED),
+    Form(mode=TableMode.APPEND, columns=NAMED),
+]  # fmt: skip
+
+
+def rows_of(found: FoldedFiles) -> list[str]:
+    pieces = [pq.ParquetFile(file).read() for file in found.files]
+    return sorted(str(row) for piece in pieces for row in piece.to_pylist())
+
+
+def expected(work: ApplyWork, folded: Folded) -> list[str]:
+    names = [name for name in folded.rows.column_names if name != "base" or work.place.form.stored(work.shape).key]
+    return sorted(map(str, folded.rows.select(names).to_pylist()))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@given(steps=STEPS, rows_max=st.integers(1, 5), times=st.lists(st.integers(0, 9), min_size=60, max_size=60))
+@settings(max_examples=30, deadline=None)
+def test_what_is_dealt_out_comes_to_what_one_fold_comes_to(
+    form: Form, steps: list[tuple[Any, ...]], rows_max: int, times: list[int]
+) -> None:
+    model, commits = Model(), [list[Change]()]
+    for number in range(3):
+        model.step("insert", number, number, "begun", ())
+    for *step, cut in steps:
+        commits[-1] += model.step(*step)
+        if cut and commits[-1]:
+            commits.append([])
+    commits = [rows for rows in commits if rows]
+    if not commits:
+        return
+    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
+        work = stretch(folder, model.schema, commits, form, times)
+        found = fold_stretch(work, folder / "scratch", here, rows_max)
+        whole = fold_into(form, model.schema, changes_of(work))
+        assert rows_of(found) == expected(work, whole)
+    assert (found.truncated, found.ended, found.clock) == (whole.truncated, whole.ended, whole.clock)
+    assert found.changes == sum(map(len, commits))
+    assert found.only_adds == (whole.ended is None and not found.deletes and not whole.partial)
+
+
+def test_every_change_of_a_keyless_table_is_a_row_and_none_is_dealt_out(tmp_path: Path) -> None:
+    rows = [insert({"a": 1, "b": "x"}), delete({"a": 1, "b": "x"}), truncate(), insert({"a": 1, "b": "x"})]
+    work = stretch(tmp_path, KEYLESS, [rows, rows], Form(mode=TableMode.APPEND))
+    found = fold_stretch(work, tmp_path / "scratch", here, 4)
+    assert (found.upserts, found.deletes, found.changes, len(found.files)) == (8, 0, 8, 2)
+    assert not list((tmp_path / "scratch").glob("*.arrow"))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("rows_max", [1, 100])
+def test_what_a_table_cannot_take_is_refused_by_every_form(tmp_path: Path, form: Form, rows_max: int) -> None:
+    work = stretch(tmp_path, SHOP, [[insert(1), insert(2)], [update(1, unfit=("n",))]], form)
+    with pytest.raises(ValueUnfit) as refused:
+        fold_stretch(work, tmp_path / "scratch", here, rows_max)
+    assert refused.value.hint
+
+
+# --- what the table cannot take ----------------------------------------------------------------------------
+
+BAD = ("n",)
+CHANGE = st.tuples(
+    st.sampled_from(["insert", "update", "update", "partial", "bad", "bad", "delete", "truncate"]), st.integers(1, 6)
+)
+
+
+def told(kind: str, key: int) -> Change:
+    return {
+        "insert": insert(key, n=1), "update": update(key, n=2), "partial": update(key, n=3, unchanged=BIG),
+        "bad": update(key, unfit=BAD), "delete": delete(key), "truncate": truncate(),
+    }[kind]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["soft_delete: true, metadata: [_seq]", "metadata: [_seq]"])
+@given(steps=st.lists(CHANGE, min_size=4, max_size=30), rows_max=st.integers(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_tasks_set_aside_what_one_would(form: str, steps: list[Any], rows_max: int) -> None:
+    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
+        quiet = Quiet(folder, on_bad_row="dead-letter", form=form)
+        quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
+        quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
+        assert quiet.apply()[-1].letters == 2
+        work = pending(quiet, [told(*step) for step in steps], rows_max)
+        letters = Letters(work.log, THINGS)
+        dead = dead_keys(SHOP, letters.keys(work.expected.seq))
+        wanted = sift_kept(SHOP, changes_of(work), dead, lambda keys: quiet.table.holds(SHOP, keys))
+        found = fold_stretch(work, folder / "scratch", here, rows_max, sifts=True)
+        form_of = work.place.form
+        assert rows_of(found) == expected(work, fold_into(form_of, SHOP, wanted.changes))
+        if found.aside:
+            assert keep_aside(KeepWork(work=work, aside=found.aside)) is None
+        left = {1, 2, *wanted.letters.column("_seq").to_pylist()} - set(wanted.cleared.tolist())
+        kept = letters.open(work.cursor.seq)
+        assert {seq for bundle in kept for seq in bundle.seqs} == left
+        assert all(bundle.seqs == sorted(bundle.seqs) for bundle in kept)
+    assert sum(len(item.causes) for item in found.aside) == wanted.letters.num_rows
+
+
+def pending(quiet: Quiet, changes: list[Change], size: int) -> ApplyWork:
+    """The work of applying these, in commits of that size."""
+    for start in range(0, len(changes), size):
+        quiet.commit(*changes[start : start + size])
+    lives = quiet.lives()
+    life = lives.add(THINGS)
+    found = lives.stretch(life, lives.index.commit)
+    assert found is not None
+    (quiet.file.parent / "scratch").mkdir()
+    return ApplyWork(
+        table=THINGS, log=quiet.settings.log.path, place=life.place, slices=found.slices, shape=SHOP,
+        expected=quiet.cursor, cursor=found.cursor, letters=True,
+    )  # fmt: skip
+
+
+def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setting_aside, "LETTERS_MAX", 3)
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter")
+    quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in range(6)])
+    work = pending(quiet, [update(key, unfit=BAD) for key in range(6)], 2)
+    found = fold_stretch(work, tmp_path / "scratch", here, 2, sifts=True)
+    refused = keep_aside(KeepWork(work=work, aside=found.aside))
+    assert isinstance(refused, DeadLettersFull)
+    assert not Letters(work.log, THINGS).any, "nothing is written of what is refused"
+
+
+def test_a_cause_stays_with_its_letter(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter")
+    quiet.load([])
+    work = pending(quiet, [update(key, unfit=BAD) if key % 2 else update(key, unchanged=BIG) for key in range(8)], 2)
+    found = fold_stretch(work, tmp_path / "scratch", here, 2, sifts=True)
+    assert keep_aside(KeepWork(work=work, aside=found.aside)) is None
+    (bundle,) = Letters(work.log, THINGS).open(work.cursor.seq)
+    codes = bundle.rows.column("_cause_code").to_pylist()
+    assert codes == [BaseRowMissing.code, ValueUnfit.code] * 4
+    assert bundle.changes.column("id").to_pylist() == list(range(8))
+    assert pa.types.is_struct(bundle.changes.schema.field("_before").type)
