@@ -200,7 +200,7 @@ def holds(log: Path, named: Callable[[str], Iterable[int]] = lambda name: ()) ->
         ))  # fmt: skip
     said = _read(folder / TABLES) or {"tables": [], "at": 0.0}
     for table in said["tables"]:
-        name = str(TableId(table["schema"], table["table"]))
+        name = str(TableId.from_json(table))
         found.append(Hold(
             name=name, kind="table", tables=numbers(table["numbers"], name), commit=table["commit"], seq=table["seq"],
             seen_at=said["at"], expires_seconds=None,
@@ -213,7 +213,7 @@ def hints(log: Path) -> list[TableHint]:
     said = _read(log / "consumers" / TABLES) or {"tables": []}
     return [
         TableHint(
-            table=TableId(table["schema"], table["table"]), numbers=tuple(table["numbers"]),
+            table=TableId.from_json(table), numbers=tuple(table["numbers"]),
             commit=table["commit"], seq=table["seq"],
         )
         for table in said["tables"]

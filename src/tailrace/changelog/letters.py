@@ -285,7 +285,7 @@ def tables_with_letters(log: Path) -> list[TableId]:
         for path in (log / FOLDER).glob("*/table.json"):
             with suppress(OSError, ValueError, KeyError):
                 stored = json.loads(path.read_bytes())
-                yield TableId(stored["schema"], stored["table"])
+                yield TableId.from_json(stored)
 
     return sorted(found())
 

@@ -30,6 +30,11 @@ class TableId:
     def __str__(self) -> str:
         return f"{self.schema}.{self.name}" if self.schema else self.name
 
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> TableId:
+        """As records that are about a table name it."""
+        return cls(stored["schema"], stored["table"])
+
 
 class Identity(enum.Enum):
     """What the source tells of the old row when one is updated or deleted."""

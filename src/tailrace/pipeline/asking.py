@@ -7,7 +7,7 @@ applies looks at them several times a second. Everything is checked before the f
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -288,11 +288,14 @@ def _unmatched(pattern: str, tables: set[TableId], *, gone: bool) -> ConfigError
             table=pattern,
             hint="Was it dropped or renamed? Its lake table stays as it is.",
         )
+    return ConfigError(f"`{pattern}` matches no table of this pipeline", hint=closest(pattern, tables))
+
+
+def closest(pattern: str, tables: Collection[TableId]) -> str:
+    """A hint: what may have been meant."""
     # By the table's own name: what schemas have in common makes everything look alike.
     names = difflib.get_close_matches(pattern.rpartition(".")[2], {table.name for table in tables}, n=CLOSE_MAX)
     close = [str(table) for name in names for table in sorted(tables) if table.name == name]
     if close:
-        hint = f"Did you mean {' or '.join(close[:CLOSE_MAX])}?"
-    else:
-        hint = "`tailrace status FILE` lists the tables; `source.tables` and `source.exclude` decide which there are."
-    return ConfigError(f"`{pattern}` matches no table of this pipeline", hint=hint)
+        return f"Did you mean {' or '.join(close[:CLOSE_MAX])}?"
+    return "`tailrace status FILE` lists the tables; `source.tables` and `source.exclude` decide which there are."

@@ -8,10 +8,9 @@ else applies meanwhile: the applier's lease is held.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, Sc
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
+from tailrace.pipeline.asking import closest
 from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
@@ -290,7 +290,7 @@ class _Rebuild:
         with suppress(OSError, ValueError, KeyError, TypeError):
             path = self._log.path / NOTE
             stored = json.loads(path.read_bytes())
-            stored["tables"] = [item for item in stored["tables"] if _id(item) != self._table]
+            stored["tables"] = [item for item in stored["tables"] if TableId.from_json(item) != self._table]
             files.replace(path, json.dumps(stored).encode())
 
 
@@ -316,16 +316,5 @@ def _known(settings: PipelineSettings, log: ChangeLog, name: str) -> TableId:
         return found[0]
     raise ConfigError(
         f"`{name}` is no table of this pipeline" if not found else f"`{name}` names two tables",
-        hint=_close(name, wanted),
+        hint=closest(name, wanted),
     )  # fmt: skip
-
-
-def _close(name: str, tables: Iterable[TableId]) -> str:
-    close = difflib.get_close_matches(name, list(map(str, tables)), n=3)
-    if close:
-        return f"Did you mean {' or '.join(close)}?"
-    return "`tailrace status FILE` lists the tables."
-
-
-def _id(item: dict[str, Any]) -> TableId:
-    return TableId(item["schema"], item["table"])

@@ -147,7 +147,7 @@ def read_note(path: Path) -> dict[TableId, dict[str, Any]]:
     """What the applying process left last; nothing if it cannot be read."""
     try:
         stored = json.loads((path / NOTE).read_bytes())
-        return {TableId(table["schema"], table["table"]): table for table in stored["tables"]}
+        return {TableId.from_json(table): table for table in stored["tables"]}
     except (OSError, ValueError, KeyError):
         return {}
 

@@ -195,7 +195,7 @@ def stage_letters(asked: StageWork) -> FoldedFiles | TailraceError:
         rows, stored = _kept(_path(work.log, work.shape.table))
         if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
             return FoldedFiles()
-        keys = Letters(work.log, work.shape.table).keys(work.expected.seq)
+        keys = Letters(work.log, work.shape.table).keys(work.expected.seq, work.expected.load)
         ready, _ = _ready(work.shape, rows, keys, set(stored["seqs"]))
         form = work.place.form
         whole = rows_to_put(form, work.shape, ready, work.expected)

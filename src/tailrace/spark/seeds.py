@@ -77,7 +77,7 @@ class Wish:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Wish:
         return cls(
-            id=stored["id"], table=TableId(stored["schema"], stored["table"]), mode=LoadMode(stored["mode"]),
+            id=stored["id"], table=TableId.from_json(stored), mode=LoadMode(stored["mode"]),
             where=stored["where"], made_at=stored["made_at"],
         )  # fmt: skip
 
@@ -282,7 +282,7 @@ def _held(stored: dict[str, Any]) -> tuple[TableId, Hold]:
 
 
 def _table(stored: dict[str, Any]) -> TableId:
-    return TableId(stored["schema"], stored["table"])
+    return TableId.from_json(stored)
 
 
 def _read_all(folder: Path, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:

@@ -34,7 +34,8 @@ Codes = npt.NDArray[np.int8]
 Flags = npt.NDArray[np.bool_]
 
 _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
-_UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
+UNTOUCHED, ALIVE, GONE = 0, 1, 2
+"""What is known of a key on the way through a batch."""
 NOWHERE = -1
 
 _UNFIT_HINT = (
@@ -283,10 +284,10 @@ def _follow(
     columns = source.shape[1]
     for i in range(own.size):
         k = own[i]
-        known = state[k] == _ALIVE or (state[k] == _UNTOUCHED and not empty_before)
+        known = state[k] == ALIVE or (state[k] == UNTOUCHED and not empty_before)
         if operations[i] == _DELETED:
             left_at[k] = i if known else NOWHERE
-            state[k] = _GONE
+            state[k] = GONE
             continue
         base = -1
         if operations[i] == _UPDATED:
@@ -302,7 +303,7 @@ def _follow(
                 source[k, c] = source[base, c]
         root[k] = root[base] if base >= 0 else k
         moved[k] = base >= 0 and (moved[base] or operations[i] != _UPDATED)
-        state[k] = _ALIVE
+        state[k] = ALIVE
     return -1
 
 

@@ -35,11 +35,11 @@ class TableMode(enum.Enum):
 DELETED = "_deleted"
 VALID_FROM, VALID_TO, CURRENT = "_valid_from", "_valid_to", "_current"
 
-_TIME = pa.timestamp("us", "UTC")
+TIME = pa.timestamp("us", "UTC")
 _TYPES: Mapping[str, pa.DataType] = {
     **{field.name: field.type for field in change.ALWAYS},
     change.UNCHANGED: pa.list_(pa.string()),
-    DELETED: pa.bool_(), VALID_FROM: _TIME, VALID_TO: _TIME, CURRENT: pa.bool_(),
+    DELETED: pa.bool_(), VALID_FROM: TIME, VALID_TO: TIME, CURRENT: pa.bool_(),
 }  # fmt: skip
 
 METADATA = tuple(field.name for field in change.ALWAYS)

@@ -19,12 +19,11 @@ import pyarrow as pa
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import CLOSE, UPSERT, Ended, Flags, Folded, as_type
-from tailrace.tables.forms import CURRENT, VALID_FROM, VALID_TO, Form
+from tailrace.tables.forms import CURRENT, TIME, VALID_FROM, VALID_TO, Form
 from tailrace.tables.identity import Ints
 from tailrace.tables.refresh import at_least
 from tailrace.tables.states import States
 
-_TIME = pa.timestamp("us", "UTC")
 LATEST = "\0latest"
 """Beside changes of which only some are folded together: the latest time of commit up to each among all, µs since
 1970. No source can have a column of this name."""
@@ -54,7 +53,7 @@ def fold_versions(form: Form, schema: TableSchema, stored: TableSchema, changes:
     clock = int(times[-1]) if times.size else None
     if (at := states.truncated_at) is None:
         return Folded(truncated=False, rows=folded, clock=clock)
-    values = {VALID_TO: pa.scalar(int(times[at]), _TIME), CURRENT: pa.scalar(False)}
+    values = {VALID_TO: pa.scalar(int(times[at]), TIME), CURRENT: pa.scalar(False)}
     return Folded(truncated=False, rows=folded, clock=clock, ended=Ended(values=values, tx=int(txs[at])))
 
 
@@ -63,7 +62,7 @@ def latest_times(changes: pa.Table) -> Ints:
     if LATEST in changes.column_names:
         known: Ints = changes.column(LATEST).to_numpy()
         return known
-    committed = as_type(changes.column(change.COMMITTED_AT), _TIME).cast(pa.int64()).to_numpy()
+    committed = as_type(changes.column(change.COMMITTED_AT), TIME).cast(pa.int64()).to_numpy()
     times: Ints = np.maximum.accumulate(committed.clip(0))
     return times
 
@@ -88,14 +87,14 @@ class _Runs:
 
 
 def _times(values: Ints) -> Any:
-    return pa.array(values, mask=values < 0).cast(_TIME)
+    return pa.array(values, mask=values < 0).cast(TIME)
 
 
 def timed(stored: TableSchema, folded: Folded, clock: int) -> Folded:
     """The same with no time before the clock."""
     if folded.clock is None:
         return folded
-    least = pa.scalar(clock, _TIME)
+    least = pa.scalar(clock, TIME)
     rows = folded.rows
     for name in (VALID_FROM, VALID_TO):
         at = stored.names.index(name)
@@ -107,7 +106,7 @@ def ended_after(ended: Ended | None, clock: int) -> Ended | None:
     """What a TRUNCATE does, with no time before the clock."""
     if ended is None:
         return None
-    least = pa.scalar(clock, _TIME)
+    least = pa.scalar(clock, TIME)
     return replace(
         ended, values={**ended.values, VALID_TO: max(ended.values[VALID_TO], least, key=lambda time: time.value)}
     )

@@ -3,7 +3,8 @@
 What must stay true: a row of the table is whole, of some moment, and never half of two. A key whose newest change was
 set aside is *dead*: its row stays as it was, and what builds on the change that is missing (a partial update, a move)
 is set aside too. A whole change or a delete of the key makes it live again, and what was set aside before is cleared.
-The result does not depend on how the changes were cut into batches.
+The result does not depend on how the changes were cut into batches. A letter that a person drops is no letter any more:
+what comes later then builds on the row as it stands.
 
 Pure: no I/O but `holds`, which is asked only for rows that partial changes build on. Only for tables with a key.
 """
@@ -23,7 +24,7 @@ from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold import Codes, Flags, key_ordinals
+from tailrace.tables.fold import ALIVE, GONE, UNTOUCHED, Codes, Flags, key_ordinals
 from tailrace.tables.identity import Ints, key_numbers, one_array
 from tailrace.tables.limits import unheld_values, unholdable
 
@@ -31,7 +32,6 @@ Holds = Callable[[pa.Table], Flags]
 """Given keys, the key's columns by their own names: which of them the table holds."""
 
 _UPDATED, _DELETED = Operation.UPDATE.code, Operation.DELETE.code
-_UNTOUCHED, _ALIVE, _GONE = 0, 1, 2
 _UNFIT, _MISSING, _BUILDS_ON_DEAD = 1, 2, 3
 _NOWHERE = -1
 
@@ -193,7 +193,7 @@ def _walk_all(batch: _Batch, schema: TableSchema, holds: Holds, *, emptied: bool
     if wanted.size:
         missing = wanted[~holds(batch.named(schema, wanted))]
         if missing.size:
-            state[missing] = _GONE
+            state[missing] = GONE
             walked, _ = _walk(batch, state, emptied)
     return walked
 
@@ -229,13 +229,13 @@ def _follow(
             cause[i] = _UNFIT
             continue
         k = own[i]
-        known = state[k] == _ALIVE or (state[k] == _UNTOUCHED and not emptied)
+        known = state[k] == ALIVE or (state[k] == UNTOUCHED and not emptied)
         why = _BUILDS_ON_DEAD if dead[k] else (0 if known else _MISSING)
         if operations[i] == _DELETED:
-            left_at[k], left_why[k], left_untouched[k] = i, why, state[k] == _UNTOUCHED
-            state[k], dead[k], renewed[k] = _GONE, False, True
+            left_at[k], left_why[k], left_untouched[k] = i, why, state[k] == UNTOUCHED
+            state[k], dead[k], renewed[k] = GONE, False, True
             continue
-        base, untouched = k, state[k] == _UNTOUCHED
+        base, untouched = k, state[k] == UNTOUCHED
         if operations[i] != _UPDATED:
             why, base = _MISSING, old[i]
             if base >= 0 and i > 0 and left_at[base] == i - 1:
@@ -252,7 +252,7 @@ def _follow(
                 since[k] = i
             dead[k] = True
         else:
-            state[k], dead[k], renewed[k] = _ALIVE, False, True
+            state[k], dead[k], renewed[k] = ALIVE, False, True
 
 
 def _unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
+from tailrace.tables import identity
 from tailrace.tables.fold import Flags, fold, key_ordinals
 from tailrace.tables.sifting import DeadKeys, Sifted, sift
 from tests.support.changes import (
@@ -254,3 +255,13 @@ def test_rows_are_right_or_have_a_letter_and_the_cuts_do_not_matter(steps: list[
         assert lake.rows.get(key) == at_source.get(key), "a row without a letter is as at the source"
     for key in open_keys & lake.rows.keys():
         assert any(state.get(key) == lake.rows[key] for state in states), "a row is whole, of some moment"
+
+
+def test_keys_that_need_wide_offsets_are_told_apart_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = table_schema({"id": pa.string(), "big": pa.string(), "n": pa.int64()})
+    story = [update("a", unfit=BAD), update("b", n=1), update("a", unchanged=BIG, n=2), *move("c", "d", unchanged=BIG)]
+    plain = sifted(*story, schema=named)
+    monkeypatch.setattr(identity, "_OFFSETS_32_BYTES_MAX", 0)
+    wide = sifted(*story, schema=named)
+    assert (seqs(plain.letters), seqs(plain.changes)) == (seqs(wide.letters), seqs(wide.changes))
+    assert seqs(wide.letters) == [0, 2]
