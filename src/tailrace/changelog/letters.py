@@ -129,17 +129,19 @@ class Letters:
 
     def write(
         self, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
-        cleared: Collection[int], *, there: bool = False,
+        cleared: Collection[int], *, there: bool = False, version: int | None = None,
     ) -> None:  # fmt: skip
         """A step that counts once the table has come to `reaches`; durable when this returns.
 
-        With `there` it has, and rows were put in where it stands: a version of before that has the same `_seq`.
+        With `there` it has, and rows were put in where it stands: a version of before has the same `_seq`. Which one
+        has them is `version`, if that is known.
         """
         files.make_folder(self._path)
         with files.explained(self._path):
             if not (self._path / "table.json").exists():
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
-            self._note_past(reaches if there else reaches - 1, letters.column(change.SEQ).to_pylist())
+            seqs = letters.column(change.SEQ).to_pylist()
+            self._note_past(reaches if there else reaches - 1, seqs, version=version)
             before = [path for path, step in self._steps() if step.reaches == reaches]
             number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
             content = _encoded(self.table, shape, reaches, letters, causes, sorted(cleared))
@@ -172,7 +174,7 @@ class Letters:
         here."""
         self.settle(now)
         if whole and (steps := self._steps()):
-            self._note_past(seq, (), load)
+            self._note_past(seq, (), load=load)
             self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
 
     def cleared_by(self, load: str | None) -> tuple[str, ...]:
@@ -197,19 +199,23 @@ class Letters:
         stored = self._stored("past.json")
         return None if stored is None else int(stored["first"])
 
-    def over(self, seq: int, load: str | None) -> bool:
-        """Whether a version of the table that stood there lacks nothing that ever was in letters."""
+    def over(self, seq: int, load: str | None, version: int) -> bool:
+        """Whether a version of the table, which stood there, lacks nothing that ever was in letters."""
         stored = self._stored("past.json")
         if stored is None:
             return True
         after = seq > stored["last"] or (load is not None and stored.get("load") == load)
-        return after and not self.count(seq, load)
+        put = seq == stored["last"] and stored.get("version") is not None and version >= stored["version"]
+        return (after or put) and not self.count(seq, load)
 
-    def _note_past(self, last: int, seqs: Sequence[int], load: str | None = None) -> None:
-        """Versions up to this `_seq` may lack something, unless they came from the load that has cleared it."""
+    def _note_past(
+        self, last: int, seqs: Sequence[int], *, load: str | None = None, version: int | None = None
+    ) -> None:
+        """Versions up to this `_seq` may lack something, but for what came from the load that has cleared it, and for
+        the version that rows were put into and those after it."""
         before = self._stored("past.json") or {"first": last + 1, "last": last}
-        noted = {"first": min([before["first"], *seqs]), "last": max(before["last"], last), "load": load}
-        self._record("past.json", noted)
+        first, last = min([before["first"], *seqs]), max(before["last"], last)
+        self._record("past.json", {"first": first, "last": last, "load": load, "version": version})
 
     # What people ask for.
 

@@ -171,7 +171,7 @@ class _Rebuild:
             return "changes after it were never captured"
         letters = Letters(self._log.path, self._table)
         first = letters.first
-        if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load):
+        if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load, base.version):
             return "changes after it, or at it, were or are in dead letters"
         if needs_connector(self._place.path, base.version):
             return "it has deletion vectors or column mapping"

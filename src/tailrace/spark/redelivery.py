@@ -177,7 +177,7 @@ def deliver_letters(work: DeliverWork) -> Outcome:
         if ready.num_rows and work.put:
             version = work.place.open().put(work.shape, ready, work.expected).version
         failpoints.hit("letters.delivered")
-        _settle(letters, work, delivered, stored["causes"])
+        _settle(letters, work, delivered, stored["causes"], version)
         path.unlink(missing_ok=True)
         left = letters.count(work.expected.seq)
     except Exception as error:  # the task's boundary
@@ -222,11 +222,13 @@ def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[
     return rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None), delivered
 
 
-def _settle(letters: Letters, work: DeliverWork, delivered: list[int], causes: dict[str, Any]) -> None:
-    """Clear what was delivered; what failed again has its new cause."""
+def _settle(
+    letters: Letters, work: DeliverWork, delivered: list[int], causes: dict[str, Any], version: int | None
+) -> None:
+    """Clear what was delivered, in this version if it is known; what failed again has its new cause."""
     seq, empty = work.expected.seq, work.shape.change_schema().empty_table()
     if delivered:
-        letters.write(work.shape, seq, empty, [], delivered, there=True)
+        letters.write(work.shape, seq, empty, [], delivered, there=True, version=version)
     for bundle in letters.open(seq, only=set(map(int, causes))):
         said = [causes[str(number)] for number in bundle.seqs]
         errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]

@@ -300,12 +300,15 @@ def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Qui
     before, here = lettered.table.version(), lettered.cursor
     letters = Letters(lettered.settings.log.path, THINGS)
     row = pa.Table.from_pylist([{"id": 2, "n": 22}], pa.schema(SHOP.row_fields()))
-    lettered.table.put(SHOP, row, here)
-    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], there=True)
+    put = lettered.table.put(SHOP, row, here).version
+    letters.write(SHOP, here.seq, SHOP.change_schema().empty_table(), [], [2], there=True, version=put)
     letters.tidy(here.seq)
+    arguments = ["rebuild", str(lettered.file), "public.things"]
+    assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG, "it has the same `_seq`"
+    assert main(arguments) == ExitCode.OK, "with what was delivered"
+    assert lettered.ns() == {1: 1, 2: 22, 3: 0}
     lettered.commit(update(3, n=3))
     lettered.apply()
-    arguments = ["rebuild", str(lettered.file), "public.things"]
     assert main([*arguments, "--from-version", str(before)]) == ExitCode.CONFIG
     assert main(arguments) == ExitCode.OK
     assert lettered.ns() == {1: 1, 2: 22, 3: 3}
