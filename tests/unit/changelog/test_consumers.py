@@ -169,6 +169,7 @@ def test_a_place_is_kept_from_the_moment_a_reader_gives_its_name(diary: Diary) -
     follower = ChangeLog.open(diary.path).follow(consumer="reader", expires_seconds=60.0)
     next(follower)
     (hold,) = holds(diary.path)
+    follower.close()  # type: ignore[attr-defined] # it is a generator
     assert (hold.name, hold.kind, hold.tables, hold.commit, hold.seq) == ("reader", "consumer", None, 0, 0)
     assert hold.expires_seconds == 60.0
     assert abs(hold.seen_at - time.time()) < 30
