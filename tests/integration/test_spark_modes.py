@@ -13,8 +13,15 @@ import psycopg
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from tests.support.engines import only_spark
+from tailrace.capture.postgres.snapshot import SnapshotReader
+from tailrace.spark import redelivery
+from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters
+from tailrace.spark.tasks import advance_table
+from tests.support.changes import SHOP, move, update
+from tests.support.engines import only_spark, spark_engine
 from tests.support.pipelines import Pipeline, execute
+from tests.support.quiet import Quiet
+from tests.unit.spark.test_folding_forms import pending
 
 pytestmark = only_spark
 
@@ -172,6 +179,24 @@ def letters(pipeline: Pipeline) -> list[str]:
 
 def amounts(pipeline: Pipeline) -> dict[int, int]:
     return {row["id"]: int(row["n"]) for row in content(pipeline.lake / "public" / "d")}
+
+
+def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="engine: spark, soft_delete: true")
+    quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
+    work = pending(quiet, [update(1, unfit=("n",)), update(2, n=2), *move(3, 4, n=3, unchanged=("big",))], 2)
+    (outcome,) = spark_engine().run(advance_table, [work])
+    assert (outcome.error, outcome.letters, outcome.rows) == (None, 1, 4)
+    assert quiet.ns() == {1: 0, 2: 2, 3: 0, 4: 3}
+    asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
+    redelivery._keep(asked, now, [1], {})
+    deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
+    (done,) = spark_engine().run(deliver_letters, [deliver])
+    assert (done.error, done.rows, done.letters, done.again) == (None, 1, 0, False)
+    assert "Apache-Spark" in newest(work.place.path)
+    assert done.version == DeltaTable(str(work.place.path)).version()
+    assert (quiet.ns(), quiet.rows()[1]["_deleted"]) == ({1: 7, 2: 2, 3: 0, 4: 3}, False)
 
 
 def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path: Path) -> None:
