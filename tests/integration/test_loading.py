@@ -23,13 +23,14 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline import filewatch, waits
 from tailrace.pipeline.landing import start_of
+from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
 from tailrace.spark.seeds import LoadMode, Seed, Seeds, Wish
 from tailrace.spark.tasks import ChunkWork
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
-from tests.support.loads import Scene, life, once, rows_of, wait_for_state
+from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
@@ -494,3 +495,39 @@ def test_a_replay_starts_before_the_first_transaction_that_the_snapshot_did_not_
         assert start(first, (one,)) == third, "what ended up to the floor is seen, whatever is said of it"
         assert start(before, xmin=two, standby=True) == Lsn(second.value - 1), "a standby knows no more than this"
         assert start(before, xmin=one, standby=True) == before
+
+
+def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written to it, so nothing else would bring it there."""
+    execute(database, "CREATE TABLE things (id int PRIMARY KEY)", "INSERT INTO things VALUES (1)")
+    hit, taken, done = failpoints.hit, threading.Event(), threading.Event()
+
+    def keep(lock: threading.Lock) -> None:
+        with lock:
+            taken.set()
+            done.wait(30)
+
+    def landed(name: str) -> None:
+        hit(name)
+        if name == "load.landed":
+            threading.Thread(target=keep, args=(life(applying, "things").lock,), daemon=True).start()
+
+    monkeypatch.setattr(failpoints, "hit", landed)
+    monkeypatch.setattr(Local, "_apply", lambda _: None)  # as where no micro-batch comes
+    advance, tried = Local._advance_one, threading.Event()
+
+    def advance_one(self: Local, table: TableLife) -> None:
+        advance(self, table)
+        tried.set()
+
+    monkeypatch.setattr(Local, "_advance_one", advance_one)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        assert taken.wait(30)
+        assert eventually(tried.is_set, seconds=20)
+        assert life(applying, "things").state is TableState.CATCHING_UP
+        done.set()
+        assert eventually(lambda: not life(applying, "things").lock.locked())
+        applying.sweep()
+        assert life(applying, "things").state is TableState.LIVE

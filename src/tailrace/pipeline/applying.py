@@ -35,6 +35,7 @@ from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.loading import Loading
 from tailrace.pipeline.redelivering import Redelivering
+from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
@@ -303,9 +304,10 @@ class Applying:
         return [life for life in list(self.lives.tables.values()) if life.state.going_on]
 
     def sweep(self) -> None:
-        """Tables that a micro-batch has left, because someone else was at work on them, or that were tried again."""
+        """Tables that a micro-batch has left, because someone else was at work on them, or that were tried again; and
+        such as have caught up, and could not be told so."""
         for life in self._loaded():
-            if self.lives.pending(life, self._called_for):
+            if life.state is TableState.CATCHING_UP or self.lives.pending(life, self._called_for):
                 self._advance_one(life)
 
     def _sweep_until_stopped(self) -> None:
