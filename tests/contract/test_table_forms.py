@@ -369,6 +369,22 @@ def test_a_table_made_in_another_form_is_refused_until_it_is_loaded_anew(
         table.apply(tx(1, insert(9)))
 
 
+@pytest.mark.parametrize("form", [PLAIN, MARKED], ids=str)
+def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_more(
+    open_table: OpenTable, tmp_path: Path, form: Form
+) -> None:
+    table = Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", rows=[{"id": 2, "big": "large"}])
+    batch = stored(SHOP, [tx(2000, *move(1, 2, unchanged=("big",)), delete(2))], table.seq + 1)
+
+    def source_has_none(_keys: pa.Table) -> pa.Table:
+        return pa.schema(SHOP.row_fields()).empty_table()
+
+    here, then = table.cursor(table.seq), table.cursor(table.seq + batch.num_rows)
+    table.table.apply(SHOP, fold_into(form, SHOP, batch), here, then, reread=source_has_none, touch=True)
+    gone = [(2, "large", True)]
+    assert table.tuples("id", "big", *(["_deleted"] if form.soft_delete else [])) == (gone if form.soft_delete else [])
+
+
 def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: OpenTable, tmp_path: Path) -> None:
     table = Formed(open_table(tmp_path / "t", HISTORY), HISTORY, tmp_path / "t", rows=ROWS)
     more = replace(HISTORY, columns=(("nope", "other"),))

@@ -47,10 +47,10 @@ from tailrace.tables.delta import ONE_APPLIER, DeltaRsTable, Opened
 from tailrace.tables.deltalog import REPLACE_HINT, Position, Written, app_id, made_by, make_durable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.features import PLAIN_FILES, Features, features_of
-from tailrace.tables.fold import UPSERT, Ended, Folded, key_ordinals
+from tailrace.tables.fold import MARK, UPSERT, Ended, Folded, key_ordinals
 from tailrace.tables.folder import find_folder, unreadable
 from tailrace.tables.formed import compared, keeping, recast_into
-from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
+from tailrace.tables.forms import CURRENT, DELETED, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import ended_after
 from tailrace.tables.limits import refuse_names, refuse_spark_names
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, only_names
@@ -269,7 +269,15 @@ class SparkDeltaTable:
             return self._nothing(pa.schema(fields)).select(*own, op, *none), 0
         answers = given(wanted.select(*(f.col(f"w{i}").alias(name) for i, name in names.items())))
         same = [named(name) == f.col(f"w{i}") for i, name in names.items()]
-        found = self._keep(answers.join(wanted, same).select(*own, op, *none))
+        found = answers.join(wanted, same).select(*own, op, *none)
+        if self._form.soft_delete:  # whatever of such a row stands in the table is marked
+            lost = wanted.join(answers, same, "left_anti").where(f"w{schema.names.index(DELETED)}")
+            left = [
+                (f.col(f"w{i}") if i in names or i >= theirs else f.lit(None).cast(kind.dataType)).alias(f"c{i}")
+                for i, kind in enumerate(spark_schema(pa.schema(schema.row_fields())))
+            ]
+            found = found.unionByName(lost.select(*left, f.lit(MARK).cast("tinyint").alias("op"), *none))
+        found = self._keep(found)
         return found, asked - found.count()
 
     def _merge(self, schema: TableSchema, table: Opened, source: _Source) -> None:
