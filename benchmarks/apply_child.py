@@ -147,6 +147,7 @@ class WithSpark:
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         atexit.register(jvm.kill)
         self._spark = jvm.open_session()
+        atexit.register(self._spark.stop)
         self._engine = SparkEngine(self._spark)
 
     def sides(self, log: Path, files: list[Path], ours: Path, peer: Path, table: TableId) -> dict[str, Side]:
