@@ -708,7 +708,7 @@ def test_a_table_with_an_encoded_name_is_loaded_anew_after_its_folder_is_removed
 
 def test_a_root_the_engine_cannot_read_back_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TableUnusable, match=r"tables\.path"):
-        open_table(tmp_path / "a%20b" / "public" / "t", LOG).cursor()
+        table_path(tmp_path / "a%20b", TableId("public", "t"))
 
 
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:

@@ -307,7 +307,8 @@ class Applying:
         """Tables that a micro-batch has left, because someone else was at work on them, or that were tried again; and
         such as have caught up, and could not be told so."""
         for life in self._loaded():
-            if life.state is TableState.CATCHING_UP or self.lives.pending(life, self._called_for):
+            untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
+            if untold or self.lives.pending(life, self._called_for):
                 self._advance_one(life)
 
     def _sweep_until_stopped(self) -> None:
