@@ -43,7 +43,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.forms import Account, Formed, Row, again, ordered, pieces, stored, story, tx
+from tests.support.forms import Account, Formed, Row, again, ordered, pieces, steps_with, stored, story, tx
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
 MARKED = Form(soft_delete=True, metadata=("_op", "_seq", "_tx"), partition_by=("_deleted", "name"))
@@ -179,24 +179,18 @@ def test_a_delete_of_what_a_table_cannot_hold_does_nothing(made: Any) -> None:
 # --- any cutting of the changes ----------------------------------------------------------------------------
 
 NAMES = st.sampled_from([None, "x", "a/b %", "é=1"])
-STEP = st.tuples(
-    st.sampled_from(["insert", "insert", "update", "update", "delete", "move", "truncate"]),
-    st.integers(0, 3), st.integers(0, 3), NAMES, st.sampled_from([(), ("big",), ("name", "big")]), st.booleans(),
-    st.integers(900, 1100),
-)  # fmt: skip
+STEPS = steps_with(NAMES)
 
 
 @pytest.mark.parametrize(
     "form", [MIRROR, Form(partition_by=("n", "shop")), MARKED, HISTORY, APPEND], ids=lambda form: form.described
 )
 @settings(max_examples=8, deadline=None)
-@given(steps=st.lists(STEP, min_size=1, max_size=12), cuts=st.sets(st.integers(1, 24), max_size=3))
+@given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
 def test_any_cutting_of_the_changes_comes_to_the_same_table(form: Form, steps: list[Any], cuts: set[int]) -> None:
     begun, transactions = story(steps)
     batch = stored(COMPOSITE, transactions)
-    account = Account(COMPOSITE)
-    account.load(begun)
-    account.take(batch)
+    account = Account.of(COMPOSITE, begun, batch)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t"
         table = Formed(opened(path, form), form, path, COMPOSITE, begun)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 from deltalake import DeltaTable
+from hypothesis import strategies as st
 
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -123,6 +124,16 @@ def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) ->
         assert table.table.cursor() == table.cursor(table.seq)
 
 
+def steps_with(texts: st.SearchStrategy[str | None]) -> st.SearchStrategy[list[Any]]:
+    """Steps for `story`, with these texts among their values."""
+    step = st.tuples(
+        st.sampled_from(["insert", "insert", "update", "update", "delete", "move", "truncate"]),
+        st.integers(0, 3), st.integers(0, 3), texts, st.sampled_from([(), ("big",), ("name", "big")]), st.booleans(),
+        st.integers(900, 1100),
+    )  # fmt: skip
+    return st.lists(step, min_size=1, max_size=12)
+
+
 def story(steps: list[Any]) -> tuple[list[dict[str, Any]], list[Tx]]:
     """Rows to begin with, and transactions over them."""
     model, transactions = Model(), list[Tx]()
@@ -160,6 +171,14 @@ class Account:
     """A mirror with soft deletes, by key."""
     versions: list[Row] = field(default_factory=list)
     clock: int = READ_AT * 1_000_000
+
+    @classmethod
+    def of(cls, schema: TableSchema, begun: Iterable[Row], batch: pa.Table) -> Account:
+        """After rows were loaded, and changes came."""
+        account = cls(schema)
+        account.load(begun)
+        account.take(batch)
+        return account
 
     def load(self, rows: Iterable[Row]) -> None:
         said = {"_op": "read", "_seq": LOADED_SEQ, "_tx": None}

@@ -307,13 +307,15 @@ class Lives:
             if life.state is not TableState.LOADED and self._replayed(life):
                 life.state, life.replay = TableState.LIVE, None
             return None
-        # A commit may hold several slices of a table; a cursor must not pass the ones left for later.
-        last = max(end, taken[-1].last)
-        if len(taken) < len(pending):
-            last = min(last, pending[len(taken)].first - 1)
+        return Stretch(tuple(taken), self._reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
+
+    def _reached(self, cursor: Cursor, taken: list[Slice], left: list[Slice], last: int) -> Cursor:
+        """Where a table stands that has taken slices up to a commit. One may hold several of a table; a cursor must not
+        pass the ones left for later."""
+        if left:
+            last = min(last, left[0].first - 1)
         seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
-        position = max(life.cursor.position, self.index.end_of(last))
-        return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+        return replace(cursor, seq=seq, commit=last, position=max(cursor.position, self.index.end_of(last)))
 
     def stretch_to(self, life: TableLife, point: Lsn) -> Stretch | None:
         """The next stretch that brings a halted table to a position, or towards it; None when it is there."""
@@ -336,12 +338,7 @@ class Lives:
             taken.append(item)
         if not whole:
             return Stretch(tuple(taken), replace(self.cursor_at(point), load=life.cursor.load), upto=point)
-        # A cursor must not pass what is left for later.
-        left = pending[len(taken) :]
-        last = min([taken[-1].last, *(left[0].first - 1 for _ in left[:1])])
-        seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
-        position = max(life.cursor.position, self.index.end_of(last))
-        return Stretch(tuple(taken), replace(life.cursor, seq=seq, commit=last, position=position))
+        return Stretch(tuple(taken), self._reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
 
     def _fits(self, shape: TableSchema, item: Slice) -> bool:
         """Whether a slice's rows have the columns of the shape."""

@@ -93,6 +93,16 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
+def in_commits(model: Model, steps: list[tuple[Any, ...]]) -> list[list[Change]]:
+    """What the steps do to the model, cut where they say so."""
+    commits = [list[Change]()]
+    for *step, cut in steps:
+        commits[-1] += model.step(*step)
+        if cut and commits[-1]:
+            commits.append([])
+    return [rows for rows in commits if rows]
+
+
 @given(STEPS, STEPS, st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_any_history_dealt_out_ends_in_the_source_s_rows(
@@ -101,12 +111,7 @@ def test_any_history_dealt_out_ends_in_the_source_s_rows(
     model = Model()
     for *step, _ in before:
         model.step(*step)
-    table, commits = model.table(), [list[Change]()]
-    for *step, cut in steps:
-        commits[-1] += model.step(*step)
-        if cut and commits[-1]:
-            commits.append([])
-    commits = [rows for rows in commits if rows]
+    table, commits = model.table(), in_commits(model, steps)
     if not commits:
         return
     with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:

@@ -26,7 +26,7 @@ from tailrace.tables.sifting import sift_kept
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet
-from tests.unit.spark.test_folding import BIG, STEPS, here, stretch
+from tests.unit.spark.test_folding import BIG, STEPS, here, in_commits, stretch
 
 NAMED = (("big", "large"), ("id", "number"))
 FORMS = [
@@ -52,15 +52,10 @@ def expected(work: ApplyWork, folded: Folded) -> list[str]:
 def test_what_is_dealt_out_comes_to_what_one_fold_comes_to(
     form: Form, steps: list[tuple[Any, ...]], rows_max: int, times: list[int]
 ) -> None:
-    model, commits = Model(), [list[Change]()]
+    model = Model()
     for number in range(3):
         model.step("insert", number, number, "begun", ())
-    for *step, cut in steps:
-        commits[-1] += model.step(*step)
-        if cut and commits[-1]:
-            commits.append([])
-    commits = [rows for rows in commits if rows]
-    if not commits:
+    if not (commits := in_commits(model, steps)):
         return
     with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
         work = stretch(folder, model.schema, commits, form, times)
