@@ -21,3 +21,18 @@ def mounted(folder: Path, *what: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path, leave: int = 0) -> Path:
+    """Leave not a byte free, or only so many."""
+    (disk / "spared").write_bytes(bytes(leave))
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        size = 1 << 16
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+    (disk / "spared").unlink()
+    return filler

@@ -104,7 +104,10 @@ class _Kept:
 class Disk:
     """The disk below a folder, in a process that was started with the library."""
 
-    def __init__(self, folder: Path, trace: Path) -> None:
+    def __init__(self, folder: Path, trace: Path, *, remembers: bool = False) -> None:
+        """A disk that `remembers` gives back what stood under a name whose new file is not durable, as it was at the
+        last power cut; otherwise the new file is taken for the old one."""
+        self._contents: dict[int, bytes] | None = {} if remembers else None
         self._library = ctypes.CDLL(None)
         self._library.disk_seen.restype = ctypes.c_long
         self._folder, self._trace = folder, trace
@@ -136,9 +139,13 @@ class Disk:
             if name not in self._kept.names or not target.parent.is_dir():
                 continue
             number = self._kept.names[name]
-            if number in self._kept.folders:
+            if self._contents is not None and (old := self._kept.durable[name]) != number:
+                target.write_bytes(self._contents[old])
+            elif number in self._kept.folders:
                 target.mkdir()
             elif number in self._kept.clean:
                 shutil.copyfile(name, target)
+                if self._contents is not None:
+                    self._contents[number] = target.read_bytes()
             elif number not in self._kept.links:
                 target.write_bytes(bytes(os.path.getsize(name)))

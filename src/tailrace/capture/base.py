@@ -10,10 +10,10 @@ lets it go, and the caller confirms only what is durable on its side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
@@ -60,7 +60,7 @@ class Stream(Protocol):
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         """The next window after the given position; an empty one if only the position moved; None if
-        nothing came in time. `after` is the end of the last window the caller made durable.
+        nothing came in time. `after` is the end of the last window that the caller has, durable or held.
 
         An open window does not move that position, so reading on says that it was kept. A caller that could not
         keep it closes the stream and opens another, which begins the transaction again."""
@@ -108,3 +108,87 @@ class ChangeCapture(Protocol):
 
     def lag(self) -> Lag:
         """How far behind the source's own log we are."""
+
+
+# What a source may also do. A runtime asks whether it does; a pipeline knows its source.
+
+
+@runtime_checkable
+class Anchored(Protocol):
+    """A source that knows which database it is, and gets ready before it is streamed from."""
+
+    def identify(self) -> SourceId:
+        """Which database this is."""
+
+    def prepare(self, position: Lsn | None, origin: SourceId | None = None) -> Lsn | None:
+        """Get ready to stream after a position of that origin, and refuse if that cannot be. Without a position: where
+        a stream begins that is new."""
+
+
+@runtime_checkable
+class OfTimeline(Protocol):
+    """A stream that knows the history its positions are of."""
+
+    timeline: int
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A source to which the last known shapes of its tables are told: rows may come of one that is gone."""
+
+    def remember(self, shapes: Sequence[TableSchema]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanPiece:
+    """Some rows of a table that is scanned, in order."""
+
+    schema: TableSchema
+    data: pa.RecordBatch
+    """The table's own columns."""
+    position: Lsn
+    """Everything that the rows show ended at or before this."""
+    table_done: bool
+    """Whether these are the table's last."""
+    record: Callable[[int], Mapping[str, Any]]
+    """The scan's record once so many of these rows are acknowledged."""
+
+
+class Scan(Protocol):
+    """Tables being read: in one snapshot, with the stream to begin at `start`; or *live*, chunk by chunk beside a
+    stream that goes on. One thread uses it.
+
+    Order: tables as they were named, the rows of each in the order of its key. Repetition: a scan that is resumed from
+    a record yields nothing that was acknowledged by it, and all the rest. A row is never older than the
+    transactions that `begin` was told of.
+    """
+
+    start: Lsn
+
+    def record(self) -> Mapping[str, Any]:
+        """What it can be resumed from before any row of it is acknowledged; small, and fit for JSON."""
+
+    def begin(self, delivered: Collection[int]) -> bool:
+        """Begin the next chunk, if none is under way, in a snapshot that sees all these transactions; False if there
+        is none yet: ask again later."""
+
+    def next(self, rows_max: int) -> ScanPiece | None:
+        """The next rows of the chunk under way; None if it has no more."""
+
+    @property
+    def done(self) -> bool:
+        """Whether there is no other chunk."""
+
+    def close(self) -> None:
+        """Let go of the source."""
+
+
+@runtime_checkable
+class Scannable(Protocol):
+    """A source whose tables can be scanned."""
+
+    def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> Scan:
+        """Begin to read tables; those that cannot be read this way are refused."""
+
+    def resume_scan(self, record: Mapping[str, Any]) -> Scan | None:
+        """Go on with a scan; None if that cannot be, and it has to begin anew."""

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,12 +27,13 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.base import Capabilities, Lag, SourceId, Stream, TableSnapshot
-from tailrace.errors import ConfigError, PositionLost, TailraceError
+from tailrace.capture.memory_tables import Cursor, MemoryScan, Tables
+from tailrace.errors import ConfigError, PositionLost, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 
 _TRANSACTION_BYTES = 64
 """What a transaction takes in the log beside its rows."""
@@ -79,10 +80,10 @@ class _Transaction:
         n = len(batch)
         stamps = {
             change.SEQ: pa.array(np.arange(seq, seq + n), pa.int64()),
-            change.POSITION: pa.array([str(self.end)] * n, pa.string()),
-            change.TX: pa.array([self.number] * n, pa.int64()),
+            change.POSITION: pa.repeat(pa.scalar(str(self.end), pa.string()), n),
+            change.TX: pa.repeat(pa.scalar(self.number, pa.int64()), n),
             change.TX_INDEX: pa.array(np.arange(index, index + n), pa.int32()),
-            change.COMMITTED_AT: pa.array([self.committed_at] * n, pa.timestamp("us", "UTC")),
+            change.COMMITTED_AT: pa.repeat(pa.scalar(self.committed_at, pa.timestamp("us", "UTC")), n),
         }
         fields = [field for field in batch.data.schema if not (is_open and field.name == change.POSITION)]
         columns = [stamps.get(field.name, batch.data.column(field.name)) for field in fields]
@@ -108,10 +109,18 @@ class MemoryCapture:
 
     capabilities = Capabilities(live=True, snapshot=False, lag=True)
 
-    def __init__(self, *, window_transactions_max: int = 1, part_rows_max: int | None = None) -> None:
+    def __init__(
+        self, *, window_transactions_max: int = 1, part_rows_max: int | None = None, keep_tables: bool = False,
+        chunk_rows: int = 100,
+    ) -> None:  # fmt: skip
+        """With `keep_tables` it knows what its tables hold, and they can be scanned, so many rows to a chunk."""
         self.identity = SourceId(kind="memory", system=uuid.uuid4().hex, database="", timeline=1)
         self.window_transactions_max, self.part_rows_max = window_transactions_max, part_rows_max
         self._kept: deque[_Transaction] = deque()
+        self._tables = Tables() if keep_tables else None
+        self._chunk_rows = chunk_rows
+        self.hidden: set[int] = set()
+        """Transactions that are in the stream, and that no snapshot sees."""
         self._count = 0
         self._end = self._confirmed = ZERO
         self._faults: deque[TailraceError] = deque()
@@ -135,6 +144,8 @@ class MemoryCapture:
         size = _TRANSACTION_BYTES + sum(batch.data.nbytes for batch in batches)
         with self._changed:
             self._count += 1
+            if self._tables is not None:
+                self._tables.apply(batches)
             self._end = Lsn(self._end.value + size)
             self._kept.append(_Transaction(
                 number=self._count, end=self._end, committed_at=time.time_ns() // 1000, batches=batches,
@@ -154,6 +165,17 @@ class MemoryCapture:
             self._faults.append(error)
             self._changed.notify_all()
 
+    def identify(self) -> SourceId:
+        return self.identity
+
+    def prepare(self, position: Lsn | None, origin: SourceId | None = None) -> Lsn | None:
+        """Nothing is to be made ready; a stream that is new begins with all that is kept."""
+        if position is None:
+            return self._confirmed
+        with self._changed:
+            self._require_kept(position)
+        return None
+
     def live(self, after: Lsn) -> Stream:
         with self._changed:
             self._require_kept(after)
@@ -162,6 +184,27 @@ class MemoryCapture:
     def snapshot(self) -> AbstractContextManager[TableSnapshot]:
         self.capabilities.require("snapshot")
         raise AssertionError("a capability that is not there was granted")
+
+    def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> MemoryScan:
+        if where is not None:
+            raise Unsupported("this source knows no conditions", hint="Read all rows.")
+        cursor = Cursor(tables=tuple(tables), live=live)
+        return MemoryScan(cursor, self._view, self.hidden, self._chunk_rows, fresh=True)
+
+    def resume_scan(self, record: Mapping[str, Any]) -> MemoryScan | None:
+        cursor = Cursor.from_json(record)
+        tables, _ = self._view()
+        if not all(tables.get(table).schema.key for table in cursor.tables[cursor.at :]):
+            return None
+        return MemoryScan(cursor, self._view, self.hidden, self._chunk_rows, fresh=False)
+
+    def _view(self) -> tuple[Tables, Lsn]:
+        if self._tables is None:
+            raise Unsupported(
+                "this source does not know what its tables hold", hint="Make it with `keep_tables=True`."
+            )
+        with self._changed:
+            return self._tables.copy(), self._end
 
     def lag(self) -> Lag:
         with self._changed:
@@ -190,7 +233,8 @@ class MemoryCapture:
             )
             if self._faults:
                 raise self._faults.popleft()
-            picked = [kept for kept in self._kept if kept.end > after][: self.window_transactions_max]
+            behind = itertools.dropwhile(lambda kept: kept.end <= after, self._kept)
+            picked = list(itertools.islice(behind, self.window_transactions_max))
             if not picked:
                 return Window(start=after, end=self._end) if self._end > after else None
         part = self.part_rows_max
@@ -198,6 +242,9 @@ class MemoryCapture:
             return _open_window(after, picked[0], given, given + part)
         small = itertools.takewhile(lambda later: part is None or later.rows <= part, picked[1:])
         return _window(after, [picked[0], *small], given)
+
+    def _bytes_after(self, position: Lsn) -> int:
+        return max(0, self._kept[-1].end - position) if self._kept else 0
 
     def _release(self, position: Lsn) -> None:
         with self._changed:
@@ -240,6 +287,7 @@ class _MemoryStream:
         self._source = source
         self._failure: TailraceError | None = None
         self._closed = False
+        self._read_upto = ZERO
         self._given = 0
         """Rows of the transaction under way that open windows have given out."""
 
@@ -250,6 +298,7 @@ class _MemoryStream:
         try:
             window = self._source._take(after, wait_seconds, self._given)
             if window is not None:
+                self._read_upto = window.end
                 self._given = self._given + window.rows if window.open else 0
             return window
         except TailraceError as error:
@@ -259,6 +308,11 @@ class _MemoryStream:
     def confirm(self, position: Lsn) -> None:
         self._require_open()
         self._source._release(position)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the source has behind what was read."""
+        return self._source._bytes_after(self._read_upto)
 
     def close(self) -> None:
         self._closed = True

@@ -16,7 +16,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.changelog import files, records
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import Lsn
 
@@ -122,19 +124,27 @@ class CommitList:
         return int(np.searchsorted(self.commit, commit))
 
 
-def seal_path(log: Path, stem: str) -> Path:
+@overload
+def seal_path(log: Path, stem: str) -> Path: ...
+@overload
+def seal_path(log: ObjectPath, stem: str) -> ObjectPath: ...
+def seal_path(log: LogPath, stem: str) -> LogPath:
     return log / "cold" / f"{stem}.json"
 
 
-def commits_path(log: Path, stem: str) -> Path:
+@overload
+def commits_path(log: Path, stem: str) -> Path: ...
+@overload
+def commits_path(log: ObjectPath, stem: str) -> ObjectPath: ...
+def commits_path(log: LogPath, stem: str) -> LogPath:
     return log / "cold" / f"{stem}.commits.parquet"
 
 
-def stems(log: Path) -> list[tuple[int, int, str]]:
+def stems(log: LogPath) -> list[tuple[int, int, str]]:
     """First commit, last commit and name of every seal there is."""
     folder = log / "cold"
     with files.explained(folder):
-        names = os.listdir(folder) if folder.is_dir() else []
+        names = files.names(folder) if files.is_remote(folder) or folder.is_dir() else []
     found = [match for name in names if (match := _NAME.fullmatch(name))]
     return sorted((int(match[1]), int(match[2]), match[0][:-5]) for match in found)
 
@@ -145,7 +155,7 @@ def encode_seal(seal: Seal) -> bytes:
     return records.encode(stored)
 
 
-def read_seal(log: Path, stem: str) -> Seal:
+def read_seal(log: LogPath, stem: str) -> Seal:
     """A seal, checked; FileNotFoundError if it has been replaced or trimmed meanwhile."""
     path = seal_path(log, stem)
     try:
@@ -176,35 +186,41 @@ def _only(stored: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
     return {field.name: stored[field.name] for field in dataclasses.fields(kind)}
 
 
-def read_commits(log: Path, seal: Seal) -> CommitList:
+def read_commits(log: LogPath, seal: Seal) -> CommitList:
     """The commits of a seal, checked; FileNotFoundError if it has been replaced meanwhile."""
     table = commits_table(log, seal)
     return CommitList(*(table.column(name).to_numpy() for name in ("commit", "end", "next_seq")))
 
 
-def commits_table(log: Path, seal: Seal) -> pa.Table:
+def commits_table(log: LogPath, seal: Seal) -> pa.Table:
     """The same with every column."""
     path = commits_path(log, seal.stem)
     try:
         check_file(path, seal.commits_size, seal.commits_crc)
-        return pq.read_table(path, use_threads=False)
+        return pq.read_table(files.source(path), use_threads=False)
     except FileNotFoundError as error:
         # A seal that is replaced goes first, then its list.
-        if seal_path(log, seal.stem).exists():
+        with files.store_explained(path):
+            there = files.is_there(seal_path(log, seal.stem))
+        if there:
             raise damaged(path, "it is missing") from error
         raise
 
 
-def check_file(path: Path, size: int, crc: int) -> None:
+def check_file(path: LogPath, size: int, crc: int) -> None:
     """Refuse a file that is not, byte for byte, what was written."""
     found, length = checksum_of(path)
     if length != size or found != crc:
         raise damaged(path, "it does not match its checksum")
 
 
-def checksum_of(path: Path) -> tuple[int, int]:
+def checksum_of(path: LogPath) -> tuple[int, int]:
     """CRC-32 and length of a file; FileNotFoundError if it is gone."""
     crc = length = 0
+    if isinstance(path, ObjectPath):
+        with files.explained_but_missing(path):
+            found = files.fixed_view(path)
+        return zlib.crc32(found), len(found)
     with files.explained_but_missing(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(CRC_STEP):
             crc = zlib.crc32(chunk, crc)
@@ -212,7 +228,7 @@ def checksum_of(path: Path) -> tuple[int, int]:
     return crc, length
 
 
-def damaged(path: Path, why: str) -> LogCorrupt:
+def damaged(path: LogPath, why: str) -> LogCorrupt:
     """The error for a sealed file that is not what was written."""
     return LogCorrupt(
         f"a sealed file of the log is damaged: {why}",
@@ -224,13 +240,14 @@ def damaged(path: Path, why: str) -> LogCorrupt:
 class ColdIndex:
     """The seals of a log that together cover it, oldest first; `refresh` looks again."""
 
-    def __init__(self, log: Path, log_id: str | None = None) -> None:
+    def __init__(self, log: LogPath, log_id: str | None = None) -> None:
         self._log = log
         self._log_id = log_id
         self._read: dict[str, Seal] = {}
         self._lists: dict[str, CommitList] = {}
-        self._stamp: tuple[int, int] = (-1, -1)
+        self._stamp: tuple[int, int] | list[tuple[int, int, str]] = (-1, -1)
         self._looked = 0
+        self._listed = 0.0
         self.seals: tuple[Seal, ...] = ()
 
     @property
@@ -238,10 +255,15 @@ class ColdIndex:
         """The last sealed commit; 0 if nothing is."""
         return self.seals[-1].last if self.seals else 0
 
-    def refresh(self) -> bool:
-        """Take in what was sealed, joined or trimmed since; whether there may have been something."""
+    def refresh(self, within: float = 0.0) -> bool:
+        """Take in what was sealed, joined or trimmed since; whether there may have been something.
+
+        Where a look costs a request, one that is so many seconds old counts.
+        """
+        if files.is_remote(self._log):
+            return self._refresh_remote(within)
         try:
-            found = os.stat(self._log / "cold")
+            found = os.stat(str(self._log / "cold"))
         except FileNotFoundError:
             return False
         stamp = (found.st_mtime_ns, found.st_ino)
@@ -249,20 +271,33 @@ class ColdIndex:
         if stamp == self._stamp and self._looked > found.st_mtime_ns + _GRAIN_NS:
             return False
         looked = time.time_ns()
-        self.seals = self._read_chain()
-        self._read = {seal.stem: seal for seal in self.seals}
-        self._lists = {stem: found for stem, found in self._lists.items() if stem in self._read}
+        self._take(stems(self._log))
         self._stamp, self._looked = stamp, looked
         return True
 
-    def _read_chain(self) -> tuple[Seal, ...]:
+    def _refresh_remote(self, within: float) -> bool:
+        if within and time.monotonic() < self._listed + within:
+            return False
+        listed, found = time.monotonic(), stems(self._log)
+        changed = found != self._stamp
+        if changed:
+            found = self._take(found)
+        self._stamp, self._listed = found, listed
+        return changed
+
+    def _take(self, found: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+        """Read what makes up the chain of the seals that were found, or of those that are there by then."""
         for _ in range(_LOOKS_MAX):
-            chain = _chain(stems(self._log))
             try:
-                return tuple(self._read.get(stem) or self._read_seal(stem) for stem in chain)
+                self.seals = tuple(self._read.get(stem) or self._read_seal(stem) for stem in _chain(found))
+                break
             except FileNotFoundError:
-                continue  # replaced between listing and reading: the wider one is there now
-        raise damaged(self._log / "cold", "its files come and go")
+                found = stems(self._log)  # replaced between listing and reading: the wider one is there now
+        else:
+            raise damaged(self._log / "cold", "its files come and go")
+        self._read = {seal.stem: seal for seal in self.seals}
+        self._lists = {stem: known for stem, known in self._lists.items() if stem in self._read}
+        return found
 
     def _read_seal(self, stem: str) -> Seal:
         seal = read_seal(self._log, stem)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, CommitList, check_file, damaged
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.rows import counted
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
@@ -39,7 +40,7 @@ class ColdReader:
     """Opens sealed files of one log; notes in `checked` which it need not check again."""
 
     def __init__(
-        self, log: Path, shape: Callable[[int, int], Version], checked: set[tuple[str, int]]
+        self, log: LogPath, shape: Callable[[int, int], Version], checked: set[tuple[str, int]]
     ) -> None:
         self._log = log
         self._shape = shape
@@ -52,7 +53,9 @@ class ColdReader:
             check_file(path, file.size, file.crc)
             self._checked.add((file.file, file.crc))
         # Checked once as a whole, and page by page each time: it may be damaged since.
-        return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        with files.store_explained(path):
+            found = files.source(path)
+        return pq.ParquetFile(found, memory_map=True, page_checksum_verification=True)
 
     def batches(
         self, file: ColdFile, span: Span, rows_max: int | None = None
@@ -81,7 +84,7 @@ class ColdReader:
                             counted(version.schema, wanted.drop_columns([change.COMMIT])),
                         )
 
-    def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: Path) -> Iterator[pa.RecordBatch]:
+    def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: LogPath) -> Iterator[pa.RecordBatch]:
         try:
             yield from parquet.iter_batches(rows, row_groups=[place], use_threads=False)
         except (OSError, pa.ArrowException) as error:

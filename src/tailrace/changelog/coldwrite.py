@@ -7,7 +7,6 @@ bounded whatever comes in. Nothing that is written here is looked at until a sea
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +20,7 @@ import pyarrow.parquet as pq
 from tailrace import failpoints
 from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, Group, check_file, checksum_of, damaged
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
@@ -53,7 +53,7 @@ SIZES = Sizes()
 class TableFiles:
     """The files of one seal, while they are written."""
 
-    def __init__(self, log: Path, shape: Shape, sizes: Sizes = SIZES) -> None:
+    def __init__(self, log: LogPath, shape: Shape, sizes: Sizes = SIZES) -> None:
         self._log = log
         self._shape = shape
         self._sizes = sizes
@@ -76,7 +76,7 @@ class TableFiles:
         except FileNotFoundError as error:  # nobody but us removes any
             raise damaged(path, "it is missing") from error
         counts = (file.moves, file.truncates, file.unfit)
-        with pq.ParquetFile(path, memory_map=True) as parquet:
+        with pq.ParquetFile(files.source(path), memory_map=True) as parquet:
             for place in range(len(file.groups)):
                 for data in parquet.read_row_group(place, use_threads=False).combine_chunks().to_batches():
                     self._append(file.table, file.schema, data, counts)
@@ -150,7 +150,7 @@ class TableFiles:
 class _Writer:
     """The file of one table that is being written, and its rows that are not in it yet."""
 
-    def __init__(self, log: Path, version: Version) -> None:
+    def __init__(self, log: LogPath, version: Version) -> None:
         self._log = log
         self._version = version
         self._folder = log / "cold" / "files" / str(version.table)
@@ -208,7 +208,7 @@ class _Writer:
 
     def _open_file(self, rows: pa.Table) -> None:
         self._names = tuple(rows.schema.names)
-        self._aside = self._folder / f".{uuid.uuid4().hex}.tmp"
+        self._aside = files.scratch_of(self._folder) / f".{uuid.uuid4().hex}.tmp"
         self._sink = pa.OSFile(str(self._aside), "wb")
         place = rows.schema.get_field_index(change.SEQ)
         self._parquet = pq.ParquetWriter(
@@ -228,18 +228,17 @@ class _Writer:
         with files.explained(self._aside):
             self._parquet.close()
             self._sink.close()
-            files.sync_file(self._aside)
             crc, size = checksum_of(self._aside)
             first, first_seq = self._first
             last = self._groups[-1]
             path = self._folder / f"{first_seq:020d}-{last.last_seq:020d}-{uuid.uuid4().hex[:12]}.parquet"
-            os.replace(self._aside, path)
+            files.put_file(self._aside, path)
         failpoints.hit("seal.file_written")
         moves, truncates, unfit = self._counts
         done = ColdFile(
             table=self._version.table, schema=self._version.version, rows=sum(group.rows for group in self._groups),
             first=first, last=last.last, first_seq=first_seq, last_seq=last.last_seq,
-            moves=moves, truncates=truncates, unfit=unfit, file=path.relative_to(self._log).as_posix(),
+            moves=moves, truncates=truncates, unfit=unfit, file=files.below(self._log, path),
             size=size, crc=crc, groups=tuple(self._groups),
         )  # fmt: skip
         self._parquet = self._sink = self._aside = None

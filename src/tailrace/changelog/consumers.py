@@ -12,11 +12,11 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Any
 
 from tailrace.changelog import files, records
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.wanted import Wanted
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
@@ -62,7 +62,7 @@ class Hold:
         return asdict(self)
 
 
-def consumer_path(log: Path, name: str) -> Path:
+def consumer_path(log: LogPath, name: str) -> LogPath:
     """Where a consumer's place is written; a name that could lead elsewhere is refused."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
@@ -78,7 +78,7 @@ class Consumer:
 
     def __init__(
         self,
-        path: Path,
+        path: LogPath,
         name: str,
         wanted: Wanted | None,
         start: tuple[int, int],
@@ -93,7 +93,7 @@ class Consumer:
 
     @classmethod
     def open(
-        cls, log: Path, name: str, *, wanted: Wanted | None, start: tuple[int, int],
+        cls, log: LogPath, name: str, *, wanted: Wanted | None, start: tuple[int, int],
         expires_seconds: float | None = EXPIRE_SECONDS,
     ) -> Consumer:  # fmt: skip
         """The named reader where it stopped; a new one at `start`, a commit and a `_seq`."""
@@ -164,7 +164,7 @@ class TableHint:
     seq: int
 
 
-def leave_hints(log: Path, hints: Sequence[TableHint]) -> None:
+def leave_hints(log: LogPath, hints: Sequence[TableHint]) -> None:
     """Say what the lake tables have covered; replaces what was said before."""
     stored = [
         {"schema": hint.table.schema, "table": hint.table.name, "numbers": list(hint.numbers),
@@ -177,7 +177,7 @@ def leave_hints(log: Path, hints: Sequence[TableHint]) -> None:
         files.replace(path, records.encode({"format": FORMAT, "at": time.time(), "tables": stored}))
 
 
-def holds(log: Path, named: Callable[[str], Iterable[int]] = lambda name: ()) -> list[Hold]:
+def holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ()) -> list[Hold]:
     """Everyone who needs something of the log, expired ones too.
 
     `named` gives the numbers that tables of a name have by now: rows may have come since, of a table that had none
@@ -189,7 +189,9 @@ def holds(log: Path, named: Callable[[str], Iterable[int]] = lambda name: ()) ->
 
     folder = log / "consumers"
     found = []
-    for path in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+    with files.explained(folder):
+        paths = files.matching(folder, "*.json")
+    for path in paths:
         stored = _read(path)
         if stored is None or path.name == TABLES:
             continue
@@ -208,7 +210,7 @@ def holds(log: Path, named: Callable[[str], Iterable[int]] = lambda name: ()) ->
     return found
 
 
-def hints(log: Path) -> list[TableHint]:
+def hints(log: LogPath) -> list[TableHint]:
     """What the applying process last said; nothing if it cannot be read."""
     said = _read(log / "consumers" / TABLES) or {"tables": []}
     return [
@@ -220,14 +222,15 @@ def hints(log: Path) -> list[TableHint]:
     ]  # fmt: skip
 
 
-def unreadable(log: Path) -> list[Path]:
+def unreadable(log: LogPath) -> list[LogPath]:
     """The files of readers and tables that are not what was written: the log keeps nothing for them."""
     folder = log / "consumers"
-    found = [path for path in sorted(folder.glob("*.json")) if _read(path) is None]
+    with files.explained(folder):
+        found = [path for path in files.matching(folder, "*.json") if _read(path) is None]
     return [path for path in found if path.exists()]  # one that was forgotten meanwhile is not unreadable
 
 
-def forget(log: Path, name: str) -> None:
+def forget(log: LogPath, name: str) -> None:
     """Let go of what a named reader holds."""
     path = consumer_path(log, name)
     if not path.exists():
@@ -241,13 +244,15 @@ def forget(log: Path, name: str) -> None:
         path.unlink()
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: LogPath) -> dict[str, Any] | None:
     """What a file says; None if it is not there, or not what was written."""
     try:
         text = path.read_bytes()
         stored = json.loads(text)
         if "crc" in stored:  # the first logs had none
             stored = records.decode(text, FORMAT)
+    except files.STORE_TROUBLE as error:  # not a place that is lost: it would hold nothing
+        raise files.told(error, path) from error
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if path.name != TABLES:

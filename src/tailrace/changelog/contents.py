@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
+from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, Seal, check_file, commits_path, damaged
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.system import SCHEMA_NUMBER
@@ -66,13 +67,13 @@ def is_run(seqs: Seqs, rows: int, first: int, last: int, table: int) -> bool:
     return bool((np.diff(seqs) >= (0 if table == SCHEMA_NUMBER else 1)).all())
 
 
-def check_list(log: Path, seal: Seal) -> None:
+def check_list(log: LogPath, seal: Seal) -> None:
     """A seal's list of commits: whole, in order, and adding up to what the seal says."""
     path = commits_path(log, seal.stem)
     check_file(path, seal.commits_size, seal.commits_crc)
     commit, end, next_seq, rows = seal.first - 1, seal.start.value, seal.first_seq, 0
     in_order = True
-    with pq.ParquetFile(path) as parquet:
+    with pq.ParquetFile(files.source(path)) as parquet:
         for batch in parquet.iter_batches(batch_size=LIST_ROWS, use_threads=False):
             commits, ends, next_seqs, counts = (
                 batch.column(name).to_numpy() for name in ("commit", "end", "next_seq", "rows")
@@ -90,13 +91,13 @@ def check_list(log: Path, seal: Seal) -> None:
         raise damaged(path, "its rows do not add up to those of the seal")
 
 
-def check_cold_file(log: Path, file: ColdFile, shape: Callable[[int, int], Version]) -> Numbers:
+def check_cold_file(log: LogPath, file: ColdFile, shape: Callable[[int, int], Version]) -> Numbers:
     """A sealed file against what its seal says of it; the numbers of its rows."""
     path = log / file.file
     check_file(path, file.size, file.crc)
     version = shape(file.table, file.schema)
     numbers, seq, commit = Numbers(), file.first_seq - 1, file.first
-    with pq.ParquetFile(path, memory_map=True) as parquet:
+    with pq.ParquetFile(files.source(path), memory_map=True) as parquet:
         needed = {name for name in version.arrow.names if name not in change.OPTIONAL} | {change.COMMIT}
         if needed - set(parquet.schema_arrow.names) or parquet.num_row_groups != len(file.groups):
             raise damaged(path, "it does not have the columns or the row groups it should")

@@ -1,28 +1,43 @@
-"""Files that appear whole or not at all: written aside, made durable, then linked to their name.
+"""The one layer that all files of the log go through, on a disk (`pathlib.Path`) or in an object store (`ObjectPath`).
 
-`link(2)` fails if the name is taken, so publishing a file is a compare-and-swap; `rename` would overwrite.
-An error of the file system becomes an error that says what to do.
+Files appear whole or not at all. What that takes on a disk `tailrace.durable` knows: a file is written aside, made
+durable, then linked to its name, which is a compare-and-swap. In an object store what is written aside waits in memory,
+and publishing it is a put that fails if the name is taken; there are no folders, nothing needs syncing, and
+`objects.py` says what an answer that was lost means.
+An error of the file system or the store becomes an error of the log, which says what to do.
 
-An fsync that failed is never tried again on the same bytes: the kernel may have counted them as written and let
-go of them, and would say yes. What is to be made durable after that is written anew (`write_aside`, `renew`).
+Both kinds have of `pathlib.Path` what only reads and names: `/`, `name`, `read_bytes`, `exists`, `iterdir`, `glob`,
+`unlink`. Everything that must be durable, or that must happen once, is a function here: this is the one place where
+the two kinds differ.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
+import hashlib
+import io
+import mmap
 import os
-import uuid
-from collections.abc import Iterator, Sequence
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, overload
 
-from tailrace.errors import LogFull, LogUnusable
+from tailrace import durable
+from tailrace.changelog import objects
+from tailrace.changelog.objects import Meta, ObjectPath, Refused, Unreachable
+from tailrace.durable import Doubtful
+from tailrace.errors import LogFenced, LogFull, LogUnreachable, LogUnusable
 
-_PARTS_AT_ONCE = 1024
-"""The kernel takes no more in one call."""
-_COPIED_BYTES_MAX = 1 << 20
-_TOKEN, _NUMBERS = uuid.uuid4().hex, itertools.count()
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LogPath = Path | ObjectPath
+"""A file or folder of the log, wherever the log is."""
+Stamp = tuple[int, int] | Meta
+"""What tells one content of a name from the next."""
 
 _HINTS = {
     errno.ENOSPC: "Free space on that disk; capture goes on where it stopped, nothing is lost.",
@@ -36,42 +51,87 @@ _HINTS = {
     errno.ENOENT: "Start `tailrace run` or `tailrace capture` first; they make the log.",
     errno.ENOTDIR: "A file stands where the log's folder should be: set `log:` to another folder.",
 }
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+STORE_TROUBLE = (Unreachable, Refused)
+"""Says nothing of the file that was asked for: whoever takes one that cannot be read for none must not take this so."""
 
 
-class Doubtful(OSError):
-    """A file has its name, but whether it keeps it through a crash of the machine is not known."""
+class _DoubtfulObject(Doubtful):
+    """It may have been done, or may yet be: a request that is under way cannot be called back."""
+
+    def __init__(self, error: Unreachable, path: ObjectPath) -> None:
+        super().__init__(error.args[0])
+        self.filename = str(path)
+
+
+class Pending:
+    """What is written aside on the way into an object store."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+
+Aside = Path | Pending
+
+
+def place(given: Path | ObjectPath | str, *, endpoint: str | None = None, region: str | None = None) -> LogPath:
+    """A folder's path, or `s3://bucket/prefix`; whatever else the store needs comes from the environment."""
+    if isinstance(given, str) and "://" in given:
+        return ObjectPath.parse(given, endpoint=endpoint, region=region)
+    return Path(given) if isinstance(given, str) else given
+
+
+def is_remote(path: LogPath) -> bool:
+    """Whether every look costs a request."""
+    return isinstance(path, ObjectPath)
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn an operating system error about the log into one with a remedy."""
+def explained(path: LogPath) -> Iterator[None]:
+    """Turn an error of the operating system or the store about the log into one with a remedy."""
     try:
         yield
     except FileExistsError:
         raise
-    except Doubtful as error:
-        raise LogUnusable(
-            f"the log cannot be used: what was written may not be durable: {_said(error)}",
-            path=error.filename or path,
-            hint="Look at the disk and at the kernel's log, then start again: nothing is lost.",
-        ) from error
     except OSError as error:
-        kind = LogFull if error.errno in _FULL else LogUnusable
-        raise kind(
-            f"the log cannot be used: {_said(error)}",
-            path=error.filename or path,
-            hint=_HINTS.get(error.errno or 0, "Look at the disk and the folder's permissions."),
-        ) from error
-
-
-def _said(error: OSError) -> str:
-    """In the system's own words; libraries put theirs around them."""
-    return os.strerror(error.errno) if error.errno else str(error)
+        raise told(error, path) from error
 
 
 @contextmanager
-def explained_but_missing(path: Path) -> Iterator[None]:
+def store_explained(path: LogPath) -> Iterator[None]:
+    """The same of the store's errors alone."""
+    try:
+        yield
+    except STORE_TROUBLE as error:
+        raise told(error, path) from error
+
+
+def told(error: OSError, path: LogPath) -> LogUnusable:
+    """The error with its remedy."""
+    named = error.filename or path
+    if isinstance(error, _DoubtfulObject):
+        return LogUnusable(
+            f"the log cannot be used: what was written may not be durable: {durable.said(error)}",
+            path=named,
+            hint="Look at the network and at the store, then start again: nothing is lost.",
+        )
+    if isinstance(error, Unreachable):
+        return LogUnreachable(
+            f"the log cannot be reached: {durable.said(error)}",
+            path=named,
+            hint="Look at the network, the store and its address (`log.endpoint`, or AWS_ENDPOINT_URL).",
+        )
+    if isinstance(error, Refused):
+        return LogUnusable(
+            f"the log cannot be used: {durable.said(error)}",
+            path=named,
+            hint="Look at the bucket's name and at the credentials in the environment (AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or the machine's role), and at what they may do there.",
+        )
+    return durable.told(error, path, "the log", LogUnusable, LogFull, _HINTS)
+
+
+@contextmanager
+def explained_but_missing(path: LogPath) -> Iterator[None]:
     """The same, but a file that is not there stays FileNotFoundError: the caller knows where else to look."""
     try:
         with explained(path):
@@ -82,163 +142,312 @@ def explained_but_missing(path: Path) -> Iterator[None]:
         raise
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: LogPath) -> None:
     """The folder and those above it, durable, also where somebody else has just made one."""
-    with explained(path):
-        missing = [path]
-        while not is_there(missing[-1].parent):
-            missing.append(missing[-1].parent)
-        for folder in reversed(missing):
-            made = True
-            try:
-                folder.mkdir()
-            except FileExistsError as error:
-                made = False
-                if not folder.is_dir():
-                    raise NotADirectoryError(
-                        errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)
-                    ) from error
-            try:
-                sync_folder(folder.parent)
-            except BaseException:
-                if made:
-                    with suppress(OSError):
-                        folder.rmdir()  # so that it is made anew
-                raise
+    if isinstance(path, Path):
+        with explained(path):
+            durable.make_folder(path)
 
 
-def is_there(path: Path) -> bool:
+def is_there(path: LogPath) -> bool:
     """Whether there is such a file. Not being allowed to look is an error, not a no."""
+    if isinstance(path, Path):
+        return durable.is_there(path)
     try:
-        os.stat(path)
+        path.meta()
     except FileNotFoundError:
         return False
     return True
 
 
-def aside_of(path: Path) -> Path:
-    """A name beside the file that no other writer uses, on this host or another."""
-    return path.with_name(f".{path.name}.{_TOKEN}-{os.getpid()}-{next(_NUMBERS)}.tmp")
+@overload
+def aside_of(path: Path) -> Path: ...
+@overload
+def aside_of(path: LogPath) -> Aside: ...
+def aside_of(path: LogPath) -> Aside:
+    """A name beside the file that no other writer uses, on this host or another; in a store there is none."""
+    return durable.aside_of(path) if isinstance(path, Path) else Pending()
 
 
-def sync_file(path: Path) -> None:
+def sync_file(path: LogPath) -> None:
     """Make a file's bytes durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if isinstance(path, Path):
+        durable.sync_file(path)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: LogPath) -> None:
     """Make the folder's entries durable."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if isinstance(folder, Path):
+        durable.sync_folder(folder)
 
 
-def write_aside(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+def write_aside(path: Aside, parts: Sequence[bytes | memoryview]) -> None:
     """Write the parts to a file of their own and make them durable."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        _write_all(handle, parts)
-        os.fsync(handle)
-    except BaseException:
-        remove(path)  # half a file takes room on a disk that may have none
-        raise
-    finally:
-        os.close(handle)
+    if isinstance(path, Path):
+        durable.write_aside(path, parts)
+    else:
+        path.content = b"".join(parts)
 
 
-def remove(path: Path) -> None:
+def write_new(path: LogPath, parts: Sequence[bytes | memoryview]) -> None:
+    """A file under a name that nobody else uses, its bytes durable; on a disk its name is not yet."""
+    if isinstance(path, Path):
+        durable.write_aside(path, parts)
+    else:
+        path.write_bytes(b"".join(parts))
+
+
+def remove(path: LogPath | Pending) -> None:
     """Take back a file that nobody was told of; one that stays is swept later."""
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
+    if isinstance(path, Path):
+        durable.remove(path)
+    elif isinstance(path, ObjectPath):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
-def _write_all(handle: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Write every byte, many parts in one call: a commit of 200 tables has 400 of them. Where they are small, copying
-    them together is cheaper than telling the kernel of each."""
-    small = sum(map(len, parts)) <= _COPIED_BYTES_MAX
-    left = [memoryview(part) for part in ([b"".join(parts)] if small else parts) if len(part)]
-    while left:
-        written = os.writev(handle, left[:_PARTS_AT_ONCE])
-        done = 0
-        while done < len(left) and written >= len(left[done]):
-            written -= len(left[done])
-            done += 1
-        left = left[done:]
-        if written:
-            left[0] = left[0][written:]
-
-
-def publish(aside: Path, path: Path) -> None:
+def publish(aside: Aside, path: LogPath) -> None:
     """Give the file its name, unless that name is taken (FileExistsError), and make that durable (or Doubtful)."""
+    if isinstance(aside, Path) and isinstance(path, Path):
+        durable.publish(aside, path)
+        return
+    assert isinstance(aside, Pending), "made by aside_of"
+    assert isinstance(path, ObjectPath), "where aside_of was asked"
     try:
-        _link(aside, path)
-    finally:
-        remove(aside)
-    try:
-        sync_folder(path.parent)
-    except OSError as error:
-        raise Doubtful(error.errno, error.strerror, str(path)) from error
+        objects.put_new(path, aside.content)
+    except Unreachable as error:
+        raise _DoubtfulObject(error, path) from error
 
 
-def _link(aside: Path, path: Path) -> None:
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        # Over a network it may have been done although the answer was lost, and then the second try finds it done.
-        if not os.path.lexists(aside) or not os.path.samefile(aside, path):
-            raise
-    except FileNotFoundError:
-        raise  # swept away by another writer, so certainly not linked
-    except OSError as error:
-        if os.path.lexists(path):
-            raise Doubtful(error.errno, error.strerror, str(path)) from error
-        raise
-
-
-def create(path: Path, content: bytes) -> None:
+def create(path: LogPath, content: bytes) -> None:
     """A new durable file with this content; FileExistsError if there is one."""
     aside = aside_of(path)
     write_aside(aside, [content])
     publish(aside, path)
 
 
-def replace_durably(path: Path, content: bytes) -> None:
+def replace_durably(path: LogPath, content: bytes) -> None:
     """Put this content under the name, whatever stood there, so that a crash leaves the one or the other."""
-    aside = aside_of(path)
-    write_aside(aside, [content])
+    if isinstance(path, Path):
+        durable.replace_durably(path, content)
+    else:
+        path.write_bytes(content)
+
+
+def swap_durably(path: LogPath, content: bytes, before: Stamp | None) -> None:
+    """The same, but in a store only in place of what was stamped so, or of nothing: FileExistsError if another was
+    quicker. On a disk it is the lock of whoever writes such a file that keeps the others out."""
+    if isinstance(path, Path):
+        durable.replace_durably(path, content)
+    else:
+        objects.put_if(path, content, before if isinstance(before, Meta) else None)
+
+
+@contextmanager
+def alone(path: LogPath) -> Iterator[None]:
+    """Whoever finds that another was quicker is no longer the one to write such a file."""
     try:
-        os.replace(aside, path)
-    except BaseException:
-        remove(aside)
-        raise
-    sync_folder(path.parent)
+        yield
+    except FileExistsError as error:
+        raise LogFenced(
+            "another process has written this file since we read it",
+            path=path,
+            hint="Stop one of the two processes that keep this log, then start again.",
+        ) from error
 
 
-def renew(path: Path) -> None:
-    """Make a file durable under its name, whatever became of earlier tries. Its bytes stay the same."""
-    try:
-        replace_durably(path, path.read_bytes())
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        # No room for another copy, and whoever is to make room must be able to begin. A disk that is only full has
-        # failed no sync before.
-        sync_file(path)
-        sync_folder(path.parent)
+def renew(path: LogPath) -> None:
+    """Make a file durable under its name, whatever became of earlier tries. What can be seen in a store is."""
+    if isinstance(path, Path):
+        durable.renew(path)
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: LogPath, content: bytes) -> None:
     """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
-    aside = aside_of(path)
-    try:
-        aside.write_bytes(content)
+    if isinstance(path, Path):
+        durable.replace(path, content)
+    else:
+        path.write_bytes(content)
+
+
+# Files that are too large to be held: written to a local one first.
+
+
+def scratch_of(folder: LogPath) -> Path:
+    """Where the files are written that will come into a folder: there, or beside, if it is in a store."""
+    if isinstance(folder, Path):
+        return folder
+    name = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    found = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}-objects" / name
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def put_file(aside: Path, path: LogPath) -> None:
+    """Give a file from the scratch folder its name, which nobody else uses. On a disk its folder is not synced."""
+    if isinstance(path, ObjectPath):
+        try:
+            objects.put_file(path, aside)
+        finally:
+            remove(aside)
+    else:
+        sync_file(aside)
         os.replace(aside, path)
-    except BaseException:
-        remove(aside)
-        raise
+
+
+# Looking.
+
+
+def below(folder: LogPath, path: LogPath) -> str:
+    """The path of a file within a folder that holds it, with `/`."""
+    return str(path)[len(str(folder)) + 1 :] if is_remote(path) else Path(str(path)).relative_to(str(folder)).as_posix()
+
+
+def stamp(path: LogPath) -> Stamp | None:
+    """Another one when the file has been replaced; None if there is none."""
+    try:
+        if isinstance(path, ObjectPath):
+            return path.meta()
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return (found.st_mtime_ns, found.st_ino)
+
+
+def size_of(path: LogPath) -> int:
+    return path.meta().size if isinstance(path, ObjectPath) else os.stat(path).st_size
+
+
+def modified_at(path: LogPath) -> float:
+    """When it was written, in seconds since 1970; in a store by the store's own clock."""
+    return path.meta().modified_ns / 1e9 if isinstance(path, ObjectPath) else os.stat(path).st_mtime
+
+
+def names(folder: LogPath) -> list[str]:
+    """What is in a folder; FileNotFoundError if there is none, but in a store nothing tells that from an empty one."""
+    return [path.name for path in folder.iterdir()] if isinstance(folder, ObjectPath) else os.listdir(folder)
+
+
+def named(log: LogPath, path: str) -> LogPath:
+    """The file of the log that an error names."""
+    return log / path[len(str(log)) + 1 :] if is_remote(log) else Path(path)
+
+
+def matching(folder: LogPath, pattern: str) -> list[LogPath]:
+    """What a pattern finds in a folder, in the order of names."""
+    found: list[LogPath] = list(folder.glob(pattern))
+    return sorted(found, key=str)
+
+
+def sizes(folder: LogPath, after: str | None = None) -> dict[LogPath, int]:
+    """Every file below, and its bytes; of those directly in it only the names after one, if that is given."""
+    if isinstance(folder, ObjectPath):
+        return {path: meta.size for path, meta in folder.walk(after)}
+    found: dict[LogPath, int] = {}
+    for below, folders, inside in os.walk(folder):
+        if after is not None and below == str(folder):
+            folders[:] = [name for name in folders if name > after]
+            inside = [name for name in inside if name > after]
+        for name in inside:
+            with suppress(FileNotFoundError):  # written aside, sealed or trimmed meanwhile
+                found[Path(below, name)] = os.lstat(os.path.join(below, name)).st_size
+    return found
+
+
+# Reading.
+
+
+def read_start(path: LogPath, size: int) -> tuple[bytes, int]:
+    """The first bytes of a file, at most so many, and how many it has."""
+    if isinstance(path, ObjectPath):
+        return objects.read_start(path, size)
+    with path.open("rb", buffering=0) as file:
+        return file.read(size), os.fstat(file.fileno()).st_size
+
+
+def opened(path: LogPath) -> BinaryIO:
+    """A file to be read from its beginning on."""
+    return io.BytesIO(path.read_bytes()) if isinstance(path, ObjectPath) else path.open("rb")
+
+
+def read_range(path: LogPath, begin: int, size: int) -> bytes:
+    """So many bytes from a place on; fewer at the end."""
+    if isinstance(path, ObjectPath):
+        return objects.read_range(path, begin, size)
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        return file.read(size)
+
+
+def view(path: LogPath) -> memoryview:
+    """All bytes of a file, which the kernel brings in as they are looked at."""
+    if isinstance(path, ObjectPath):
+        return objects.view(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
+
+
+def fixed_view(path: ObjectPath) -> memoryview:
+    """The same of an object that never changes; it is kept at hand, and not fetched again."""
+    return objects.kept.view(path)
+
+
+def source(path: LogPath) -> Path | pa.BufferReader:
+    """What Arrow reads a file from that never changes."""
+    return _buffer(fixed_view(path)) if isinstance(path, ObjectPath) else path
+
+
+def mapped(path: LogPath) -> pa.NativeFile:
+    """What Arrow reads any other file from, as it is now."""
+    import pyarrow as pa
+
+    return _buffer(view(path)) if isinstance(path, ObjectPath) else pa.memory_map(str(path))
+
+
+def _buffer(found: memoryview) -> pa.BufferReader:
+    import pyarrow as pa
+
+    return pa.BufferReader(pa.py_buffer(found))
+
+
+# Removing.
+
+
+def delete_all(paths: Collection[LogPath]) -> None:
+    """Remove files and folders, in any order; those that are gone already are none."""
+    remote = [path for path in paths if isinstance(path, ObjectPath)]
+    for path in paths:
+        if isinstance(path, Path):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    if remote:
+        objects.delete(remote)
+
+
+def parts_of(folder: LogPath) -> list[LogPath]:
+    """What must go for a folder to go: in a store there is none, only what is in it."""
+    return [path for path, _ in folder.walk()] if isinstance(folder, ObjectPath) else [folder]
+
+
+def append(path: LogPath, content: bytes) -> None:
+    """Put this behind what a file has, which one process alone writes; in a store it is put there as a whole."""
+    if isinstance(path, ObjectPath):
+        before = b""
+        with suppress(FileNotFoundError):
+            before = path.read_bytes()
+        path.write_bytes(before + content)
+    else:
+        with path.open("ab") as stream:
+            stream.write(content)
+
+
+def delete_folder(folder: LogPath) -> None:
+    """Remove a folder and all that is in it; whatever stays is swept later."""
+    with suppress(OSError):
+        if isinstance(folder, ObjectPath):
+            objects.delete([path for path, _ in folder.walk()])
+        else:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -22,13 +22,15 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import os
 import struct
 import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
+from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import Lsn
 
@@ -99,6 +101,8 @@ class Header:
     """Of the source's history, where it has such; 0 is unknown."""
     gaps: int = 0
     """How many places of `gaps.json` the log has passed by then: a log that lost that file is told by it."""
+    writer: str = ""
+    """Like no other writer's, where an answer may be lost: by it a writer knows its own commit. Empty on a disk."""
     bodies_at: int = 0
     """Where the bodies begin in the file; not stored."""
 
@@ -106,7 +110,11 @@ class Header:
 _HEADER_FIELDS = tuple(field.name for field in fields(Header) if field.name != "bodies_at")
 
 
-def commit_path(log: Path, commit: int) -> Path:
+@overload
+def commit_path(log: Path, commit: int) -> Path: ...
+@overload
+def commit_path(log: ObjectPath, commit: int) -> ObjectPath: ...
+def commit_path(log: LogPath, commit: int) -> LogPath:
     """Where a commit's file stands."""
     return log / "hot" / f"{commit:020d}.arrow"
 
@@ -139,30 +147,28 @@ def encode_header(header: Header) -> bytes:
     return packed.ljust(align(len(packed)), b"\0")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: LogPath) -> Header:
     """The header of a commit file, checked."""
     return read_commit(path)[0]
 
 
-def read_commit(path: Path) -> tuple[Header, bytes]:
+def read_commit(path: LogPath) -> tuple[Header, bytes]:
     """The same, and all bytes of the file if it is small, else none."""
-    with path.open("rb", buffering=0) as file:
-        start = file.read(HEADER_GUESS)
-        if len(start) < _PREFIX.size:
-            raise corrupt(path, "it is too short")
-        magic, size, crc = _PREFIX.unpack_from(start)
-        if magic != MAGIC or size > HEADER_BYTES_MAX:
-            raise corrupt(path, "it does not begin like a commit")
-        text = start[_PREFIX.size : _PREFIX.size + size]
-        if len(text) < size:
-            text += file.read(size - len(text))
-        whole = os.fstat(file.fileno()).st_size == len(start)
+    start, length = files.read_start(path, HEADER_GUESS)
+    if len(start) < _PREFIX.size:
+        raise corrupt(path, "it is too short")
+    magic, size, crc = _PREFIX.unpack_from(start)
+    if magic != MAGIC or size > HEADER_BYTES_MAX:
+        raise corrupt(path, "it does not begin like a commit")
+    text = start[_PREFIX.size : _PREFIX.size + size]
+    if len(text) < size:
+        text += files.read_range(path, len(start), size - len(text))
     if len(text) != size or zlib.crc32(text) != crc:
         raise corrupt(path, "its header does not match its checksum")
-    return _header(path, json.loads(text), align(_PREFIX.size + size)), start if whole else b""
+    return _header(path, json.loads(text), align(_PREFIX.size + size)), start if len(start) == length else b""
 
 
-def _header(path: Path, stored: dict[str, Any], bodies_at: int) -> Header:
+def _header(path: LogPath, stored: dict[str, Any], bodies_at: int) -> Header:
     if stored.get("format") != FORMAT:
         raise LogCorrupt(
             "a commit has a format this version does not know",
@@ -193,7 +199,7 @@ def _body(stored: dict[str, Any]) -> Body:
     return Body._make((*values[:_WITHOUT], tuple(values[_WITHOUT]), *values[_WITHOUT + 1 :]))
 
 
-def corrupt(path: Path, why: str) -> LogCorrupt:
+def corrupt(path: LogPath, why: str) -> LogCorrupt:
     """The error for a file that is not what was written."""
     return LogCorrupt(
         f"{DAMAGED}: {why}",

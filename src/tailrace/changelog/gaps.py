@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from tailrace.changelog import files, records
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path, read_header
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogGap
 from tailrace.model.position import Lsn
@@ -47,7 +47,7 @@ class Gap:
         )
 
 
-def read_gaps(log: Path) -> tuple[Gap, ...]:
+def read_gaps(log: LogPath) -> tuple[Gap, ...]:
     """All that are on record, also those that were only begun; a log without a record has none."""
     path = log / NAME
     try:
@@ -63,7 +63,7 @@ def read_gaps(log: Path) -> tuple[Gap, ...]:
         raise _unreadable(log, f"cannot be read: {error}") from error
 
 
-def known_gaps(log: Path, newest: int) -> tuple[Gap, ...]:
+def known_gaps(log: LogPath, newest: int) -> tuple[Gap, ...]:
     """All that are gaps, if the record tells of as many as the newest commit has passed."""
     found, path, passed = read_gaps(log), commit_path(log, newest), 0
     # There may be none yet, or a newer one in its place; one that is damaged is told when it is read.
@@ -74,7 +74,7 @@ def known_gaps(log: Path, newest: int) -> tuple[Gap, ...]:
     return tuple(gap for gap in found if not gap.begun)
 
 
-def _unreadable(log: Path, why: str) -> LogCorrupt:
+def _unreadable(log: LogPath, why: str) -> LogCorrupt:
     return LogCorrupt(
         f"the record of what the log lacks {why}",
         path=log / NAME,
@@ -82,9 +82,11 @@ def _unreadable(log: Path, why: str) -> LogCorrupt:
     )
 
 
-def record_gap(log: Path, gap: Gap) -> None:
+def record_gap(log: LogPath, gap: Gap) -> None:
     """Make it durable that the log's next commit leaves something out."""
+    with files.explained(log / NAME):
+        stamp = files.stamp(log / NAME)
     known = [*(before for before in read_gaps(log) if before.commit < gap.commit), gap]
     stored = [{"commit": item.commit, "start": str(item.start), "end": str(item.end)} for item in known]
-    with files.explained(log / NAME):
-        files.replace_durably(log / NAME, records.encode({"format": FORMAT, "gaps": stored}))
+    with files.explained(log / NAME), files.alone(log / NAME):
+        files.swap_durably(log / NAME, records.encode({"format": FORMAT, "gaps": stored}), stamp)

@@ -25,6 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import WAIT_SECONDS_MAX
 from tailrace.changelog.reader import ChangeLog
@@ -81,9 +83,10 @@ class Unsealed:
         self._log.cold.refresh()
         first = max(self._log.cold.last, self._log.trimmed().commit) + 1
         now = time.monotonic()
-        for commit in range(max(first, max(self._found, default=0) + 1), newest + 1):
-            with suppress(FileNotFoundError):
-                self._found[commit] = (_size_of(self._log.path, commit), now)
+        known = max(first, max(self._found, default=0) + 1)
+        if known <= newest:
+            sizes = _sizes_from(self._log.path, known)
+            self._found |= {commit: (sizes[commit], now) for commit in range(known, newest + 1) if commit in sizes}
         self._found = {commit: found for commit, found in self._found.items() if commit >= first}
         if not self._found:
             return False
@@ -95,16 +98,22 @@ class Unsealed:
         )
 
 
-def _size_of(path: Path, commit: int) -> int:
-    big = path / "big" / f"{commit:020d}"
-    pieces = sum(piece.stat().st_size for piece in big.iterdir()) if big.is_dir() else 0
-    return commit_path(path, commit).stat().st_size + pieces
+def _sizes_from(path: LogPath, first: int) -> dict[int, int]:
+    """What commits from one on take, by their numbers."""
+    before = commit_path(path, first - 1).name
+    with files.explained(path):
+        hot = files.sizes(path / "hot", before)
+        found = {int(file.stem): size for file, size in hot.items() if file.stem.isdigit()}
+        for piece, size in files.sizes(path / "big", before.partition(".")[0] + "~").items():
+            if (number := piece.parent.name).isdigit() and int(number) in found:
+                found[int(number)] += size
+    return found
 
 
 class Keeper:
     """The process, seen from the one who captures. Rounds are bounded; `stop` waits for the one under way."""
 
-    def __init__(self, path: Path, keeping: Keeping) -> None:
+    def __init__(self, path: LogPath, keeping: Keeping) -> None:
         self._work = (path, keeping, log.getEffectiveLevel())
         self._keeping = keeping
         self._stopping = threading.Event()
@@ -190,7 +199,7 @@ def main() -> None:
     tend(path, keeping, lambda seconds: bool(select.select([sys.stdin], [], [], seconds)[0]))
 
 
-def tend(path: Path, keeping: Keeping, stopped: Callable[[float], bool]) -> None:
+def tend(path: LogPath, keeping: Keeping, stopped: Callable[[float], bool]) -> None:
     """Keep the log in order until `stopped`, which waits so many seconds for the answer."""
     tended: _Tended | None = None
     wait = 0.0
@@ -218,7 +227,7 @@ def tend(path: Path, keeping: Keeping, stopped: Callable[[float], bool]) -> None
 class _Tended:
     """The log, swept once, and what is waiting in it."""
 
-    def __init__(self, path: Path, keeping: Keeping) -> None:
+    def __init__(self, path: LogPath, keeping: Keeping) -> None:
         self._log = ChangeLog.open(path)
         self._keeping = keeping
         self._unsealed = Unsealed(self._log)
@@ -253,5 +262,5 @@ def keep(change_log: ChangeLog, keeping: Keeping, *, seal: bool) -> Kept:
         return Kept(sealed=sealed, trimmed=trim(sealer, keeping.policy))
 
 
-def _is_nearly_full(path: Path, policy: Policy) -> bool:
+def _is_nearly_full(path: LogPath, policy: Policy) -> bool:
     return policy.max_bytes is not None and disk_bytes(path) > policy.max_bytes * ROOM

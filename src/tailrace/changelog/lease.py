@@ -1,236 +1,131 @@
-"""One holder of a role at a time: a lock the kernel gives back, and a record of who holds it.
+"""The log's lease: `tailrace.state.lease`, in the log's words, on a disk or in an object store.
 
-The lease only spares the loser the work; the fence is the commit number. What must stay true:
+It only spares the loser the work; the fence is the commit number.
 
-- Whoever's token stands in `<name>.lock` holds the lease. On one host `flock` on that file decides who may write
-  it: the kernel gives the lock back when the holder dies.
-- Where hosts share storage the lock may not reach. So a record (`<name>.json`) that another host left and did
-  not mark as released must be seen *unchanged* for a while, by our own clock alone, before we take the lease;
-  its holder renews it much more often than that. Clocks of two machines are never compared.
-- Whoever takes the lease from one who has not let go (`take_over`, or expiry) puts a *new* lock file in place of
-  the old one. The old holder's lock is then on a file that nobody looks at, and the new token tells it so.
-- Nobody writes a record once the lease is lost. The two that a stop between the look and the write allows are
-  put right by the holder's next renewal.
+In an object store there is no lock, only the record, and every write of it replaces exactly the one that was read:
+whoever's token stands in it holds the lease. One that a process of this very kernel left, which is dead, is free at
+once; any other must be seen unchanged for as long as on a disk.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import socket
-import threading
 import time
 import uuid
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from tailrace.changelog import files
-from tailrace.errors import LogBusy, LogFenced, LogFull
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.objects import Meta, ObjectPath
+from tailrace.errors import LogBusy, LogFenced
+from tailrace.state import lease
+from tailrace.state.lease import EXPIRY_SECONDS, RENEW_SECONDS, WAIT_SECONDS_MAX, DiskHold, Watch, holder
 
-WAIT_SECONDS_MAX = 30.0
-EXPIRY_SECONDS = 20.0
-"""Another host's record that nobody renewed for so long, by our clock, is taken for a dead one's."""
-RENEW_SECONDS = 4.0
-_PAUSE_SECONDS = 0.1
-_JOIN_SECONDS_MAX = 5.0
+__all__ = ["EXPIRY_SECONDS", "WAIT_SECONDS_MAX", "Lease", "held", "holder"]
+
+_LOOKED_SECONDS = 1.0
+"""In a store, a look at the record that is not older counts."""
 
 
-class Lease:
-    """Held from construction to `release`, to the end of the process, or until somebody takes it over."""
+class Lease(lease.Lease):
+    """Of one role at a log."""
 
     def __init__(
-        self, folder: Path, name: str = "owner", wait_seconds: float = WAIT_SECONDS_MAX, *, take_over: bool = False,
+        self, folder: LogPath, name: str = "owner", wait_seconds: float = WAIT_SECONDS_MAX, *, take_over: bool = False,
         expiry_seconds: float = EXPIRY_SECONDS, renew_seconds: float = RENEW_SECONDS,
     ) -> None:  # fmt: skip
-        self._folder, self._name = folder, name
-        self._lock, self._record = folder / f"{name}.lock", folder / f"{name}.json"
-        self._token = uuid.uuid4().hex
-        self._since, self._renewed = time.time(), 0
-        self.forced = False
-        """Whether it was taken from one who had not let go, and who may still believe to hold it."""
-        self._handle = self._acquire(_Watch(expiry_seconds), time.monotonic() + wait_seconds, take_over)
-        try:
-            # On a full disk whoever makes room must get the lease. Another host sees us at the next renewal.
-            with suppress(LogFull), files.explained(folder):
-                self._write_record(released=False)
-        except BaseException:
-            os.close(self._handle)
-            raise
-        self._done = threading.Event()
-        self._renewing = threading.Thread(
-            target=self._keep_renewing, args=(renew_seconds,), name=f"tailrace-lease-{name}", daemon=True
+        self._folder = folder
+        hold = DiskHold(folder, name) if isinstance(folder, Path) else _ObjectHold(folder, name)
+        super().__init__(
+            hold, name, wait_seconds, take_over=take_over, expiry_seconds=expiry_seconds, renew_seconds=renew_seconds
         )
-        self._renewing.start()
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return files.explained(self._folder)
+
+    def _refuse_busy(self) -> NoReturn:
+        raise LogBusy(
+            f"another process holds the log as its {self._name}",
+            **holder(self._folder, self._name),
+            hint="Stop that process, or wait for it; two at once would not be safe. If it hangs, or its host "
+            "does, start this one with `--take-over`.",
+        )
+
+    def _refuse_fenced(self) -> NoReturn:
+        raise LogFenced(
+            f"another process has taken the log over as its {self._name}",
+            log=self._folder,
+            **holder(self._folder, self._name),
+            hint="It goes on from where we stopped: leave it to that process. To move the work back here, "
+            "stop it first.",
+        )
+
+
+class _ObjectHold:
+    """A lease in an object store: the record is the lease."""
+
+    def __init__(self, folder: ObjectPath, name: str) -> None:
+        self._path, self.token = folder / f"{name}.json", uuid.uuid4().hex
+        self._lost = False
+        self._looked = 0.0
+        self.unclean = False
+
+    def take_free(self, watch: Watch, record: bytes) -> bool:
+        stamp, content = self._found()
+        watch.expired = False
+        if content is not None and not watch.is_free(content, lease.left_by_the_dead):
+            return False
+        self.unclean = content is not None and not lease.is_released(content)
+        return self._swap(record, stamp)
+
+    def take_by_force(self, record: bytes) -> bool:
+        return self._swap(record, self._found()[0])
 
     def lost(self) -> bool:
-        """Whether somebody took the lease over. Reads one small file; an unreadable one proves nothing."""
-        try:
-            return self._lock.read_bytes() != self._token.encode()
-        except OSError:
-            return False
-
-    def check(self) -> None:
-        """Raise LogFenced if somebody took the lease over."""
-        if self.lost():
-            raise LogFenced(
-                f"another process has taken the log over as its {self._name}",
-                log=self._folder,
-                **holder(self._folder, self._name),
-                hint="It goes on from where we stopped: leave it to that process. To move the work back here, "
-                "stop it first.",
-            )
-
-    def renew(self) -> None:
-        """Show other hosts that we are alive, unless the lease is no longer ours."""
-        if not self.lost():
-            self._renewed += 1
-            self._write_record(released=False)
-
-    def release(self) -> None:
-        """Let the next one in. A second call does nothing."""
-        if self._done.is_set():
-            return
-        self._done.set()
-        self._renewing.join(_JOIN_SECONDS_MAX)  # a disk that hangs must not hold us
-        with suppress(OSError):  # on a full disk another host waits a little longer, that is all
-            if not self.lost():
-                self._write_record(released=True)
-        os.close(self._handle)
-
-    def _acquire(self, watch: _Watch, deadline: float, take_over: bool) -> int:
-        while True:
-            with files.explained(self._folder):
-                handle = self._take_free(watch)
-                if handle is None and (take_over or watch.expired):
-                    handle = self._take_by_force()
-            if handle is not None:
-                return handle
-            if time.monotonic() >= deadline:
-                raise LogBusy(
-                    f"another process holds the log as its {self._name}",
-                    **holder(self._folder, self._name),
-                    hint="Stop that process, or wait for it; two at once would not be safe. If it hangs, or its host "
-                    "does, start this one with `--take-over`.",
-                )
-            time.sleep(_PAUSE_SECONDS)
-
-    def _take_free(self, watch: _Watch) -> int | None:
-        """The handle of the lock, now with our token in it, if nobody holds the lease."""
-        watch.expired = False
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another one's take-over may have put a new file here since we opened this one.
-            if os.path.samestat(os.fstat(handle), os.stat(self._lock)) and watch.free(self._record):
-                # In this order: what is written over what was there needs no room.
-                os.pwrite(handle, self._token.encode(), 0)
-                os.ftruncate(handle, len(self._token))
-                return handle
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
-        return None
-
-    def _take_by_force(self) -> int | None:
-        """Put a lock file of our own in place of the one that is there. The last to do so holds the lease."""
-        aside = files.aside_of(self._lock)
-        handle = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(handle, self._token.encode())
-            os.fsync(handle)
-            os.replace(aside, self._lock)
-        except FileNotFoundError:  # a writer that has just begun swept it away
-            os.close(handle)
-            return None
-        except BaseException:
-            os.close(handle)
-            aside.unlink(missing_ok=True)
-            raise
-        self.forced = True
-        return handle
-
-    def _write_record(self, *, released: bool) -> None:
-        record = {
-            "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "token": self._token,
-            "since": self._since, "renewed": self._renewed, "released": released,
-        }  # fmt: skip
-        files.replace(self._record, json.dumps(record).encode())
-
-    def _keep_renewing(self, every_seconds: float) -> None:
-        while not self._done.wait(every_seconds):
+        """Mostly as the last look or renewal found it."""
+        if not self._lost and time.monotonic() >= self._looked + _LOOKED_SECONDS:
             with suppress(OSError):
-                self.renew()
+                self._lost = self._is_others(self._found()[1])
+        return self._lost
 
+    def write(self, record: bytes) -> None:
+        """Replace our own record; one that is not ours any more is left as it is."""
+        stamp, content = self._found()
+        self._lost = self._is_others(content)
+        if not self._lost and not self._swap(record, stamp):
+            self._lost = self._is_others(self._found()[1])
 
-class _Watch:
-    """Looks at a record again and again: may we take the lease, or has it been still for long enough?"""
+    def close(self) -> None:
+        """The kernel holds nothing."""
 
-    def __init__(self, expiry_seconds: float) -> None:
-        self._expiry_seconds = expiry_seconds
-        self._seen: bytes | None = None
-        self._since = 0.0
-        self.expired = False
+    def _is_others(self, content: bytes | None) -> bool:
+        return content is not None and lease.token_of(content) != self.token
 
-    def free(self, path: Path) -> bool:
-        """Whether the record stands in nobody's way, given that we hold the lock."""
+    def _found(self) -> tuple[Meta | None, bytes | None]:
+        """The record and its stamp; a record that was replaced in between is not the one that was stamped."""
         try:
-            content = path.read_bytes()
+            stamp = self._path.meta()
+            content = self._path.read_bytes()
         except FileNotFoundError:
-            return True
-        if _left_by_us_or_released(content):
-            return True
-        if content != self._seen:
-            self._seen, self._since = content, time.monotonic()
-        self.expired = time.monotonic() - self._since >= self._expiry_seconds
-        return False
+            return None, None
+        finally:
+            self._looked = time.monotonic()
+        return stamp, content
+
+    def _swap(self, record: bytes, stamp: Meta | None) -> bool:
+        try:
+            files.swap_durably(self._path, record, stamp)
+        except FileExistsError:
+            return False
+        return True
 
 
-def _left_by_us_or_released(content: bytes) -> bool:
-    try:
-        record = json.loads(content)
-        if record.get("released", False):
-            return True
-        # Containers have names of their own and one kernel, which has just given us the lock.
-        if record.get("boot") and _boot():
-            return bool(record["boot"] == _boot())
-        return bool(record["host"] == socket.gethostname())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _boot() -> str:
-    """Names the running kernel: locks are seen by all that share it. Empty where there is no such name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def holder(folder: Path, name: str = "owner") -> dict[str, object]:
-    """Who holds the lease, as far as the record tells: pid and host."""
-    try:
-        record = json.loads((folder / f"{name}.json").read_bytes())
-        return {"pid": record["pid"], "host": record["host"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def held(folder: Path, name: str = "owner") -> int | None:
+def held(folder: LogPath, name: str = "owner") -> int | None:
     """The pid of the live holder on this host, or None if nobody holds the lease."""
-    try:
-        handle = os.open(folder / f"{name}.lock", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = holder(folder, name).get("pid")
-        return pid if isinstance(pid, int) else 0
-    finally:
-        os.close(handle)
+    if isinstance(folder, Path):
+        return lease.held(folder, name)
+    path = folder / f"{name}.json"
+    with suppress(FileNotFoundError), files.store_explained(path):
+        return lease.live_pid(path.read_bytes())
     return None

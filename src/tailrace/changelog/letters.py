@@ -24,13 +24,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath, Stamp
 from tailrace.changelog.published import token
 from tailrace.errors import LogCorrupt, TailraceError
 from tailrace.model import change
@@ -40,6 +40,8 @@ FOLDER = "dead"
 FORMAT = 1
 _META = b"tailrace"
 _STEPS_KNOWN_MAX = 4096
+_SEEN_SECONDS = 2.0
+_tables_seen: dict[LogPath, tuple[float, frozenset[str]]] = {}
 LOOKS_MAX = 100
 """At steps that are removed by another process while they are read."""
 
@@ -84,7 +86,7 @@ class _Step:
 class Letters:
     """The letters of one table. Plain: a task may have one too. Only whoever applies to the table writes steps."""
 
-    def __init__(self, log: Path, table: TableId) -> None:
+    def __init__(self, log: LogPath, table: TableId) -> None:
         self.table = table
         self._path = log / FOLDER / token(table)
 
@@ -188,7 +190,7 @@ class Letters:
             return
         with files.explained(self._path):
             for name in cleared:
-                (self._path / Path(name).name).unlink(missing_ok=True)
+                (self._path / name.rpartition("/")[2]).unlink(missing_ok=True)
             (self._path / "load.json").unlink(missing_ok=True)
 
     # What was.
@@ -240,26 +242,26 @@ class Letters:
 
     # Files.
 
-    def _steps(self) -> list[tuple[Path, _Step]]:
+    def _steps(self) -> list[tuple[LogPath, _Step]]:
         try:
-            names = sorted(entry.name for entry in self._path.iterdir() if entry.suffix == ".arrow")
+            with files.store_explained(self._path):
+                names = sorted(entry.name for entry in self._path.iterdir() if entry.suffix == ".arrow")
         except (FileNotFoundError, NotADirectoryError):
             return []
         found = []
         for path in (self._path / name for name in names if name[0] != "."):
             with suppress(FileNotFoundError):  # whoever applies has removed it since
-                stamp = path.stat()
-                found.append((path, _read_step(str(path), stamp.st_mtime_ns, stamp.st_ino)))
+                found.append((path, _read_step(path, files.stamp(path))))
         return found
 
-    def _counting(self, seq: int, load: str | None = None) -> list[tuple[Path, _Step]]:
+    def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, _Step]]:
         steps = [(path, step) for path, step in self._steps() if step.reaches <= seq]
         cleared = self.cleared_by(load) if steps and load is not None else ()
         return [(path, step) for path, step in steps if path.name not in cleared]
 
-    def _open(self, steps: list[tuple[Path, _Step]]) -> dict[int, Path]:
+    def _open(self, steps: list[tuple[LogPath, _Step]]) -> dict[int, LogPath]:
         """The open letters, and which step each stands in."""
-        owner: dict[int, Path] = {}
+        owner: dict[int, LogPath] = {}
         for path, step in steps:
             for number in step.cleared:
                 owner.pop(number, None)
@@ -279,12 +281,25 @@ class Letters:
             found: dict[str, Any] = json.loads((self._path / name).read_bytes())
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except files.STORE_TROUBLE as error:
+            raise files.told(error, self._path) from error
         except (OSError, ValueError) as error:
             raise _unreadable(self._path / name) from error
         return found
 
 
-def tables_with_letters(log: Path) -> list[TableId]:
+def may_have_letters(log: LogPath, table: TableId) -> bool:
+    """Whether a table may have letters, for those who ask often: in a store one look serves all tables for a while."""
+    if not files.is_remote(log):
+        return True
+    looked, names = _tables_seen.get(log, (0.0, frozenset()))
+    if time.monotonic() >= looked + _SEEN_SECONDS:
+        with files.explained(log):
+            looked, names = _tables_seen[log] = (time.monotonic(), frozenset(files.names(log / FOLDER)))
+    return token(table) in names
+
+
+def tables_with_letters(log: LogPath) -> list[TableId]:
     """The tables that have, or had, dead letters."""
 
     def found() -> Iterator[TableId]:
@@ -319,10 +334,10 @@ def _encoded(
 
 
 @lru_cache(maxsize=_STEPS_KNOWN_MAX)
-def _read_step(path: str, _mtime_ns: int, _inode: int) -> _Step:
+def _read_step(path: LogPath, _: Stamp | None) -> _Step:
     """Kept by the file's identity: status asks twice a second."""
     try:
-        with pa.OSFile(path) as handle:
+        with files.mapped(path) as handle:
             stored = json.loads(pa.ipc.open_file(handle).schema.metadata[_META])
         if stored["format"] != FORMAT:
             raise ValueError("it has a format this version does not know")
@@ -332,15 +347,19 @@ def _read_step(path: str, _mtime_ns: int, _inode: int) -> _Step:
         )  # fmt: skip
     except FileNotFoundError:
         raise
+    except files.STORE_TROUBLE as error:
+        raise files.told(error, path) from error
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise _unreadable(Path(path)) from error
+        raise _unreadable(path) from error
 
 
-def _read_rows(path: Path) -> pa.Table:
+def _read_rows(path: LogPath) -> pa.Table:
     try:
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()  # only what is looked at is read
+        return pa.ipc.open_file(files.mapped(path)).read_all()  # only what is looked at is read
     except FileNotFoundError:
         raise
+    except files.STORE_TROUBLE as error:
+        raise files.told(error, path) from error
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path) from error
 
@@ -352,7 +371,7 @@ def _key_places(shape: TableSchema, rows: pa.Table) -> list[int]:
     return [*range(always), *(i for i in range(always, rows.num_columns) if rows.schema.field(i).name in wanted)]
 
 
-def _unreadable(path: Path) -> LogCorrupt:
+def _unreadable(path: LogPath) -> LogCorrupt:
     return LogCorrupt(
         "a dead letter cannot be read", path=path,
         hint="Restore the file from a copy of the log; or move it away and run `tailrace snapshot FILE TABLE`.",

@@ -62,6 +62,19 @@ def _common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     return pa.string()
 
 
+def holds(wider: pa.DataType, narrower: pa.DataType) -> bool:
+    """Whether a column of the one type can take every value of the other, by the third rule."""
+    return bool(_common(wider, narrower) == wider)
+
+
+def fits(version: TableSchema, shape: TableSchema) -> bool:
+    """Whether rows of a version can come in a view that was made without knowing it, and nothing of them is lost."""
+    known = {column.name: column.type for column in shape.columns}
+    return version.key == shape.key and all(
+        column.name in known and holds(known[column.name], column.type) for column in version.columns
+    )
+
+
 def conform(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
     """The same rows in the view's shape."""
     if batch.schema == shape:

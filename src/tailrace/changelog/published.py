@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
 
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 
 FOLDER = "published"
 
 
-def publish(log: Path, table: TableId, since: Lsn) -> None:
+def publish(log: LogPath, table: TableId, since: Lsn) -> None:
     """The table is about to be published."""
     path = log / FOLDER / f"{token(table)}.json"
     record = {"schema": table.schema, "table": table.name, "since": str(since)}
@@ -26,7 +26,7 @@ def publish(log: Path, table: TableId, since: Lsn) -> None:
         files.replace_durably(path, json.dumps(record).encode())
 
 
-def published_since(log: Path, table: TableId) -> Lsn | None:
+def published_since(log: LogPath, table: TableId) -> Lsn | None:
     """A position that nothing of the table is missing after; None: nothing is missing at all."""
     path = log / FOLDER / f"{token(table)}.json"
     with files.explained(path):

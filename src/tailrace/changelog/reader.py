@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
-import os
 import re
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from types import MappingProxyType
 
 import pyarrow as pa
@@ -26,6 +23,7 @@ from tailrace.changelog import cold, files, format, records
 from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Body, Header, commit_path, corrupt
 from tailrace.changelog.gaps import NAME as GAPS
 from tailrace.changelog.gaps import Gap, known_gaps
@@ -34,6 +32,7 @@ from tailrace.changelog.rows import after_position, between, restore
 from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable, read_trimmed
+from tailrace.changelog.waiting import rest
 from tailrace.changelog.wanted import Wanted
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
@@ -44,14 +43,9 @@ from tailrace.model.system import SCHEMA_NUMBER, is_system
 
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")
-_POLL_SECONDS = 0.001
-"""How often a follower looks for the next commit's file,"""
-_LOOK_SECONDS = 0.02
-"""and for what else may have become of that commit,"""
-_LIVELY_SECONDS = 0.25
-"""while the last one is so recent;"""
-_IDLE_SECONDS = 0.1
-"""and how often for either after that."""
+LOOKED_SECONDS = 1.0
+"""In a store, a look at the seals and at what was trimmed that is not older counts: nothing that is read hangs on it,
+for whatever is missing is looked up anew."""
 _MISSES_MAX = 3
 """Of one file, looked up again each time, before it counts as missing."""
 SEQ_MAX = (1 << 63) - 1
@@ -64,7 +58,7 @@ TRIMMED_HINT = (
 class ChangeLog:
     """A log, open for reading."""
 
-    def __init__(self, path: Path, log_id: str, source: SourceId) -> None:
+    def __init__(self, path: LogPath, log_id: str, source: SourceId) -> None:
         self.path = path
         self.log_id = log_id
         self.source = source
@@ -77,9 +71,10 @@ class ChangeLog:
         self._mapped: tuple[tuple[int, int], memoryview] = ((0, 0), memoryview(b""))
 
     @classmethod
-    def open(cls, path: Path | str) -> ChangeLog:
-        """Open an existing log; a log that cannot be read is an error, never an empty log."""
-        path = Path(path)
+    def open(cls, path: LogPath | str) -> ChangeLog:
+        """Open an existing log, by its folder or by its URL (`s3://bucket/prefix`); a log that cannot be read is an
+        error, never an empty log."""
+        path = files.place(path)
         meta = path / "meta.json"
         with files.explained(meta):
             found = files.is_there(meta)
@@ -115,23 +110,34 @@ class ChangeLog:
 
     def newest(self) -> int:
         """The number of the newest commit; 0 if there is none yet. Cheap when asked again."""
+        return self._newest_seen(0.0)
+
+    def _newest_seen(self, within: float) -> int:
+        """The same, by a look at seals and at what was trimmed that may be so old where it costs a request."""
         if not self._newest:
             self._newest = max(self._numbers(), default=0)
         while True:
-            while commit_path(self.path, self._newest + 1).exists():
+            while self._is_there(self._newest + 1):
                 self._newest += 1
             # Whoever looks seldom may find that the next commits are sealed and their own files gone.
-            self.cold.refresh()
-            known = max(self.cold.last, self.trimmed().commit)
+            self.cold.refresh(within)
+            known = max(self.cold.last, self._trimmed.now(within).commit)
             if known <= self._newest:
                 return self._newest
             self._newest = known
+
+    def _is_there(self, commit: int) -> bool:
+        path = commit_path(self.path, commit)
+        if not files.is_remote(path):
+            return path.exists()
+        with files.explained(path):
+            return files.is_there(path)
 
     def _numbers(self) -> list[int]:
         folder = self.path / "hot"
         try:
             with files.explained(folder):
-                names = os.listdir(folder)
+                names = files.names(folder)
         except LogUnusable as error:
             if folder.exists():
                 raise
@@ -161,6 +167,8 @@ class ChangeLog:
         except FileNotFoundError:
             raise
         except OSError as error:
+            if files.is_remote(path):
+                raise files.told(error, path) from error
             raise LogUnusable(
                 f"a commit cannot be read: {error.strerror}",
                 path=path,
@@ -180,7 +188,7 @@ class ChangeLog:
             )
         return LogCorrupt(
             "a commit of the log is missing",
-            path=Path(error.filename or commit_path(self.path, commit)),
+            path=files.named(self.path, error.filename) if error.filename else commit_path(self.path, commit),
             hint="Compare the folder with a copy of the log and restore what it lacks: this file, the seal in `cold` "
             f"that stands for it, or `trimmed.json`. Without a copy: {NEW_LOG_HINT}",
         )
@@ -203,7 +211,7 @@ class ChangeLog:
         """Where changes are missing, oldest first. Cheap when nothing changed."""
         return self._gaps.now()
 
-    def files(self, table: TableId | str | int) -> list[Path]:
+    def files(self, table: TableId | str | int) -> list[LogPath]:
         """The sealed files of a table now, in order: Parquet, for any reader. What is not sealed is not in them."""
         self.cold.refresh()
         numbers = set(self.numbers(table))
@@ -245,7 +253,7 @@ class ChangeLog:
             unfit=body.unfit,
         )
 
-    def _file_of(self, header: Header, piece: int) -> Path:
+    def _file_of(self, header: Header, piece: int) -> LogPath:
         return self.path / header.big[piece - 1].file if piece else commit_path(self.path, header.commit)
 
     def _bytes_of(self, header: Header, piece: int) -> memoryview:
@@ -254,10 +262,8 @@ class ChangeLog:
         known = self._mapped
         if known[0] != which:
             path = self._file_of(header, piece)
-            with files.explained_but_missing(path), path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-            known = self._mapped = (which, memoryview(mapped))
+            with files.explained_but_missing(path):
+                known = self._mapped = (which, files.view(path))
         return known[1]
 
     def read(
@@ -289,9 +295,11 @@ class ChangeLog:
         commit, gone = first, NOTHING
         misses, end = 0, None
         while commit <= last:
-            self.cold.refresh()
+            # A file that is missing may be so because what we saw a moment ago is no longer true.
+            within = 0.0 if misses else LOOKED_SECONDS
+            self.cold.refresh(within)
             # What is gone can only have become more, and what we need of it only less.
-            latest = self.trimmed()
+            latest = self._trimmed.now(within)
             if latest is not gone:
                 gone = latest
                 self._refuse_trimmed(gone, commit, tables, after_seq, delivered)
@@ -386,7 +394,9 @@ class ChangeLog:
         seal = self.cold.covering(commit)
         if seal is None:
             return self._missing(commit, error)
-        path = Path(error.filename) if error.filename else cold.seal_path(self.path, seal.stem)
+        path = (
+            files.named(self.path, error.filename) if error.filename else cold.seal_path(self.path, seal.stem)
+        )
         return cold.damaged(path, "it is missing")
 
     def follow(
@@ -465,7 +475,7 @@ class ChangeLog:
     ) -> Iterator[ChangeBatch]:
         heard = time.monotonic()
         while True:
-            newest, before = self.newest(), reached.commit
+            newest, before = self._newest_seen(LOOKED_SECONDS), reached.commit
             lossless = wanted is not None and wanted.numbers == {SCHEMA_NUMBER}  # shapes come with the next row
             passed = (gap for gap in self.gaps() if before < gap.commit <= newest)
             gap = None if lossless else next(passed, None)
@@ -485,13 +495,4 @@ class ChangeLog:
                 continue  # the next may have come meanwhile
             if wait_seconds is not None and time.monotonic() >= heard + wait_seconds:
                 return
-            self._rest(newest + 1, time.monotonic() - heard)
-
-    def _rest(self, commit: int, quiet_seconds: float) -> None:
-        """Wait a while for a commit: while it may come any moment by looking for its file, which costs little."""
-        if quiet_seconds >= _LIVELY_SECONDS:
-            time.sleep(_IDLE_SECONDS)
-            return
-        path, until = commit_path(self.path, commit), time.monotonic() + _LOOK_SECONDS
-        while time.monotonic() < until and not os.path.exists(path):
-            time.sleep(_POLL_SECONDS)
+            rest(self.path, newest + 1, time.monotonic() - heard)

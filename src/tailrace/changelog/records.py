@@ -6,11 +6,13 @@ The checksum is taken over the object without `crc`, keys sorted, no spaces, non
 from __future__ import annotations
 
 import json
-import os
+import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+from tailrace.changelog import files
+from tailrace.changelog.files import LogPath, Stamp
 
 _T = TypeVar("_T")
 
@@ -18,21 +20,25 @@ _T = TypeVar("_T")
 class Watched(Generic[_T]):
     """A record that is read again only when its file has been replaced."""
 
-    def __init__(self, path: Path, read: Callable[[], _T]) -> None:
+    def __init__(self, path: LogPath, read: Callable[[], _T]) -> None:
         self._path = path
         self._read = read
-        self._known: tuple[tuple[int, int], _T] | None = None
+        self._known: tuple[Stamp | None, _T] | None = None
+        self._looked = 0.0
 
-    def now(self) -> _T:
-        """What it says now. Cheap when nothing changed."""
-        try:
-            found = os.stat(self._path)
-            stamp = (found.st_mtime_ns, found.st_ino)
-        except FileNotFoundError:
-            stamp = (0, 0)
+    def now(self, within: float = 0.0) -> _T:
+        """What it says now; or said so many seconds ago, where a look costs a request. Cheap when nothing changed."""
         known = self._known
+        if known is not None and within and files.is_remote(self._path) and time.monotonic() < self._looked + within:
+            return known[1]
+        looked = time.monotonic()
+        try:
+            stamp = files.stamp(self._path)
+        except OSError as error:
+            raise files.told(error, self._path) from error
         if known is None or known[0] != stamp:
             known = self._known = (stamp, self._read())  # another thread may replace it before we return
+        self._looked = looked
         return known[1]
 
 

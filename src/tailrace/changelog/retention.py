@@ -18,12 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog import consumers
+from tailrace.changelog import consumers, files
 from tailrace.changelog.cold import ColdFile, Seal
 from tailrace.changelog.consumers import Hold
+from tailrace.changelog.files import LogPath, Stamp
+from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.trimmed import Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.trimmed import NAME, Trimmed, TrimmedTable, write_trimmed
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +93,13 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
     return found
 
 
-def disk_bytes(path: Path) -> int:
-    """What the log takes on disk, but for what processes say in `status/`: letting go of rows makes no room there."""
+def disk_bytes(path: LogPath) -> int:
+    """What the log, or a folder of it, takes, but for what processes say in `status/`: letting go of rows makes no room
+    there."""
+    if isinstance(path, ObjectPath):
+        with files.explained(path):
+            return sum(_log_sizes(path).values())
     size = 0
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if not path.is_dir():
-            return path.stat().st_size
     for folder, below, names in os.walk(path):
         if Path(folder) == path and "status" in below:
             below.remove("status")
@@ -106,11 +109,24 @@ def disk_bytes(path: Path) -> int:
     return size
 
 
+def _log_sizes(path: LogPath) -> dict[LogPath, int]:
+    status = f"{path}/status/"
+    return {file: size for file, size in files.sizes(path).items() if not str(file).startswith(status)}
+
+
+def _taken(sizes: dict[LogPath, int], paths: Iterable[LogPath]) -> int:
+    """What files and folders take, as it was looked up once for all of them."""
+    wanted = set(paths)
+    return sum(size for file, size in sizes.items() if file in wanted or file.parent in wanted)
+
+
 def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     """Let go of what the policy says; needs the lock of those who seal, as `sealer` does."""
     now = time.time() if now is None else now
     change_log = sealer.log
     change_log.cold.refresh()
+    with files.explained(change_log.path):
+        stamp = files.stamp(change_log.path / NAME)
     gone = change_log.trimmed()
     kept = _kept(change_log, gone)
     live = [hold for hold in _holds(change_log) if _state(change_log, hold, gone, now) == "live"]
@@ -120,9 +136,11 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
     if limits:
         # What seals have replaced goes by itself, and twice the room is not a reason to let go of rows.
         leaving, staying = set(sealer.leaving()), sealer.staying()
-        total = disk_bytes(change_log.path) - sum(map(disk_bytes, leaving))
-        unsealed = sum(map(disk_bytes, sealer.not_sealed({*leaving, *staying})))
-        twice = sum(map(disk_bytes, staying))
+        with files.explained(change_log.path):
+            sizes = _log_sizes(change_log.path)
+            unsealed = _taken(sizes, sealer.not_sealed({*leaving, *staying}))
+        total = sum(sizes.values()) - _taken(sizes, leaving)
+        twice = _taken(sizes, staying)
         going += _free(kept, live, going, total - _size(going) - min(limits))
         while policy.max_bytes and (over := total - _size(going) - int(policy.max_bytes * ROOM)) > 0:
             worst = _worst(kept, live, going)
@@ -132,7 +150,7 @@ def trim(sealer: Sealer, policy: Policy, now: float | None = None) -> Trim:
             live.remove(worst)
             detached.append(worst)
             going += _free(kept, live, going, over)
-    return _let_go(sealer, gone, going, detached)
+    return _let_go(sealer, gone, stamp, going, detached)
 
 
 def _holds(change_log: ChangeLog) -> list[Hold]:
@@ -203,7 +221,9 @@ def _worst(kept: list[_Kept], live: list[Hold], going: list[_Kept]) -> Hold | No
     return hold if size else None
 
 
-def _let_go(sealer: Sealer, gone: Trimmed, going: list[_Kept], detached: list[Hold]) -> Trim:
+def _let_go(
+    sealer: Sealer, gone: Trimmed, stamp: Stamp | None, going: list[_Kept], detached: list[Hold]
+) -> Trim:
     after = _record(sealer.log, gone, going, detached)
     if after == gone:
         return Trim()
@@ -212,7 +232,7 @@ def _let_go(sealer: Sealer, gone: Trimmed, going: list[_Kept], detached: list[Ho
             "detached from the log, which was about to grow past log.max_bytes: it must be read anew as a whole",
             extra={"kind": hold.kind, "who": hold.name},
         )
-    write_trimmed(sealer.path, after)
+    write_trimmed(sealer.path, after, stamp)
     failpoints.hit("trim.recorded")
     removed = sealer.let_go(after)
     return Trim(

@@ -7,15 +7,16 @@ which of them it has announced in its `schema` stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.changelog import files, records
+from tailrace.changelog.files import LogPath
 from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
 from tailrace.model import change
 from tailrace.model.evolution import evolve, same_version
@@ -59,7 +60,7 @@ class Version:
 class Schemas:
     """The log's `schemas` folder. One writer; any number of readers, who find new files as they need them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: LogPath) -> None:
         self._folder = folder
         self._versions: dict[tuple[int, int], Version] = {}
         self._tables: dict[int, int] = {}  # relation -> table
@@ -73,7 +74,9 @@ class Schemas:
     def load(self) -> None:
         """Read everything there is and was not read before: a version's file never changes."""
         known = {self._path(*key) for key in self._versions}
-        for path in sorted(self._folder.glob("*/*.json")):
+        with files.explained(self._folder):
+            found = files.matching(self._folder, "*/*.json")
+        for path in found:
             if path not in known and not path.name.startswith("."):
                 self._keep(self._read(path))
 
@@ -139,11 +142,12 @@ class Schemas:
 
     def versions(self, schema: TableSchema) -> list[TableSchema]:
         """All known shapes of the table that has this one, oldest first."""
-        table = self._tables[schema.relation]
-        found = sorted(
-            (item for item in self._versions.values() if item.table == table), key=lambda item: item.version
-        )
-        return [item.schema for item in found]
+        return [item.schema for item in self.all_of(self._tables[schema.relation])]
+
+    def all_of(self, table: int) -> list[Version]:
+        """All known versions of a table, oldest first."""
+        found = (item for item in self._versions.values() if item.table == table)
+        return sorted(found, key=lambda item: item.version)
 
     def named(self, table: TableId | str) -> list[int]:
         """The numbers a table of this name has had; a text is `schema.table`, or the name of a system stream."""
@@ -153,6 +157,14 @@ class Schemas:
             if table in (version.schema.table, str(version.schema.table))
         }
         return sorted(found)
+
+    def matching(self, wanted: Callable[[TableId], bool]) -> frozenset[int]:
+        """The numbers of the source's tables that have, or had, a name that is wanted."""
+        return frozenset(
+            version.table
+            for version in self._versions.values()
+            if not is_system(version.schema) and wanted(version.schema.table)
+        )
 
     def after(self, ordinal: int) -> list[Version]:
         """The versions counted after this one."""
@@ -209,10 +221,10 @@ class Schemas:
             self._facts.pop(version.table, None)
         self._kept += 1
 
-    def _path(self, table: int, version: int) -> Path:
+    def _path(self, table: int, version: int) -> LogPath:
         return self._folder / str(table) / f"{version}.json"
 
-    def _read(self, path: Path) -> Version:
+    def _read(self, path: LogPath) -> Version:
         try:
             stored = records.decode(path.read_bytes(), FORMAT)
             if path != self._path(stored["table"], stored["version"]):
@@ -223,6 +235,8 @@ class Schemas:
                 ordinal=stored.get("ordinal", 0),
                 definition={name: stored[name] for name in stored if name not in _PLACE},
             )  # fmt: skip
+        except files.STORE_TROUBLE as error:
+            raise files.told(error, path) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
             raise LogCorrupt(
                 f"a table's shape cannot be read: {error}",

@@ -7,15 +7,17 @@ no seal names is swept by the next one who seals. One process seals at a time (`
 still both be right, for a seal is complete in itself.
 
 The glob `cold/<table>/*.parquet` shows every row once: it is a folder of links, replaced as a whole when
-files are joined.
+files are joined. In an object store there are no links, and no such glob.
+
+There a lock does not end with its holder's power to write: one who was taken for dead may wake up and publish a seal.
+So what no seal names is left alone until it is older than any seal takes to be made, and whoever seals looks whether
+the lease is still its own before it publishes.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,12 +26,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace import failpoints
+from tailrace import durable, failpoints
 from tailrace.changelog import cold, files
 from tailrace.changelog.cold import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
 from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header, commit_path
 from tailrace.changelog.lease import Lease
+from tailrace.changelog.links import show_links, sweep_views
+from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed
@@ -37,6 +42,8 @@ from tailrace.errors import LogFull
 
 SEALER = "sealer"
 GRACE_SECONDS = 300.0
+UNNAMED_SECONDS = 3600.0
+"""In a store, a file that no seal names and that is not older may be one that is about to be named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +89,13 @@ class Sealer:
     """
 
     def __init__(
-        self, path: Path, *, wait_seconds: float = 30.0, log: ChangeLog | None = None, limits: Limits = LIMITS
+        self, path: LogPath | str, *, wait_seconds: float = 30.0, log: ChangeLog | None = None, limits: Limits = LIMITS
     ) -> None:
         self.log = log or ChangeLog.open(path)
-        self.path = path
+        self.path = self.log.path
         self._limits = limits
-        files.make_folder(path / "cold" / "files")
-        self._lease = Lease(path, SEALER, wait_seconds)
+        files.make_folder(self.path / "cold" / "files")
+        self._lease = Lease(self.path, SEALER, wait_seconds)
         try:
             self._refuse_gaps()
             if log is None:
@@ -112,7 +119,7 @@ class Sealer:
         self.log.cold.refresh()
         newest, first, seals = self.log.newest(), self.log.trimmed().commit + 1, self.log.cold.seals
         with files.explained(self.path / "hot"):
-            there = set(os.listdir(self.path / "hot"))
+            there = set(files.names(self.path / "hot"))
         unsealed = range(max(first, self.log.cold.last + 1), newest + 1)
         for commit in (*range(first, seals[0].first if seals else first), *unsealed):
             if commit_path(self.path, commit).name not in there:
@@ -125,11 +132,12 @@ class Sealer:
         newest = self.log.newest()
         return self._first_unsealed(), newest
 
-    def not_sealed(self, replaced: Collection[Path]) -> Iterator[Path]:
+    def not_sealed(self, replaced: Collection[LogPath]) -> Iterator[LogPath]:
         """Where the rows of those commits lie, and of one that is being written, given what seals have replaced."""
         for folder in (self.path / "hot", self.path / "big"):
             with suppress(FileNotFoundError):  # a log may be made before its folders
-                yield from (path for path in folder.iterdir() if path not in replaced)
+                found = files.parts_of(folder) if files.is_remote(folder) else folder.iterdir()
+                yield from (path for path in found if path not in replaced and path.parent not in replaced)
 
     def _first_unsealed(self) -> int:
         self.log.cold.refresh()
@@ -168,22 +176,23 @@ class Sealer:
     def _publish(self, seal: Seal, tables: TableFiles, commits: pa.Table) -> Seal:
         """Make a seal: files first, then the seal that names them, then the links of the glob."""
         path, target = commits_path(self.path, seal.stem), seal_path(self.path, seal.stem)
-        aside = files.aside_of(path)
+        aside = files.aside_of(files.scratch_of(path.parent) / path.name)
         try:
             with files.explained(path):
                 pq.write_table(_coalesced(commits), aside, compression="zstd")
                 crc, size = checksum_of(aside)
-                files.sync_file(aside)
-                os.replace(aside, path)
+                files.put_file(aside, path)
                 files.sync_folder(path.parent)
+            if files.is_remote(path):
+                self._lease.check()
             seal = replace(seal, commits_size=size, commits_crc=crc, sealed_at=time.time_ns() // 1000)
             failpoints.hit("seal.before_publish")
             with files.explained(target):
                 files.create(target, cold.encode_seal(seal))
-        except BaseException:
+        except BaseException as error:
             files.remove(aside)
             # A seal that has its name is read, durable or not. The next one who sweeps makes it durable.
-            if not os.path.lexists(target):
+            if not isinstance(error.__cause__, durable.Doubtful) and not _may_be_there(target):
                 files.remove(path)
                 tables.abandon()
             raise
@@ -254,49 +263,72 @@ class Sealer:
         """Remove what seals have replaced for longer than the grace period."""
         self.log.cold.refresh()
         old = time.time() - grace_seconds
-        removed = sum(_remove(path) for path in self._replaced(old))
+        removed = 0
+        if files.is_remote(self.path):  # many at a time
+            gone = list(self._hot_files(old))
+            with files.explained(self.path):
+                files.delete_all(gone)
+            removed = len(gone)
+        removed += sum(_remove(path) for path in self._replaced(old))
         return Sealed(removed=removed)
 
-    def leaving(self) -> list[Path]:
+    def leaving(self) -> list[LogPath]:
         """What seals have replaced and the next cleanings will remove."""
         return list(self._replaced(time.time() + 1.0))
 
-    def staying(self) -> list[Path]:
+    def staying(self) -> list[LogPath]:
         """What a seal has replaced and stays until there is a newer commit."""
         newest = self.log.newest()
         sealed = self.log.cold.covering(newest) is not None
         return [self.path / "big" / f"{newest:020d}", commit_path(self.path, newest)] if sealed else []
 
-    def _replaced(self, old: float) -> Iterator[Path]:
+    def _replaced(self, old: float) -> Iterator[LogPath]:
         """Files that nobody will look up again, replaced for longer than the grace period."""
         yield from self._hot_files(old)
         chain = {seal.stem for seal in self.log.cold.seals}
-        replaced = False
+        replaced, freed = False, set[LogPath]()
         for _, last, stem in cold.stems(self.path):
             wider = self.log.cold.covering(last) if stem not in chain else None
-            if wider is not None and _age_of(seal_path(self.path, wider.stem)) <= old:
+            if wider is not None and self._sealed_at(wider) <= old:
                 replaced = True
+                if files.is_remote(self.path):
+                    freed |= {self.path / file.file for file in _files_of(self.path, stem)}
                 yield seal_path(self.path, stem)
                 yield commits_path(self.path, stem)
         if replaced:
-            yield from self._unnamed()
+            yield from self._unnamed(freed)
 
-    def _hot_files(self, old: float) -> Iterator[Path]:
+    def _sealed_at(self, seal: Seal) -> float:
+        """When a seal was published; in a store a look would cost a request for each."""
+        return seal.sealed_at / 1e6 if files.is_remote(self.path) else _age_of(seal_path(self.path, seal.stem))
+
+    def _hot_files(self, old: float) -> Iterator[LogPath]:
         """The own files of commits that are sealed or gone, but for the newest: the log says there how far it is."""
         newest, gone = self.log.newest(), self.log.trimmed().commit
-        ages = {seal.stem: _age_of(seal_path(self.path, seal.stem)) for seal in self.log.cold.seals}
-        for name in sorted(os.listdir(self.path / "hot")):
+        ages = {seal.stem: self._sealed_at(seal) for seal in self.log.cold.seals}
+        with files.explained(self.path):
+            names, large = sorted(files.names(self.path / "hot")), set[str]()
+            with suppress(FileNotFoundError):
+                large = set(files.names(self.path / "big"))
+        for name in names:
             number = int(name[:20]) if name[:20].isdigit() else newest
             seal = self.log.cold.covering(number) if number < newest else None
             if number < newest and (number <= gone or (seal is not None and ages[seal.stem] <= old)):
                 # In this order: it is by the commit's own file that what lies in `big` is found.
-                big = self.path / "big" / f"{number:020d}"
-                if big.is_dir():
-                    yield big
+                if (big := self.path / "big" / f"{number:020d}").name in large:
+                    yield from files.parts_of(big)
                 yield commit_path(self.path, number)
 
-    def _unnamed(self) -> Iterator[Path]:
+    def _unnamed(self, freed: Collection[LogPath] = ()) -> Iterator[LogPath]:
         """Files of rows or commits that no seal names: replaced, or left by one who died."""
+        if isinstance(self.path, ObjectPath):
+            before = (time.time() - UNNAMED_SECONDS) * 1e9
+            old = {path for path, meta in (self.path / "cold").walk() if meta.modified_ns < before}
+            yield from (path for path in self._not_named() if path in freed or path in old)
+        else:
+            yield from self._not_named()
+
+    def _not_named(self) -> Iterator[LogPath]:
         stems = {stem for _, _, stem in cold.stems(self.path)}
         others = [_files_of(self.path, stem) for stem in stems - {seal.stem for seal in self.log.cold.seals}]
         found = [*(seal.files for seal in self.log.cold.seals), *others]
@@ -310,33 +342,34 @@ class Sealer:
     def _sweep(self) -> None:
         """Remove what one who sealed before us had not finished: we hold the lock, so nobody is at it."""
         with files.explained(self.path):
-            for pattern in ("cold/.*.tmp", "cold/files/*/.*.tmp"):
-                for leftover in self.path.glob(pattern):
-                    leftover.unlink(missing_ok=True)
+            for leftover in self._leftovers():
+                leftover.unlink(missing_ok=True)
             self.log.cold.refresh()
             self._settle()
-            for path in list(self._unnamed()):
-                path.unlink(missing_ok=True)
+            files.delete_all(list(self._unnamed()))
             self.show({file.table for seal in self.log.cold.seals for file in seal.files})
-            self._sweep_views()
+            if isinstance(self.path, Path):
+                sweep_views(self.path)
             self.let_go(self.log.trimmed())
+
+    def _leftovers(self) -> Iterator[Path]:
+        if isinstance(self.path, Path):
+            for pattern in ("cold/.*.tmp", "cold/files/*/.*.tmp"):
+                yield from self.path.glob(pattern)
+        else:
+            folders = {self.path / "cold", *(self.path / "cold" / "files").iterdir()}
+            yield from (path for folder in folders for path in files.scratch_of(folder).glob(".*.tmp"))
 
     def _settle(self) -> None:
         """Make durable what is to be relied on when files go: its writer may have died, or failed, before it was."""
+        if files.is_remote(self.path):
+            return
         seals = [seal_path(self.path, seal.stem) for seal in self.log.cold.seals]
         relied_on = [max(seals, key=_age_of)] if seals else []
         if self.log.trimmed() != NOTHING:
             relied_on.append(self.path / TRIMMED)
         for path in relied_on:
             files.renew(path)
-
-    def _sweep_views(self) -> None:
-        """Remove folders of links that never got a table's name, or have lost it."""
-        folder = self.path / "cold"
-        named = {os.readlink(view) for view in folder.iterdir() if view.is_symlink()}
-        for view in (folder / "views").glob("*"):
-            if view.relative_to(folder).as_posix() not in named:
-                shutil.rmtree(view)
 
     def let_go(self, gone: Trimmed) -> int:
         """Remove what is recorded as gone, or what one who died after recording it left; returns the bytes."""
@@ -354,7 +387,7 @@ class Sealer:
                     commits_path(self.path, seal.stem).unlink(missing_ok=True)
             for file in covered:
                 path = self.path / file.file
-                if path.exists():
+                if files.is_there(path):
                     path.unlink()
                     failpoints.hit("trim.removed")
                     size += file.size
@@ -373,46 +406,21 @@ class Sealer:
 
     def show(self, tables: Iterable[int]) -> None:
         """Bring the links of these tables' folders in line with the seals."""
-        with files.explained(self.path / "cold"):
-            self._show(tables)
+        if isinstance(self.path, Path):
+            with files.explained(self.path / "cold"):
+                self._show(self.path, tables)
 
-    def _show(self, tables: Iterable[int]) -> None:
+    def _show(self, log: Path, tables: Iterable[int]) -> None:
         gone = self.log.trimmed()
         wanted: dict[int, dict[str, str]] = {table: {} for table in tables}
         for file in (file for seal in self.log.cold.seals for file in seal.files):
             if file.table in wanted and not gone.covers(file.table, file.last_seq):
                 wanted[file.table][Path(file.file).name] = file.file
         for table, named in wanted.items():
-            show_links(self.path, table, named)
+            show_links(log, table, named)
 
 
-def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:
-    """Make `cold/<table>` hold a link to each of these files and nothing else, at one stroke."""
-    view = log / "cold" / str(table)
-    shown = set(os.listdir(view)) if view.is_dir() else set()
-    if view.is_dir() and shown <= set(wanted):
-        for name in sorted(set(wanted) - shown):
-            os.symlink(os.path.relpath(log / wanted[name], view.resolve()), view / name)
-        return
-    folder = log / "cold" / "views" / f"{table}-{uuid.uuid4().hex[:12]}"
-    old = os.readlink(view) if view.is_symlink() else None
-    aside = files.aside_of(view)
-    try:
-        folder.mkdir(parents=True)
-        for name, file in wanted.items():
-            os.symlink(os.path.relpath(log / file, folder), folder / name)
-        os.symlink(os.path.relpath(folder, view.parent), aside)
-        failpoints.hit("seal.view_made")
-        os.replace(aside, view)
-    except BaseException:
-        files.remove(aside)
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if old is not None:
-        shutil.rmtree(view.parent / old, ignore_errors=True)
-
-
-def _files_of(log: Path, stem: str) -> tuple[ColdFile, ...]:
+def _files_of(log: LogPath, stem: str) -> tuple[ColdFile, ...]:
     try:
         return cold.read_seal(log, stem).files
     except FileNotFoundError:
@@ -453,19 +461,24 @@ def _seal_of(headers: list[Header]) -> Seal:
     )  # fmt: skip
 
 
-def _age_of(path: Path) -> float:
+def _may_be_there(path: LogPath) -> bool:
+    """Whether a name is taken, or may be: who cannot be asked has not said no."""
+    try:
+        return files.is_there(path) if files.is_remote(path) else os.path.lexists(str(path))
+    except OSError:
+        return True
+
+
+def _age_of(path: LogPath) -> float:
     """When a file was written; one that is gone is new, so that nothing hangs on it."""
     try:
-        return path.stat().st_mtime
+        return files.modified_at(path)
     except FileNotFoundError:
         return time.time()
 
 
-def _remove(path: Path) -> int:
+def _remove(path: LogPath) -> int:
     with files.explained(path):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        files.delete_all([path])
     failpoints.hit("clean.removed")
     return 1

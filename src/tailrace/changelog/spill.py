@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tailrace import failpoints
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Body, Header, Piece, commit_path, read_header
 from tailrace.model.position import Lsn
 
@@ -20,9 +21,9 @@ from tailrace.model.position import Lsn
 class Spill:
     """The rows of one open transaction that are on disk already."""
 
-    def __init__(self, log: Path, commit: int, shapes: int) -> None:
+    def __init__(self, log: LogPath, commit: int, shapes: int) -> None:
         self._log, self._commit = log, commit
-        self._files: list[Path] = []
+        self._files: list[LogPath] = []
         self.bodies: list[Body] = []
         self.rows = 0
         self.shapes = shapes
@@ -38,7 +39,7 @@ class Spill:
             files.make_folder(self._folder)
         path = self._folder / f"{self._token}-{len(self._files) + 1}.arrow"
         with files.explained(path):
-            files.write_aside(path, parts)
+            files.write_new(path, parts)
         self._files.append(path)
         self.bodies += [body._replace(piece=len(self._files)) for body in bodies]
         self.rows, self.shapes = self.rows + rows, shapes
@@ -50,7 +51,7 @@ class Spill:
             files.sync_folder(self._folder)
             files.sync_folder(self._folder.parent)
         return tuple(
-            Piece(file=path.relative_to(self._log).as_posix(), position=position) for path in self._files
+            Piece(file=files.below(self._log, path), position=position) for path in self._files
         )
 
     def forget(self) -> None:
@@ -59,19 +60,20 @@ class Spill:
             files.remove(path)
 
 
-def sweep(log: Path, newest: Header) -> None:
+def sweep(log: LogPath, newest: Header) -> None:
     """Remove the files of transactions that never became a commit, given the newest commit, which is ours."""
     folder = log / "big"
     for below in folder.iterdir() if folder.is_dir() else []:
         if below.name.isdigit():
             named = _named_by(log, int(below.name), newest)
-            for path in set(below.iterdir()) - named:
-                path.unlink()
-            if not named:
+            for path in below.iterdir():
+                if path not in named:
+                    path.unlink()
+            if not named and isinstance(below, Path):
                 below.rmdir()
 
 
-def _named_by(log: Path, commit: int, newest: Header) -> set[Path]:
+def _named_by(log: LogPath, commit: int, newest: Header) -> set[LogPath]:
     """The files that a commit names; none if there is no such commit, or it is sealed and gone."""
     try:
         header = newest if commit == newest.commit else read_header(commit_path(log, commit))

@@ -7,10 +7,10 @@ nothing. The record is written before anything is removed: after a crash in betw
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tailrace.changelog import files, records
+from tailrace.changelog.files import LogPath, Stamp
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import ZERO, Lsn
 
@@ -57,7 +57,7 @@ class Trimmed:
 NOTHING = Trimmed()
 
 
-def read_trimmed(log: Path) -> Trimmed:
+def read_trimmed(log: LogPath) -> Trimmed:
     """The record; a log without one has lost nothing."""
     path = log / NAME
     try:
@@ -79,12 +79,12 @@ def read_trimmed(log: Path) -> Trimmed:
         ) from error
 
 
-def write_trimmed(log: Path, trimmed: Trimmed) -> None:
-    """Make the record durable; only then may files go."""
+def write_trimmed(log: LogPath, trimmed: Trimmed, before: Stamp | None = None) -> None:
+    """Make the record durable, in place of the one that was stamped so before; only then may files go."""
     stored: dict[str, Any] = {
         "format": FORMAT, "commit": trimmed.commit, "position": str(trimmed.position),
         "next_seq": trimmed.next_seq, "transactions": trimmed.transactions, "rows": trimmed.rows,
         "tables": {str(number): vars(table) for number, table in sorted(trimmed.tables.items())},
     }  # fmt: skip
-    with files.explained(log / NAME):
-        files.replace_durably(log / NAME, records.encode(stored))
+    with files.explained(log / NAME), files.alone(log / NAME):
+        files.swap_durably(log / NAME, records.encode(stored), before)

@@ -6,24 +6,23 @@ goes while it is looked at is a flaw only if something still names it. Memory is
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import cold, consumers, format
+from tailrace.changelog import cold, consumers, files, format
 from tailrace.changelog.cold import ColdFile, Seal, damaged, seal_path
 from tailrace.changelog.contents import Numbers, check_cold_file, check_list, is_run
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header, commit_path, corrupt
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import disk_bytes
 from tailrace.changelog.trimmed import NOTHING, Trimmed
-from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, TailraceError
+from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogUnreachable, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.system import SCHEMA_NUMBER
@@ -38,6 +37,9 @@ _LINKS = "`tailrace log FILE seal` makes the links anew; the rows themselves are
 _UNREADABLE = (LogError, ValueError, KeyError, TypeError, IndexError, OSError, pa.ArrowException)
 """What a file that is not what was written may raise on the way to its rows."""
 
+_TROUBLE = (LogUnreachable, *files.STORE_TROUBLE)
+"""A store that does not answer says nothing of its files: the look ends."""
+
 Progress = Callable[[int, int], None]
 
 
@@ -45,7 +47,7 @@ Progress = Callable[[int, int], None]
 class Flaw:
     """One thing that is not as it was written."""
 
-    path: Path
+    path: LogPath
     message: str
     hint: str
 
@@ -71,18 +73,20 @@ class _Before:
     next_seq: int
 
 
-def verify(path: Path, progress: Progress = lambda done, of: None) -> Verdict:
+def verify(path: LogPath | str, progress: Progress = lambda done, of: None) -> Verdict:
     """Look at the whole log; `progress` hears how many bytes of how many."""
-    return _Verifier(path, progress).run()
+    path = files.place(path)
+    with files.store_explained(path):
+        return _Verifier(path, progress).run()
 
 
 class _Verifier:
     """One look at one log."""
 
-    def __init__(self, path: Path, progress: Progress) -> None:
+    def __init__(self, path: LogPath, progress: Progress) -> None:
         self._path = path
         self._progress = progress
-        self._flaws: dict[tuple[Path, str], Flaw] = {}
+        self._flaws: dict[tuple[LogPath, str], Flaw] = {}
         self._flaws_total = 0
         self._commits = self._rows = self._files = self._bytes = 0
         self._of = sum(disk_bytes(path / name) for name in ("hot", "big", "cold/files"))
@@ -116,22 +120,24 @@ class _Verifier:
 
     # Flaws.
 
-    def _note(self, path: Path, message: str, hint: str = _RESTORE) -> None:
+    def _note(self, path: LogPath, message: str, hint: str = _RESTORE) -> None:
         if (path, message) in self._flaws:
             return
         self._flaws_total += 1
         if len(self._flaws) < FLAWS_MAX:
             self._flaws[path, message] = Flaw(path=path, message=message, hint=hint)
 
-    def _note_error(self, path: Path, error: BaseException) -> None:
+    def _note_error(self, path: LogPath, error: BaseException) -> None:
+        if isinstance(error, _TROUBLE):
+            raise error
         if isinstance(error, TailraceError):
             named = error.fields.get("path")
-            self._note(Path(str(named)) if named else path, error.message, error.hint)
+            self._note(files.named(self._path, str(named)) if named else path, error.message, error.hint)
         else:
             self._note(path, f"it cannot be read: {type(error).__name__}")
 
     @contextmanager
-    def _noting(self, path: Path) -> Iterator[None]:
+    def _noting(self, path: LogPath) -> Iterator[None]:
         """What cannot be read is a flaw; what is not there is for the caller to judge."""
         try:
             yield
@@ -152,7 +158,7 @@ class _Verifier:
         meta = self._path / "meta.json"
         try:
             log = ChangeLog.open(self._path)
-            self._count(meta.stat().st_size)
+            self._count(files.size_of(meta))
             return log
         except LogCorrupt as error:
             self._note_error(meta, error)
@@ -173,14 +179,14 @@ class _Verifier:
 
     def _check_shapes(self) -> None:
         versions: dict[int, set[int]] = {}
-        for path in sorted((self._path / "schemas").glob("*/*.json")):
+        for path in files.matching(self._path / "schemas", "*/*.json"):
             if not (path.parent.name.isdigit() and path.stem.isdigit()):
                 continue
             table, version = int(path.parent.name), int(path.stem)
             versions.setdefault(table, set()).add(version)
             with self._noting(path):
                 self._log.schemas.get(table, version)
-            self._count(path.stat().st_size)
+            self._count(files.size_of(path))
         for table, found in versions.items():
             for version in sorted(set(range(1, max(found) + 1)) - found):
                 path = self._path / "schemas" / str(table) / f"{version}.json"
@@ -191,9 +197,9 @@ class _Verifier:
     def _hot_numbers(self) -> set[int]:
         folder = self._path / "hot"
         try:
-            names = os.listdir(folder)
+            names = files.names(folder)
         except OSError as error:
-            self._note(folder, f"the log's commits cannot be listed: {error.strerror}")
+            self._note(folder, f"the log's commits cannot be listed: {error.strerror or error.args[0]}")
             return set()
         return {int(name[:20]) for name in names if name[20:] == ".arrow" and name[:20].isdigit()}
 
@@ -255,7 +261,7 @@ class _Verifier:
     ) -> int:
         """Something that should be there is not; the next commit that something holds."""
         if seal is not None:
-            path = Path(error.filename) if error.filename else seal_path(self._path, seal.stem)
+            path = files.named(self._path, error.filename) if error.filename else seal_path(self._path, seal.stem)
             self._note(path, "a sealed file of the log is missing")
             return seal.last + 1
         later = {number for number in hot if number > commit} | {newest + 1}
@@ -270,7 +276,7 @@ class _Verifier:
         self._note(commit_path(self._path, commit), some)
         return last + 1
 
-    def _follows(self, path: Path, first: int, start: Lsn, first_seq: int) -> None:
+    def _follows(self, path: LogPath, first: int, start: Lsn, first_seq: int) -> None:
         """Whether it goes on where the one before ended."""
         before = self._before
         if before is None or before.commit != first - 1:
@@ -293,13 +299,13 @@ class _Verifier:
         self._commits += 1
         self._rows += header.rows
 
-    def _read_commit(self, commit: int, path: Path) -> Header | None:
+    def _read_commit(self, commit: int, path: LogPath) -> Header | None:
         """A commit's header, after a look at every row; None if it cannot be read."""
-        size = os.stat(path).st_size
+        size = files.size_of(path)
         try:
             header = self._log.header(commit)
         except _UNREADABLE as error:
-            os.stat(path)  # sealed and removed meanwhile: that is no flaw
+            files.size_of(path)  # sealed and removed meanwhile: that is no flaw
             self._note_error(path, error)
             header = None
         if header is not None:
@@ -308,11 +314,11 @@ class _Verifier:
         self._count(size)
         return header
 
-    def _check_bodies(self, header: Header, path: Path) -> None:
+    def _check_bodies(self, header: Header, path: LogPath) -> None:
         numbers, whole = Numbers(), True
         pieces = [self._path / piece.file for piece in header.big]
-        missing = {place for place, piece in enumerate(pieces, 1) if not piece.exists()}
-        os.stat(path)  # a commit's own file goes before its pieces
+        missing = {place for place, piece in enumerate(pieces, 1) if not files.is_there(piece)}
+        files.size_of(path)  # a commit's own file goes before its pieces
         for body in header.bodies:
             if body.piece in missing:
                 self._note(pieces[body.piece - 1], "rows of a large transaction are missing")
@@ -321,7 +327,7 @@ class _Verifier:
             try:
                 seqs = self._log.batch(header, body).data.column(change.SEQ).to_numpy()
             except _UNREADABLE as error:
-                os.stat(path)
+                files.size_of(path)
                 self._note_error(path, error)
                 whole = False
                 continue
@@ -334,7 +340,7 @@ class _Verifier:
             self._note_error(path, corrupt(path, "its rows are not numbered one after another"))
         for piece in pieces:
             with suppress(FileNotFoundError):
-                self._count(piece.stat().st_size)
+                self._count(files.size_of(piece))
 
     # Seals.
 
@@ -350,9 +356,9 @@ class _Verifier:
         self._commits += seal.last - seal.first + 1
         self._rows += found
         self._seen_seals.add(seal.stem)
-        self._count(os.stat(path).st_size)
+        self._count(files.size_of(path))
 
-    def _check_files(self, seal: Seal, path: Path) -> int:
+    def _check_files(self, seal: Seal, path: LogPath) -> int:
         """Its files, and that together they hold its rows: all of them, unless some are trimmed."""
         numbers, whole = Numbers(), True
         for file in seal.files:
@@ -401,7 +407,9 @@ class _Verifier:
         self._commits, self._rows = commits, rows
 
     def _check_links(self) -> None:
-        """The links of the glob: together they show every sealed row once."""
+        """The links of the glob, where there are links: together they show every sealed row once."""
+        if files.is_remote(self._path):
+            return
         for look in range(LINK_LOOKS):
             try:
                 wrong = self._wrong_links()
@@ -414,7 +422,7 @@ class _Verifier:
         for path, said in wrong:
             self._note(path, said, _LINKS)
 
-    def _wrong_links(self) -> list[tuple[Path, str]]:
+    def _wrong_links(self) -> list[tuple[LogPath, str]]:
         log, folder = ChangeLog(self._path, self._log.log_id, self._log.source), self._path / "cold"
         log.cold.refresh()
         tables = {file.table for seal in log.cold.seals for file in seal.files}
@@ -422,7 +430,7 @@ class _Verifier:
         for table in sorted(tables):
             wanted = {path.name for path in log.files(table)}
             view = folder / str(table)
-            shown = set(os.listdir(view)) if view.is_dir() else set()
+            shown = set(files.names(view)) if view.is_dir() else set()
             found += [
                 (view / name, "a link of the glob leads to what is no longer there")
                 for name in shown - wanted

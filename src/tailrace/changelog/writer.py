@@ -10,7 +10,6 @@ takes nothing more, and whoever opens the log next finds the commit and makes it
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 import zlib
@@ -21,11 +20,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tailrace import failpoints
+from tailrace import durable, failpoints
 from tailrace.capture.base import SourceId
 from tailrace.changelog import files, format, gaps, records, spill
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
-from tailrace.changelog.lease import Lease
+from tailrace.changelog.lease import EXPIRY_SECONDS, Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.schemas import Schemas, Version
 from tailrace.changelog.spill import Spill
@@ -44,8 +44,10 @@ _ZEROS = bytes(format.ALIGNMENT)
 class LogWriter:
     """The one writer of a log. Opening it waits for the lease; its first commit sweeps what a crash left behind."""
 
-    def __init__(self, path: Path, source: SourceId, *, take_over: bool = False) -> None:
+    def __init__(self, path: LogPath | str, source: SourceId, *, take_over: bool = False) -> None:
+        path = files.place(path)
         self.path, self.commit = path, 0
+        self._token = uuid.uuid4().hex if files.is_remote(path) else ""
         with files.explained(path):
             begun = files.is_there(path / "meta.json")
         if not begun:  # a log that was begun has its folders; one that is gone took its content along
@@ -87,7 +89,7 @@ class LogWriter:
         self._schemas.settle(last.shapes if last else 0)
         return last
 
-    def _renew(self, path: Path) -> None:
+    def _renew(self, path: LogPath) -> None:
         try:
             with files.explained_but_missing(path):
                 files.renew(path)
@@ -116,7 +118,7 @@ class LogWriter:
         Not before our first commit: until the number is ours, another writer may still commit what we would remove.
         """
         with suppress(OSError):
-            for pattern in ("hot/.*.tmp", "schemas/*/.*.tmp", ".*.tmp"):
+            for pattern in ("hot/.*.tmp", "schemas/*/.*.tmp", ".*.tmp") if isinstance(self.path, Path) else ():
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
             spill.sweep(self.path, header)
@@ -132,12 +134,12 @@ class LogWriter:
             raise LogUnusable(
                 "it is not known whether the newest commit is durable",
                 log=self.path,
-                hint="Look at the disk and at the kernel's log, then start again: nothing is lost.",
+                hint="Look at the disk and at the kernel's log, or at the store, then start again: nothing is lost.",
             )
         try:
             return self._append(window)
         except BaseException as error:
-            self._doubtful = self._doubtful or isinstance(error.__cause__, files.Doubtful)
+            self._doubtful = self._doubtful or isinstance(error.__cause__, durable.Doubtful)
             self._forget_pieces()
             if isinstance(error, LogFull):
                 self._make_room()
@@ -177,14 +179,13 @@ class LogWriter:
         self._written_at = max(self._written_at, time.time_ns() // 1000)
         rows = spilled.rows + window.rows
         number = self.commit + 1
-        recorded = (gap for gap in self._recorded_gaps.now() if not gap.begun)
-        passes = window.empty and any(gap.commit == number for gap in recorded)
+        passes = window.empty and any(gap.commit == number and not gap.begun for gap in self._recorded_gaps.now())
         header = format.Header(
             log=self.log_id, commit=number, start=window.start, end=window.end,
             transactions=window.transactions, rows=rows, next_seq=self.next_seq + rows,
             written_at=self._written_at, committed_at=window.last_committed_at,
             bodies=(*spilled.bodies, *bodies), big=pieces, shapes=shapes, timeline=self.timeline,
-            gaps=self._gaps + passes,
+            gaps=self._gaps + passes, writer=self._token,
         )  # fmt: skip
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
@@ -194,7 +195,7 @@ class LogWriter:
         return header
 
     def _publish(self, header: format.Header, parts: Parts) -> None:
-        path = commit_path(self.path, header.commit)
+        path, begun = commit_path(self.path, header.commit), time.monotonic()
         aside = files.aside_of(path)
         failpoints.hit("log.before_write")
         with files.explained(path):
@@ -209,6 +210,10 @@ class LogWriter:
             self._spill = spilled
             raise self._fenced() from error
         failpoints.hit("log.after_link")
+        if files.is_remote(path) and time.monotonic() - begun > EXPIRY_SECONDS:
+            # So long that the log may be another's by now. A number is only a fence while its file is there, and once
+            # another has sealed it, it goes.
+            self._lease.check()
 
     def _fenced(self) -> LogFenced:
         return LogFenced(
@@ -316,14 +321,14 @@ def _left_out(data: pa.RecordBatch, version: Version, window: Window) -> tuple[s
     return tuple(name for name in (change.POSITION, *change.OPTIONAL) if name not in names)
 
 
-def _identify(path: Path, source: SourceId) -> str:
+def _identify(path: LogPath, source: SourceId) -> str:
     """The log's id: made on first use, and refused if the log belongs to another source."""
     meta = path / "meta.json"
     with files.explained(meta):
         begun = files.is_there(meta)
     if not begun:
         with files.explained(path):
-            orphans = any(name.endswith(".arrow") for name in os.listdir(path / "hot"))
+            orphans = any(name.endswith(".arrow") for name in files.names(path / "hot"))
         if orphans:
             raise LogCorrupt(
                 "the log's meta.json is missing",

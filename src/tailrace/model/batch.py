@@ -10,30 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
-from tailrace.model import change
-from tailrace.model.change import Operation
+from tailrace.model.event import Event, events_of
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One change as an object: for people and callbacks, never on the hot path."""
-
-    operation: Operation
-    table: str
-    seq: int
-    position: str | None
-    """None in an open window: its transaction has not ended."""
-    transaction: int
-    values: dict[str, Any]
-    unchanged: tuple[str, ...]
-    before: dict[str, Any] | None
-    moved_from: dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +46,7 @@ class ChangeBatch:
 
     def events(self) -> Iterator[Event]:
         """The rows one by one."""
-        stored = [change.stored_name(name) for name in self.schema.names]
-        for row in self.data.to_pylist():
-            yield Event(
-                operation=Operation(row[change.OP]),
-                table=str(self.schema.table),
-                seq=row[change.SEQ],
-                position=row.get(change.POSITION),
-                transaction=row[change.TX],
-                values={name: row[at] for name, at in zip(self.schema.names, stored, strict=True)},
-                unchanged=tuple(row.get(change.UNCHANGED) or ()),
-                before=row.get(change.BEFORE),
-                moved_from=row.get(change.MOVED_FROM),
-            )
+        return events_of(self.schema, self.data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,8 +51,19 @@ ALWAYS = (
 """Stored with every change. `_commit` is the number of the file it stands in, so it is not stored."""
 
 UNFIT_TYPE = pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())]))
+_BY_RULE = "\0rule "
 OPTIONAL = (UNCHANGED, BEFORE, MOVED_FROM, UNFIT)
 RESERVED = frozenset([field.name for field in ALWAYS] + [COMMIT, *OPTIONAL])
+
+
+def unfit_by_rule(rule: str, why: str) -> str:
+    """What stands in `_unfit` for a value that a transform's rule failed at: no source's text begins so."""
+    return f"{_BY_RULE}{rule}: {why}"
+
+
+def failed_rule(text: str) -> str | None:
+    """The rule, and why it failed, if the text of an unfit value says so."""
+    return text.removeprefix(_BY_RULE) if text.startswith(_BY_RULE) else None
 
 
 def stored_name(column: str) -> str:

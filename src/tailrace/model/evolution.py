@@ -72,6 +72,14 @@ class Change:
         always = {"kind"} | ({"was", "now"} if self.was is not None or self.now is not None else set())
         return {name: value for name, value in given.items() if name in always or value is not None}
 
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Change:
+        at_rest = stored.get("at_rest")
+        return cls(
+            kind=Kind(stored["kind"]), column=stored.get("column"), was=stored.get("was"), now=stored.get("now"),
+            at_rest=None if at_rest is None else AtRest(at_rest), value=stored.get("value"),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evolution:
@@ -86,6 +94,14 @@ class Evolution:
             "changes": [change.to_json() for change in self.changes],
             "rewritten": UNKNOWN if self.rewritten is None else self.rewritten,
         }
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Evolution:
+        rewritten = stored["rewritten"]
+        return cls(
+            changes=tuple(Change.from_json(change) for change in stored["changes"]),
+            rewritten=None if rewritten == UNKNOWN else bool(rewritten),
+        )
 
 
 def evolve(old: TableSchema, new: TableSchema) -> Evolution:

@@ -68,6 +68,13 @@ class TableSchema:
     identity: Identity
     facts: Facts | None = field(default=None, compare=False, repr=False)
     """What the catalogue told of it; None: unknown. Not part of the shape."""
+    origin: TableSchema | None = field(default=None, compare=False, repr=False)
+    """What it is at the source, where rules made this of it; None: this is what it is there."""
+
+    @property
+    def at_source(self) -> TableSchema:
+        """The shape that the source itself knows."""
+        return self.origin or self
 
     @property
     def names(self) -> list[str]:
@@ -117,6 +124,7 @@ class TableSchema:
             "key": list(self.key),
             "identity": self.identity.value,
             "facts": self.facts.to_json() if self.facts else UNKNOWN,
+            **({"origin": self.origin.to_json()} if self.origin else {}),
         }
 
     def _told(self) -> list[dict[str, Any]]:
@@ -141,4 +149,5 @@ class TableSchema:
             key=tuple(stored["key"]),
             identity=Identity(stored["identity"]),
             facts=Facts.from_json(stored["facts"]) if stored.get("facts", UNKNOWN) != UNKNOWN else None,
+            origin=cls.from_json(stored["origin"]) if "origin" in stored else None,
         )

@@ -1,31 +1,54 @@
-"""A folder for a log, and a log that already holds something."""
+"""A place for a log, and a log that already holds something.
+
+A module that says `PLACES = ("disk", "store")` has its tests run in a folder, and in an object store in memory.
+Tests that are about what only a disk has are marked `only_on_disk` there.
+"""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.writer import LogWriter
 from tests.support.logs import Diary, quick_folder
 from tests.support.windows import SOURCE, rows_window, window
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "log"
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    places = getattr(metafunc.module, "PLACES", ())
+    marked = [mark for mark in metafunc.definition.iter_markers("parametrize") if mark.args[0] == "where"]
+    if places and not marked and "where" in metafunc.fixturenames:
+        metafunc.parametrize("where", places)
 
 
 @pytest.fixture
-def writer(folder: Path) -> Iterator[LogWriter]:
+def where() -> str:
+    return "disk"
+
+
+def in_store() -> ObjectPath:
+    return ObjectPath.parse(f"memory://{uuid.uuid4().hex}/log")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, where: str) -> LogPath:
+    return tmp_path / "log" if where == "disk" else in_store()
+
+
+@pytest.fixture
+def writer(folder: LogPath) -> Iterator[LogWriter]:
     opened = LogWriter(folder, SOURCE)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def filled(folder: Path) -> Path:
+def filled(folder: LogPath) -> LogPath:
     """A closed log of three commits: where it begins, then rows 1 to 3, then rows 4 and 5."""
     opened = LogWriter(folder, SOURCE)
     opened.append(window(0, 100))
@@ -36,14 +59,17 @@ def filled(folder: Path) -> Path:
 
 
 @pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    """A folder for a log, in memory if there is such a place: for tests with very many commits."""
+def quick(tmp_path: Path, where: str) -> Iterator[LogPath]:
+    """A place for a log, in memory if there is such a place: for tests with very many commits."""
+    if where == "store":
+        yield in_store()
+        return
     with quick_folder(tmp_path) as found:
         yield found / "log"
 
 
 @pytest.fixture
-def diary(quick: Path) -> Iterator[Diary]:
+def diary(quick: LogPath) -> Iterator[Diary]:
     """A writer that notes what it wrote."""
     opened = Diary(quick)
     yield opened

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
@@ -18,8 +19,10 @@ from tailrace.model.position import ZERO, Lsn
 from tests.support.changes import SHOP, delete, insert, move, table_schema, truncate, update
 from tests.support.windows import SOURCE, batch, ids, named, rows_window, window
 
+PLACES = ("disk", "store")
 
-def everything(folder: Path) -> list[tuple[int, object]]:
+
+def everything(folder: LogPath) -> list[tuple[int, object]]:
     return ids(list(ChangeLog.open(folder).follow(0)))
 
 
@@ -29,7 +32,7 @@ def with_seqs(given: ChangeBatch, *seqs: int) -> ChangeBatch:
     return replace(given, data=given.data.set_column(place, given.data.schema.field(place), column))
 
 
-def test_a_new_log_is_empty_and_has_an_id(writer: LogWriter, folder: Path) -> None:
+def test_a_new_log_is_empty_and_has_an_id(writer: LogWriter, folder: LogPath) -> None:
     log = ChangeLog.open(folder)
     assert (writer.commit, writer.position, writer.next_seq) == (0, ZERO, 1)
     assert (log.newest(), log.last_header()) == (0, None)
@@ -37,7 +40,7 @@ def test_a_new_log_is_empty_and_has_an_id(writer: LogWriter, folder: Path) -> No
     assert len(writer.log_id) == 32
 
 
-def test_the_first_commit_states_where_the_log_begins(writer: LogWriter, folder: Path) -> None:
+def test_the_first_commit_states_where_the_log_begins(writer: LogWriter, folder: LogPath) -> None:
     header = writer.append(window(0x500, 0x600))
     assert header is not None
     assert (header.commit, header.start, header.end) == (1, Lsn(0x500), Lsn(0x600))
@@ -46,7 +49,7 @@ def test_the_first_commit_states_where_the_log_begins(writer: LogWriter, folder:
     assert writer.position == Lsn(0x600)
 
 
-def test_an_empty_commit_moves_the_position_and_nothing_else(filled: Path) -> None:
+def test_an_empty_commit_moves_the_position_and_nothing_else(filled: LogPath) -> None:
     writer = LogWriter(filled, SOURCE)
     header = writer.append(window(300, 900))
     assert header is not None
@@ -56,7 +59,7 @@ def test_an_empty_commit_moves_the_position_and_nothing_else(filled: Path) -> No
     assert everything(filled) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
 
 
-def test_numbers_and_seq_are_dense_over_commits_and_restarts(filled: Path) -> None:
+def test_numbers_and_seq_are_dense_over_commits_and_restarts(filled: LogPath) -> None:
     for start, key in ((300, 6), (400, 7)):
         writer = LogWriter(filled, SOURCE)
         writer.append(rows_window(start, start + 100, key))
@@ -67,7 +70,7 @@ def test_numbers_and_seq_are_dense_over_commits_and_restarts(filled: Path) -> No
     assert positions == [(0, 100), (100, 200), (200, 300), (300, 400), (400, 500)]
 
 
-def test_seq_is_rebased_in_every_batch_of_a_window(writer: LogWriter, folder: Path) -> None:
+def test_seq_is_rebased_in_every_batch_of_a_window(writer: LogWriter, folder: LogPath) -> None:
     other = named("public", "other", 2)
     writer.append(rows_window(0, 100, 1, 2))
     # Rows of two tables that alternate: 0 and 2 here, 1 and 3 there.
@@ -83,7 +86,7 @@ def test_seq_is_rebased_in_every_batch_of_a_window(writer: LogWriter, folder: Pa
     assert everything(folder) == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)]
 
 
-def test_a_commit_says_what_it_holds(writer: LogWriter, folder: Path) -> None:
+def test_a_commit_says_what_it_holds(writer: LogWriter, folder: LogPath) -> None:
     writer.append(window(0, 100, batch(
         SHOP, insert(1, unfit=("n",)), *move(1, 2), truncate(), update(2, unchanged=("big",)),
     ), transactions=3))  # fmt: skip
@@ -97,7 +100,7 @@ def test_a_commit_says_what_it_holds(writer: LogWriter, folder: Path) -> None:
 
 
 def test_optional_columns_without_a_value_are_left_out_until_asked_for(
-    writer: LogWriter, folder: Path
+    writer: LogWriter, folder: LogPath
 ) -> None:
     writer.append(window(0, 100, batch(SHOP, insert(1, name="a"), update(1, name="b"))))
     (header,) = ChangeLog.open(folder).headers(0)
@@ -111,7 +114,7 @@ def test_optional_columns_without_a_value_are_left_out_until_asked_for(
     whole.validate(full=True)
 
 
-def test_everything_in_a_row_comes_back(writer: LogWriter, folder: Path) -> None:
+def test_everything_in_a_row_comes_back(writer: LogWriter, folder: LogPath) -> None:
     given = batch(
         SHOP, insert(1, name="né", big=None, n=-5), update(1, unchanged=("big", "name"), before={"id": 1, "n": 4}),
         *move(1, 2, unchanged=("big",)), delete(2), insert(3, unfit=("n",)),
@@ -126,7 +129,7 @@ def test_everything_in_a_row_comes_back(writer: LogWriter, folder: Path) -> None
     assert (found.moves, found.truncates, found.unfit) == (given.moves, given.truncates, given.unfit)
 
 
-def test_columns_named_like_ours_survive(writer: LogWriter, folder: Path) -> None:
+def test_columns_named_like_ours_survive(writer: LogWriter, folder: LogPath) -> None:
     odd = table_schema(
         {"_op": pa.string(), "_op_": pa.string(), "_seq": pa.int64(), "_commit": pa.int32()}, ("_seq",)
     )
@@ -137,10 +140,10 @@ def test_columns_named_like_ours_survive(writer: LogWriter, folder: Path) -> Non
     assert [event.operation.value for event in events] == ["insert", "delete", "insert"]
     assert [event.seq for event in events] == [1, 2, 3]
     assert events[0].values == values
-    assert events[2].moved_from == {change.stored_name("_seq"): 99}
+    assert events[2].moved_from == {"_seq": 99}, "the column's own name"
 
 
-def test_tables_whose_names_could_meet_stay_apart(writer: LogWriter, folder: Path) -> None:
+def test_tables_whose_names_could_meet_stay_apart(writer: LogWriter, folder: LogPath) -> None:
     names = [
         ("a.b", "c"),
         ("a", "b.c"),
@@ -167,7 +170,7 @@ def test_tables_whose_names_could_meet_stay_apart(writer: LogWriter, folder: Pat
     ]
 
 
-def test_a_window_that_does_not_start_where_the_log_ends_is_refused(filled: Path) -> None:
+def test_a_window_that_does_not_start_where_the_log_ends_is_refused(filled: LogPath) -> None:
     writer = LogWriter(filled, SOURCE)
     for start in (299, 301, 0):
         with pytest.raises(LogCorrupt, match="does not start where the log ends"):
@@ -177,19 +180,19 @@ def test_a_window_that_does_not_start_where_the_log_ends_is_refused(filled: Path
     assert everything(filled)[-1] == (6, 6)
 
 
-def test_a_commit_is_whole_or_not_there(writer: LogWriter, folder: Path) -> None:
+def test_a_commit_is_whole_or_not_there(writer: LogWriter, folder: LogPath) -> None:
     writer.append(rows_window(0, 100, 1))
     assert sorted(path.name for path in (folder / "hot").iterdir()) == [commit_path(folder, 1).name]
 
 
-def test_a_wide_commit_has_a_header_larger_than_one_read(writer: LogWriter, folder: Path) -> None:
+def test_a_wide_commit_has_a_header_larger_than_one_read(writer: LogWriter, folder: LogPath) -> None:
     tables = [named("public", f"t{n}", n + 1) for n in range(80)]
     batches = [batch(table, insert(n), first=n) for n, table in enumerate(tables)]
     writer.append(window(0, 100, *batches))
     assert [key for _, key in everything(folder)] == list(range(80))
 
 
-def test_the_log_of_another_source_is_refused(filled: Path) -> None:
+def test_the_log_of_another_source_is_refused(filled: LogPath) -> None:
     for source in (
         replace(SOURCE, system="two"),
         replace(SOURCE, database="x"),
@@ -201,7 +204,7 @@ def test_the_log_of_another_source_is_refused(filled: Path) -> None:
     LogWriter(filled, SOURCE).close()
 
 
-def test_a_refused_source_leaves_the_lease_to_the_next(filled: Path) -> None:
+def test_a_refused_source_leaves_the_lease_to_the_next(filled: LogPath) -> None:
     with pytest.raises(LogForeign):
         LogWriter(filled, replace(SOURCE, system="two"))
     LogWriter(filled, SOURCE).close()

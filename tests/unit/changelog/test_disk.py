@@ -21,7 +21,7 @@ from tailrace.changelog.sealing import Sealer
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable
 from tests.support.changes import SHOP, insert
-from tests.support.disks import mounted
+from tests.support.disks import fill, mounted
 from tests.support.logs import Diary, Given, assert_nothing_left_over, inserts, read_all, stored_files
 from tests.support.pipelines import eventually
 from tests.support.windows import SOURCE, named, rows_window
@@ -46,21 +46,6 @@ def read_only(disk: Path) -> Iterator[None]:
     with mounted(disk, "--bind", str(disk)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
         yield
-
-
-def fill(disk: Path, leave: int = 0) -> Path:
-    """Leave not a byte free, or only so many."""
-    (disk / "spared").write_bytes(bytes(leave))
-    filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        size = 1 << 16
-        while size:
-            try:
-                file.write(bytes(size))
-            except OSError:
-                size //= 2
-    (disk / "spared").unlink()
-    return filler
 
 
 def bulky(key: int, size: int) -> Given:

@@ -79,7 +79,7 @@ FILES: dict[str, Callable[[Path], Path]] = {
     "a seal": lambda log: seal_path(log, stem(4, 5)),
     "the last seal": lambda log: seal_path(log, stem(6, 7)),
     "the commits of a seal": lambda log: commits_path(log, stem(4, 5)),
-    "sealed rows": lambda log: ChangeLog.open(log).files("public.things")[0],
+    "sealed rows": lambda log: Path(str(ChangeLog.open(log).files("public.things")[0])),
     "a shape": lambda log: log / "schemas" / "1" / "1.json",
     "a piece": lambda log: min((log / "big" / f"{8:020d}").iterdir()),
     "a commit": lambda log: commit_path(log, 9),

@@ -6,12 +6,12 @@ import itertools
 import threading
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
@@ -20,20 +20,33 @@ from tailrace.errors import ConfigError, LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tests.support.changes import SHOP
-from tests.support.logs import OTHER, STEP, THIRD, Diary, in_order, inserts, read_all, rows_of, seal
+from tests.support.logs import (
+    OTHER,
+    STEP,
+    THIRD,
+    Diary,
+    in_order,
+    inserts,
+    only_on_disk,
+    read_all,
+    rows_of,
+    seal,
+)
 from tests.support.windows import named
+
+PLACES = ("disk", "store")
 
 LET_GO = Policy(age_seconds=0.0)
 LATER = 4e9
 
 
-def trim_all(path: Path) -> None:
+def trim_all(path: LogPath) -> None:
     """Let go of every sealed row that nobody needs."""
     with Sealer(path) as sealer:
         trim(sealer, LET_GO, now=LATER)
 
 
-def hold(path: Path, schema: TableSchema, number: int, commit: int = 0, seq: int = 0) -> None:
+def hold(path: LogPath, schema: TableSchema, number: int, commit: int = 0, seq: int = 0) -> None:
     """As if a lake table had covered no more than this."""
     leave_hints(path, [TableHint(table=schema.table, numbers=(number,), commit=commit, seq=seq)])
 
@@ -139,6 +152,7 @@ def test_a_follower_that_is_given_up_leaves_nothing_open(diary: Diary) -> None:
         follower.close()  # type: ignore[attr-defined] # it is a generator
 
 
+@only_on_disk
 @pytest.mark.parametrize("reads", [1, 2])
 def test_a_sealed_file_that_is_damaged_is_named_also_after_it_was_read_once(diary: Diary, reads: int) -> None:
     diary.commit(inserts(*range(50)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
@@ -15,14 +14,16 @@ from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.errors import LogCorrupt
 from tailrace.model.position import ZERO, Lsn
 from tests.support.changes import SHOP, insert
-from tests.support.logs import OTHER, STEP, Diary, Row, in_order, inserts, rows_of, seal
+from tests.support.logs import OFTEN, OTHER, STEP, Diary, Row, in_order, inserts, rows_of, seal
 from tests.support.windows import named
+
+PLACES = OFTEN
 
 RENAMED = named("public", "renamed", SHOP.relation)
 PAIRS = Limits(join_count=2, commits=3)
 
 
-def index_of(path: Path) -> LogIndex:
+def index_of(path: LogPath) -> LogIndex:
     index = LogIndex(ChangeLog.open(path))
     index.grow()
     return index

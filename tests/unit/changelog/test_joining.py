@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.cold import ColdIndex, Seal, commits_path
 from tailrace.changelog.coldwrite import Sizes
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
@@ -22,23 +22,26 @@ from tests.support.logs import (
     assert_nothing_left_over,
     glob_rows,
     inserts,
+    only_on_disk,
     read_all,
     seal,
     stored_files,
 )
 from tests.support.windows import named
 
+PLACES = ("disk", "store")
+
 WIDER = named("public", "renamed", SHOP.relation)
 PAIRS = Limits(join_count=2)
 
 
-def seals(path: Path) -> tuple[Seal, ...]:
+def seals(path: LogPath) -> tuple[Seal, ...]:
     index = ColdIndex(path)
     index.refresh()
     return index.seals
 
 
-def runs(path: Path) -> list[tuple[int, int, int]]:
+def runs(path: LogPath) -> list[tuple[int, int, int]]:
     return [(found.first, found.last, found.level) for found in seals(path)]
 
 
@@ -141,6 +144,7 @@ def test_versions_of_a_shape_stay_in_files_of_their_own(diary: Diary) -> None:
     assert read_all(diary.path) == diary.rows()
 
 
+@only_on_disk
 def test_row_groups_of_joined_files_end_where_commits_end(diary: Diary) -> None:
     for commit in range(9):
         diary.commit(inserts(*range(commit * 10, commit * 10 + 3)))
@@ -189,6 +193,7 @@ def test_what_was_joined_stays_readable_by_those_who_looked_it_up_until_the_grac
     assert_nothing_left_over(diary.path)
 
 
+@only_on_disk
 def test_the_glob_shows_the_joined_file_in_place_of_its_parts_at_one_stroke(diary: Diary) -> None:
     write_sealed(diary, 8)
     expected = glob_rows(diary.path, 2)

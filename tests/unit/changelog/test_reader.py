@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
@@ -17,22 +17,24 @@ from tailrace.model.position import ZERO, Lsn
 from tests.support.changes import SHOP, insert
 from tests.support.windows import SOURCE, batch, ids, named, rows_window, window
 
+PLACES = ("disk", "store")
+
 OTHER = named("public", "other", 2)
 
 
-def test_following_begins_after_the_commit_it_is_given(filled: Path) -> None:
+def test_following_begins_after_the_commit_it_is_given(filled: LogPath) -> None:
     log = ChangeLog.open(filled)
     assert ids(list(log.follow(2))) == [(4, 4), (5, 5)]
     assert list(log.follow(3)) == []
 
 
-def test_following_can_keep_to_one_table(writer: LogWriter, folder: Path) -> None:
+def test_following_can_keep_to_one_table(writer: LogWriter, folder: LogPath) -> None:
     writer.append(window(0, 100, batch(SHOP, insert(1)), batch(OTHER, insert(2), first=1)))
     log = ChangeLog.open(folder)
     assert ids(list(log.follow(0, table=2))) == [(2, 2)]
 
 
-def test_following_sees_what_another_thread_commits_later(writer: LogWriter, folder: Path) -> None:
+def test_following_sees_what_another_thread_commits_later(writer: LogWriter, folder: LogPath) -> None:
     writer.append(rows_window(0, 100, 1))
     found: list[ChangeBatch] = []
 
@@ -53,13 +55,13 @@ def test_following_sees_what_another_thread_commits_later(writer: LogWriter, fol
     assert ids(found) == [(n, n) for n in range(1, 21)] + [(21, 99)]
 
 
-def test_following_ends_when_nothing_came_in_time(filled: Path) -> None:
+def test_following_ends_when_nothing_came_in_time(filled: LogPath) -> None:
     began = time.monotonic()
     assert len(list(ChangeLog.open(filled).follow(0, wait_seconds=0.3))) == 2
     assert 0.3 <= time.monotonic() - began < 5
 
 
-def test_a_reader_finds_shapes_that_came_after_it_was_opened(writer: LogWriter, folder: Path) -> None:
+def test_a_reader_finds_shapes_that_came_after_it_was_opened(writer: LogWriter, folder: LogPath) -> None:
     log = ChangeLog.open(folder)
     writer.append(rows_window(0, 100, 1))
     assert len(list(log.follow(0))) == 1
@@ -67,7 +69,7 @@ def test_a_reader_finds_shapes_that_came_after_it_was_opened(writer: LogWriter, 
     assert [found.schema for found in log.follow(1)] == [OTHER]
 
 
-def test_the_newest_commit_is_found_again_as_the_log_grows(writer: LogWriter, folder: Path) -> None:
+def test_the_newest_commit_is_found_again_as_the_log_grows(writer: LogWriter, folder: LogPath) -> None:
     log = ChangeLog.open(folder)
     assert log.newest() == 0
     for n in range(3):
@@ -78,7 +80,7 @@ def test_the_newest_commit_is_found_again_as_the_log_grows(writer: LogWriter, fo
 # --- shapes ------------------------------------------------------------------------------------------------
 
 
-def test_a_shape_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWriter, folder: Path) -> None:
+def test_a_shape_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWriter, folder: LogPath) -> None:
     wider = named("public", "things", SHOP.relation, like=SHOP)
     renamed = named("public", "renamed", SHOP.relation)
     writer.append(rows_window(0, 100, 1))
@@ -89,7 +91,7 @@ def test_a_shape_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWri
     assert [found.schema for found in ChangeLog.open(folder).follow(0)] == [SHOP, SHOP, renamed]
 
 
-def test_a_table_made_again_is_another_table(writer: LogWriter, folder: Path) -> None:
+def test_a_table_made_again_is_another_table(writer: LogWriter, folder: LogPath) -> None:
     writer.append(rows_window(0, 100, 1))
     writer.append(rows_window(100, 200, 2, schema=named("public", "things", SHOP.relation + 1)))
     assert [
@@ -97,7 +99,7 @@ def test_a_table_made_again_is_another_table(writer: LogWriter, folder: Path) ->
     ] == [1, 2]
 
 
-def test_a_table_keeps_its_number_over_a_restart(filled: Path) -> None:
+def test_a_table_keeps_its_number_over_a_restart(filled: LogPath) -> None:
     writer = LogWriter(filled, SOURCE)
     header = writer.append(window(300, 400, batch(OTHER, insert(6)), batch(SHOP, insert(7), first=1)))
     assert header is not None
@@ -112,7 +114,7 @@ def test_a_table_keeps_its_number_over_a_restart(filled: Path) -> None:
 
 
 @pytest.fixture
-def index(writer: LogWriter, folder: Path) -> LogIndex:
+def index(writer: LogWriter, folder: LogPath) -> LogIndex:
     """Commits: 1 empty, 2 rows 1-2 of table 1, 3 row 3 of table 1 and 4 of table 2, 4 empty, 5 row 5 of table 1."""
     writer.append(window(0, 100))
     writer.append(rows_window(100, 200, 1, 2))
@@ -175,7 +177,7 @@ def test_what_a_table_still_needs_is_what_holds_rows_after_its_own_seq(
     assert [found.last for found in index.pending(table, seq, to)] == commits
 
 
-def test_a_slice_says_where_its_rows_are(index: LogIndex, folder: Path) -> None:
+def test_a_slice_says_where_its_rows_are(index: LogIndex, folder: LogPath) -> None:
     index.grow()
     (found,) = index.pending(2, 0, 5)
     assert (found.first, found.last, found.schema, found.rows, found.last_seq) == (3, 3, 1, 1, 4)
@@ -183,7 +185,7 @@ def test_a_slice_says_where_its_rows_are(index: LogIndex, folder: Path) -> None:
     assert ids(list(log.read(found.first, found.last, tables=[2]))) == [(4, 4)]
 
 
-def test_an_index_does_not_grow_over_a_gap(index: LogIndex, folder: Path) -> None:
+def test_an_index_does_not_grow_over_a_gap(index: LogIndex, folder: LogPath) -> None:
     (folder / "hot" / f"{3:020d}.arrow").unlink()
     with pytest.raises(LogCorrupt, match="missing"):
         index.grow()

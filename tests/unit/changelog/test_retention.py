@@ -6,13 +6,13 @@ import json
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tailrace.changelog import consumers
 from tailrace.changelog.consumers import TableHint, leave_hints
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, Trim, disk_bytes, held, trim
@@ -23,6 +23,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tests.support.changes import SHOP, insert
 from tests.support.logs import (
+    OFTEN,
     OTHER,
     THIRD,
     Diary,
@@ -31,23 +32,26 @@ from tests.support.logs import (
     glob_rows,
     in_order,
     inserts,
+    only_on_disk,
     read_all,
     rows_of,
     seal,
     stored_files,
 )
 
+PLACES = OFTEN
+
 DAY = 86_400.0
 NUMBERS = {SHOP: 1, OTHER: 2, THIRD: 3}
 
 
-def let_go(path: Path, *, days: float = 1.0, **policy: Any) -> Trim:
+def let_go(path: LogPath, *, days: float = 1.0, **policy: Any) -> Trim:
     """Trim as one who comes so many days later; by default all that nobody needs is old enough then."""
     with Sealer(path) as sealer:
         return trim(sealer, Policy(**{"age_seconds": 0.0, **policy}), now=time.time() + days * DAY)
 
 
-def tables_hold(path: Path, *hints: tuple[TableSchema, int, int]) -> None:
+def tables_hold(path: LogPath, *hints: tuple[TableSchema, int, int]) -> None:
     """As if lake tables had covered no more than a commit and a `_seq`."""
     leave_hints(path, [
         TableHint(table=schema.table, numbers=(NUMBERS[schema],), commit=commit, seq=seq)
@@ -67,7 +71,7 @@ def write_sealed(diary: Diary, *commits: tuple[Given, ...]) -> None:
         seal(diary.path, join=False)
 
 
-def numbers_kept(path: Path) -> dict[int, list[int]]:
+def numbers_kept(path: LogPath) -> dict[int, list[int]]:
     """By table, the keys that the glob still shows."""
     tables = (1, 2, 3)
     return {
@@ -130,7 +134,7 @@ def test_commits_that_are_gone_leave_neither_their_own_files_nor_their_large_one
     assert_nothing_left_over_of(diary.path, 2)
 
 
-def assert_nothing_left_over_of(path: Path, commit: int) -> None:
+def assert_nothing_left_over_of(path: LogPath, commit: int) -> None:
     for number in range(1, commit + 1):
         assert not stored_files(path, f"hot/{number:020d}*", f"big/{number:020d}/*", f"cold/{number:020d}*")
 
@@ -437,7 +441,8 @@ def test_an_index_counts_rows_that_are_gone_as_captured(diary: Diary) -> None:
         assert [item.rows for item in found.pending(2, 0, 99)] == [1]
 
 
-def test_the_record_survives_and_a_damaged_one_is_an_error_not_a_gap(quick: Path) -> None:
+@only_on_disk
+def test_the_record_survives_and_a_damaged_one_is_an_error_not_a_gap(quick: LogPath) -> None:
     quick.mkdir(parents=True)
     assert read_trimmed(quick) == NOTHING
     trimmed = Trimmed(commit=7, position=Lsn(99), next_seq=5, transactions=2, rows=4)

@@ -6,7 +6,6 @@ import datetime as dt
 import itertools
 from dataclasses import replace
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +13,7 @@ import pytest
 
 from tailrace.changelog.cold import commits_path, seal_path
 from tailrace.changelog.coldwrite import Sizes
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Limits, Sealer
@@ -33,6 +33,8 @@ from tests.support.logs import (
     glob_rows,
     in_order,
     inserts,
+    mostly_on_disk,
+    only_on_disk,
     read_all,
     rich,
     rows_of,
@@ -41,6 +43,8 @@ from tests.support.logs import (
     write_everything,
 )
 from tests.support.windows import SOURCE
+
+PLACES = ("disk", "store")
 
 PAIRS = Limits(join_count=2)
 """Every two seals become one."""
@@ -71,6 +75,7 @@ def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary:
     assert [row.schema for row in found] == [SHOP] * 10 + [WIDER] * 3 + [RETYPED] * 3
 
 
+@mostly_on_disk
 @pytest.mark.parametrize("join", [False, True])
 @pytest.mark.parametrize("commits", [1, 4])
 def test_following_gives_the_same_tail_after_every_commit_hot_or_cold(
@@ -167,10 +172,11 @@ def write_a_little(diary: Diary) -> None:
     diary.commit()
 
 
+@mostly_on_disk
 @pytest.mark.parametrize("table", [None, SHOP.table, "schema"])
 @pytest.mark.parametrize("sealed_before", [False, True])
 def test_a_reader_that_stops_at_any_batch_while_the_log_is_sealed_joined_and_cleaned_gets_each_row_once(
-    quick: Path, table: Any, sealed_before: bool
+    quick: LogPath, table: Any, sealed_before: bool
 ) -> None:
     for paused in range(20):
         diary = Diary(quick / str(paused))
@@ -310,6 +316,7 @@ def test_a_damaged_commit_stops_sealing_and_leaves_nothing(diary: Diary) -> None
     assert read_all(diary.path) == diary.rows()
 
 
+@only_on_disk
 def test_a_seal_that_cannot_be_published_leaves_nothing(diary: Diary) -> None:
     write_everything(diary)
     in_the_way = commits_path(diary.path, f"{1:020d}-{9:020d}")
@@ -324,7 +331,7 @@ def test_a_seal_that_cannot_be_published_leaves_nothing(diary: Diary) -> None:
     assert_nothing_left_over_but_hot(diary.path)
 
 
-def assert_nothing_left_over_but_hot(path: Path) -> None:
+def assert_nothing_left_over_but_hot(path: LogPath) -> None:
     with Sealer(path) as sealer:
         sealer.clean(0)
     assert_nothing_left_over(path)
@@ -345,6 +352,7 @@ def test_rows_whose_seal_was_removed_by_hand_stay_until_it_is_restored(diary: Di
         assert read_all(diary.path) == diary.rows()
 
 
+@only_on_disk
 def test_opening_a_log_to_seal_sweeps_what_one_who_died_left(diary: Diary) -> None:
     write_everything(diary)
     seal(diary.path)
@@ -364,7 +372,7 @@ def test_opening_a_log_to_seal_sweeps_what_one_who_died_left(diary: Diary) -> No
     assert read_all(diary.path) == diary.rows()
 
 
-def test_a_log_of_before_sealing_is_sealed_too(filled: Path) -> None:
+def test_a_log_of_before_sealing_is_sealed_too(filled: LogPath) -> None:
     seal(filled)
     assert [row.values["id"] for row in read_all(filled)] == [1, 2, 3, 4, 5]
     writer = LogWriter(filled, SOURCE)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
@@ -27,6 +28,7 @@ from tests.support.logs import (
     assert_nothing_left_over,
     in_order,
     inserts,
+    only_on_disk,
     read_all,
     rows_of,
     seal,
@@ -34,10 +36,12 @@ from tests.support.logs import (
 )
 from tests.support.windows import SOURCE, batch, finishing_window, named, open_window, rows_window
 
+PLACES = ("disk", "store")
+
 RENAMED = named("public", "renamed", SHOP.relation)
 
 
-def announced(path: Path) -> list[tuple[int, int, int]]:
+def announced(path: LogPath) -> list[tuple[int, int, int]]:
     """`_seq`, table and version of every record of the schema stream."""
     found = rows_of(ChangeLog.open(path).follow(table="schema"))
     return [(row.seq, row.values["table"], row.values["version"]) for row in found]
@@ -74,7 +78,7 @@ def test_a_large_transaction_is_one_commit_read_in_pieces_with_its_positions(dia
     assert indexes == list(range(11))
 
 
-def test_whole_transactions_that_follow_the_large_one_keep_their_own_positions(quick: Path) -> None:
+def test_whole_transactions_that_follow_the_large_one_keep_their_own_positions(quick: LogPath) -> None:
     writer = LogWriter(quick, SOURCE)
     writer.append(rows_window(0, 100, 1))
     writer.append(open_window(100, batch(SHOP, insert(2))))
@@ -179,6 +183,7 @@ diary.finish(inserts(5))
 """
 
 
+@only_on_disk
 @pytest.mark.parametrize("turn", [1, 2])
 def test_a_process_killed_between_two_pieces_leaves_nothing(diary: Diary, turn: int, tmp_path: Path) -> None:
     diary.commit(inserts(1))
@@ -261,7 +266,7 @@ def test_a_large_transaction_is_sealed_and_its_files_go_after_the_grace_period(d
 
 
 def test_a_reader_in_the_middle_of_a_large_transaction_finds_the_rest_where_it_was_sealed(
-    quick: Path,
+    quick: LogPath,
 ) -> None:
     for paused in range(1, 6):
         diary = Diary(quick / str(paused))

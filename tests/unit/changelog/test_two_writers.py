@@ -17,12 +17,15 @@ import pytest
 
 from tailrace.changelog import files
 from tailrace.changelog import writer as writer_module
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced
 from tests.support.windows import SOURCE, ids, named, rows_window
+
+PLACES = ("disk", "store")
 
 
 class NoLease:
@@ -34,13 +37,13 @@ class NoLease:
 
 
 @pytest.fixture
-def rivals(filled: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[LogWriter, LogWriter]:
+def rivals(filled: LogPath, monkeypatch: pytest.MonkeyPatch) -> tuple[LogWriter, LogWriter]:
     """Two writers of one log, both at commit 3, neither knowing of the other."""
     monkeypatch.setattr(writer_module, "Lease", NoLease)
     return LogWriter(filled, SOURCE), LogWriter(filled, SOURCE)
 
 
-def keys(folder: Path, after: int = 0) -> list[object]:
+def keys(folder: LogPath, after: int = 0) -> list[object]:
     return [key for _, key in ids(list(ChangeLog.open(folder).follow(after)))]
 
 
@@ -48,7 +51,7 @@ def keys(folder: Path, after: int = 0) -> list[object]:
 
 
 def test_the_second_to_write_a_number_is_refused_and_writes_nothing_over(
-    rivals: tuple[LogWriter, LogWriter], filled: Path
+    rivals: tuple[LogWriter, LogWriter], filled: LogPath
 ) -> None:
     one, other = rivals
     one.append(rows_window(300, 400, 10))
@@ -61,7 +64,7 @@ def test_the_second_to_write_a_number_is_refused_and_writes_nothing_over(
     assert [path.name for path in (filled / "hot").iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_refused_writer_stays_refused(rivals: tuple[LogWriter, LogWriter], filled: Path) -> None:
+def test_a_refused_writer_stays_refused(rivals: tuple[LogWriter, LogWriter], filled: LogPath) -> None:
     one, other = rivals
     one.append(rows_window(300, 400, 10))
     for _ in range(2):
@@ -73,7 +76,7 @@ def test_a_refused_writer_stays_refused(rivals: tuple[LogWriter, LogWriter], fil
 
 
 def test_a_writer_that_slept_through_several_commits_is_refused(
-    rivals: tuple[LogWriter, LogWriter], filled: Path
+    rivals: tuple[LogWriter, LogWriter], filled: LogPath
 ) -> None:
     one, other = rivals
     for start in range(300, 600, 100):
@@ -84,7 +87,7 @@ def test_a_writer_that_slept_through_several_commits_is_refused(
 
 
 def test_the_loser_of_a_new_tables_number_is_refused_too(
-    rivals: tuple[LogWriter, LogWriter], filled: Path
+    rivals: tuple[LogWriter, LogWriter], filled: LogPath
 ) -> None:
     one, other = rivals
     one.append(rows_window(300, 400, 10, schema=named("public", "new", 2)))
@@ -96,12 +99,12 @@ def test_the_loser_of_a_new_tables_number_is_refused_too(
 
 
 def test_a_rival_that_commits_between_our_write_and_our_link_wins(
-    rivals: tuple[LogWriter, LogWriter], filled: Path, monkeypatch: pytest.MonkeyPatch
+    rivals: tuple[LogWriter, LogWriter], filled: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = rivals
     publish, turns = files.publish, iter([True])
 
-    def publish_after_the_rival(aside: Path, path: Path) -> None:
+    def publish_after_the_rival(aside: Path, path: LogPath) -> None:
         if next(turns, False):
             other.append(rows_window(300, 400, 20))
         publish(aside, path)
@@ -113,12 +116,12 @@ def test_a_rival_that_commits_between_our_write_and_our_link_wins(
 
 
 def test_what_a_writer_publishes_is_what_that_writer_wrote(
-    rivals: tuple[LogWriter, LogWriter], filled: Path, monkeypatch: pytest.MonkeyPatch
+    rivals: tuple[LogWriter, LogWriter], filled: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = rivals
     write, written, go_on = files.write_aside, threading.Event(), threading.Event()
 
-    def write_and_hold_back_the_rival(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    def write_and_hold_back_the_rival(path: files.Aside, parts: Sequence[bytes | memoryview]) -> None:
         write(path, parts)
         if threading.current_thread() is rival:
             written.set()
@@ -145,7 +148,7 @@ def test_what_a_writer_publishes_is_what_that_writer_wrote(
 
 
 def test_writers_that_race_leave_no_gap_and_no_fork(
-    rivals: tuple[LogWriter, LogWriter], filled: Path
+    rivals: tuple[LogWriter, LogWriter], filled: LogPath
 ) -> None:
     won: list[tuple[int, int]] = []
 
@@ -178,7 +181,7 @@ def test_writers_that_race_leave_no_gap_and_no_fork(
 
 
 def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
-    writer: LogWriter, folder: Path, monkeypatch: pytest.MonkeyPatch
+    writer: LogWriter, folder: LogPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "Lease", functools.partial(Lease, wait_seconds=0.3))
     began = time.monotonic()
@@ -190,7 +193,7 @@ def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
     writer.append(rows_window(0, 100, 1))
 
 
-def test_a_writer_that_waits_gets_in_when_the_first_one_closes(folder: Path) -> None:
+def test_a_writer_that_waits_gets_in_when_the_first_one_closes(folder: LogPath) -> None:
     first = LogWriter(folder, SOURCE)
     timer = threading.Timer(0.2, first.close)
     timer.start()

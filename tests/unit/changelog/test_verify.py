@@ -20,6 +20,7 @@ import pytest
 
 from tailrace.changelog import cold, contents, format, records, verify
 from tailrace.changelog.contents import Numbers
+from tailrace.changelog.files import below
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.keeper import Keeping, keep
 from tailrace.changelog.reader import ChangeLog
@@ -113,7 +114,7 @@ def flaws(path: Path) -> list[verify.Flaw]:
 
 
 def paths(path: Path) -> set[str]:
-    return {flaw.path.relative_to(path).as_posix() for flaw in flaws(path)}
+    return {below(path, flaw.path) for flaw in flaws(path)}
 
 
 def some(found: list[Path]) -> list[Path]:

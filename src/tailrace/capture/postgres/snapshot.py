@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -297,11 +297,13 @@ class SnapshotReader:
         return self._point or _sent_position(self._connection)
 
     def rows(
-        self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """The table's rows, or those of a chunk, that fulfil the condition, which is SQL."""
+        self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None, *,
+        ordered_by: Sequence[tuple[str, str]] = (),
+    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+        """The table's rows, or those of a chunk, that fulfil the condition, which is SQL; a chunk's in order, if asked
+        for, of these columns."""
         try:
-            yield from self._copied(schema, chunk, condition)
+            yield from self._copied(schema, chunk, condition, ordered_by)
         except ValueUnfit:
             # Read again to say where the row is: asking for its place from the start would cost every load.
             placed = replace(schema, columns=(CTID, *schema.columns))
@@ -335,12 +337,19 @@ class SnapshotReader:
         yield from self._copied(schema, None, wanted.as_string(self._connection))
 
     def _copied(
-        self, schema: TableSchema, chunk: Chunk | None, condition: str | None
-    ) -> Iterator[pa.RecordBatch]:
+        self, schema: TableSchema, chunk: Chunk | None, condition: str | None,
+        ordered_by: Sequence[tuple[str, str]] = (),
+    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+        source = self._from(schema, chunk, condition)
+        if chunk is not None and ordered_by:
+            leaf = chunk.leaf
+            # Qualified, or the order would be that of the texts.
+            names = [sql.Identifier(leaf.schema, leaf.name, name) for name, _ in ordered_by]
+            source += sql.SQL(" order by {}").format(sql.SQL(", ").join(names))
         return copy_rows(
             self._connection,
             schema,
-            self._from(schema, chunk, condition),
+            source,
             deadline=self._deadline,
             invalid_text_replaced=self._invalid_text_replaced,
         )

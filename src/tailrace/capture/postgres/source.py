@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import psycopg
@@ -12,10 +14,12 @@ import pyarrow as pa
 from tailrace.capture.base import Capabilities, Lag, SourceId
 from tailrace.capture.postgres import history, preflight, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
-from tailrace.capture.postgres.chunks import Cut, Plan, find_leaves, plan_table
+from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan, find_leaves, plan_table
 from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
+from tailrace.capture.postgres.scan import Cursor, PostgresScan, resume
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import (
+    OPEN_SECONDS_MAX,
     ExactSnapshot,
     Noted,
     SnapshotReader,
@@ -48,6 +52,12 @@ class PostgresCapture:
         self._known: dict[int, TableSchema] = {}
         self.publishing: Callable[[TableId, Lsn], None] = lambda table, since: None
         """Hears of a table that is about to be published, and of a position: what ended before it may go unseen."""
+        self._origin: SourceId | None = None
+        """The history that the position is of which it was last prepared for."""
+        self.scan_chunk_bytes = CHUNK_BYTES
+        """What a scan reads in one snapshot of its own, about,"""
+        self.scan_seconds_max = OPEN_SECONDS_MAX
+        """and how long that may take, whoever takes the rows included."""
         self._published: set[tuple[int, Identity]] | None = None
         """The tables that were wanted when the publications were last brought in line."""
 
@@ -56,6 +66,10 @@ class PostgresCapture:
         been changed or dropped since."""
         self._known.update((shape.relation, shape) for shape in shapes)
 
+    def identify(self) -> SourceId:
+        """Which database this is, after checking that it can be captured from."""
+        return identify(self.settings.url)
+
     def prepare(
         self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False
     ) -> Lsn | None:
@@ -63,6 +77,7 @@ class PostgresCapture:
 
         `origin` is the history that `position` was read from; with `take_over` whoever reads the slot is ended.
         """
+        self._origin = origin
         if position is not None and origin is not None:
             preflight.check_history(self.settings.url, origin, position)
         with self._connected() as connection:
@@ -139,7 +154,9 @@ class PostgresCapture:
             return preflight.horizon(connection)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> PostgresStream:
-        """The stream after a position of `origin`; the server behind the URL may be another one than before."""
+        """The stream after a position of `origin`, or of what it was prepared for; the server behind the URL may be
+        another one than before."""
+        origin = origin or self._origin
         catalogue = _LazyCatalogue(self.settings, self._known)
         session = connect_replication(self.settings.url)
         try:
@@ -147,6 +164,8 @@ class PostgresCapture:
             server = history.check(session, origin, after) if origin else history.identify(session)[0]
             # Asked for less than was confirmed, the server would begin at what was, without a word.
             preflight.ensure_slot(catalogue.connection(), self.settings, after)
+            if self._origin is not None:
+                self._origin = replace(self._origin, timeline=server.timeline)
             return PostgresStream(
                 self.settings,
                 session,
@@ -182,6 +201,13 @@ class PostgresCapture:
     def begin_chunks(self, stopping: Callable[[], bool]) -> Noted | None:
         """What chunks that are read in snapshots of their own begin with."""
         return begin_chunks(self.settings.url, self.settings.standby, stopping)
+
+    def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> PostgresScan:
+        """Read tables for a runtime; `where` is SQL."""
+        return PostgresScan(self, Cursor(tables=tuple(tables), live=live, where=where), fresh=True)
+
+    def resume_scan(self, record: Mapping[str, Any]) -> PostgresScan | None:
+        return resume(self, record)
 
     def open_transactions(self) -> str | None:
         """What a load that begins waits for, in words."""

@@ -1,0 +1,162 @@
+"""The tables of a source in memory, as its transactions have made them, and how they are read.
+
+A row is an object here: this is for tests, and for programs whose tables are small. Reading begins with what was
+committed by then. A chunk of a scan sees all transactions but those that are `hidden`: at a database a commit that
+waits for a standby is in the stream, and in no snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from tailrace.capture.base import ScanPiece
+from tailrace.errors import SourceTableMissing, Unsupported
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.change import Operation
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId, TableSchema
+
+Row = dict[str, Any]
+Key = tuple[Any, ...]
+
+
+@dataclass
+class Table:
+    """One table: rows by key, or, without one, in the order of their coming."""
+
+    schema: TableSchema
+    rows: dict[Key, Row]
+    count: int = 0
+
+    def sorted(self) -> list[tuple[Key, Row]]:
+        return sorted(self.rows.items(), key=lambda item: item[0])
+
+
+class Tables:
+    """What the transactions have made."""
+
+    def __init__(self) -> None:
+        self._tables: dict[TableId, Table] = {}
+
+    def apply(self, batches: Iterable[ChangeBatch]) -> None:
+        """One transaction."""
+        events = sorted((event for batch in batches for event in batch.events()), key=lambda event: event.seq)
+        for event in events:
+            table = self._tables.setdefault(event.schema.table, Table(event.schema, {}))
+            table.schema = event.schema
+            if event.operation is Operation.TRUNCATE:
+                table.rows.clear()
+                continue
+            key = tuple(event.values[name] for name in event.schema.key)
+            if not key:
+                table.count += 1
+                key = (table.count,)
+            if event.operation is Operation.DELETE:
+                table.rows.pop(key, None)
+            else:
+                old = table.rows.get(tuple((event.moved_from or event.values)[name] for name in event.schema.key), {})
+                kept = {name: old.get(name) for name in event.unchanged}
+                table.rows[key] = event.values | kept
+
+    def get(self, table: TableId) -> Table:
+        if table not in self._tables:
+            raise SourceTableMissing("the source does not have the table", table=table, hint="Has it had a row?")
+        return self._tables[table]
+
+    def copy(self) -> Tables:
+        made = Tables()
+        made._tables = {
+            name: Table(table.schema, dict(table.rows), table.count) for name, table in self._tables.items()
+        }
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """What was acknowledged: tables before `at`, and of that one all keys up to `after`."""
+
+    tables: tuple[TableId, ...]
+    live: bool
+    at: int = 0
+    after: Key | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tables": [[table.schema, table.name] for table in self.tables], "live": self.live, "at": self.at,
+            "after": None if self.after is None else list(self.after),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Cursor:
+        after = stored["after"]
+        return cls(
+            tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"], at=stored["at"],
+            after=None if after is None else tuple(after),
+        )  # fmt: skip
+
+
+class MemoryScan:
+    """Tables being read. `view` gives them as they are now; a bulk scan that is fresh keeps what it saw first."""
+
+    def __init__(
+        self, cursor: Cursor, view: Callable[[], tuple[Tables, Lsn]], hidden: Collection[int], chunk_rows: int, *,
+        fresh: bool,
+    ) -> None:  # fmt: skip
+        self._cursor, self._hidden, self._chunk_rows = cursor, hidden, chunk_rows
+        first = view()
+        self.start = first[1]
+        self._view, self._first = view, first if fresh and not cursor.live else None
+        for table in cursor.tables[cursor.at :]:
+            if cursor.live and not first[0].get(table).schema.key:
+                raise Unsupported(
+                    "a table without a key cannot be read beside the stream", table=table,
+                    hint="Name it in `snapshot_tables`, or give it a key.",
+                )  # fmt: skip
+        self._rows: list[tuple[Key, Row]] = []
+        self._schema: TableSchema | None = None
+        self._seen = self.start
+        self._last = False
+
+    def record(self) -> Mapping[str, Any]:
+        return self._cursor.to_json()
+
+    @property
+    def done(self) -> bool:
+        return not self._rows and self._cursor.at >= len(self._cursor.tables)
+
+    def begin(self, delivered: Collection[int]) -> bool:
+        if not set(delivered).isdisjoint(self._hidden):
+            return False
+        tables, self._seen = self._first or self._view()
+        table = tables.get(self._cursor.tables[self._cursor.at])
+        after = self._cursor.after
+        left = [(key, row) for key, row in table.sorted() if after is None or key > after]
+        self._rows, self._schema = left[: self._chunk_rows], table.schema
+        self._last = len(left) <= self._chunk_rows
+        return True
+
+    def next(self, rows_max: int) -> ScanPiece | None:
+        if not self._rows or self._schema is None:
+            if self._last:
+                self._cursor, self._last = replace(self._cursor, at=self._cursor.at + 1, after=None), False
+            return None
+        given, self._rows = self._rows[:rows_max], self._rows[rows_max:]
+        schema, cursor, last = self._schema, self._cursor, self._last and not self._rows
+        data = pa.RecordBatch.from_pylist([row for _, row in given], schema=pa.schema(schema.row_fields()))
+
+        def record(rows: int) -> Mapping[str, Any]:
+            if last and rows >= len(given):
+                return replace(cursor, at=cursor.at + 1, after=None).to_json()
+            if not rows or not schema.key:
+                return cursor.to_json()
+            return replace(cursor, after=given[rows - 1][0]).to_json()
+
+        self._cursor = replace(cursor, after=given[-1][0])
+        return ScanPiece(schema=schema, data=data, position=self._seen, table_done=last, record=record)
+
+    def close(self) -> None:
+        self._rows = []

@@ -1,0 +1,305 @@
+"""Tables read for a runtime, chunk after chunk, with the planner, the barrier and the judgement of a load by Spark.
+
+Bulk: planned, then one exported snapshot that all chunks are read in; the stream begins at its point. Resumed, or live
+beside a stream: each chunk in a snapshot of its own, after every transaction that was open has ended, and only in one
+that sees all that was delivered before.
+
+The rows of a table come in the order of its key, partition after partition. So what was acknowledged is told by the
+last key of the partition under way, and a scan that is resumed asks for what lies behind it. A table without a key
+has no such order: it can only be read in one snapshot, and not be resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime, time
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from psycopg import sql
+
+from tailrace.capture.base import ScanPiece
+from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader
+from tailrace.errors import SourceRewritten, TableUnpublished, TailraceError, Unsupported
+from tailrace.model.evolution import same_version
+from tailrace.model.position import ZERO
+from tailrace.model.schema import TableId
+
+if TYPE_CHECKING:
+    from tailrace.capture.postgres.source import PostgresCapture
+
+log = logging.getLogger(__name__)
+
+ALTERED_MAX = 20
+"""Times that a table was altered between its plan and the snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cursor:
+    """What was acknowledged: tables before `at`; of that one partitions before `leaf`, and of it keys up to `after`."""
+
+    tables: tuple[TableId, ...]
+    live: bool
+    where: str | None
+    at: int = 0
+    files: tuple[tuple[int, int], ...] = ()
+    """Where the rows of the table under way lay."""
+    leaf: int | None = None
+    key: tuple[str, ...] = ()
+    after: tuple[str, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tables": [[table.schema, table.name] for table in self.tables], "live": self.live, "where": self.where,
+            "at": self.at, "files": [list(pair) for pair in self.files], "leaf": self.leaf, "key": list(self.key),
+            "after": None if self.after is None else list(self.after),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Cursor:
+        after = stored["after"]
+        return cls(
+            tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"], where=stored["where"],
+            at=stored["at"], files=tuple((oid, file) for oid, file in stored["files"]), leaf=stored["leaf"],
+            key=tuple(stored["key"]), after=None if after is None else tuple(after),
+        )  # fmt: skip
+
+
+class Barrier:
+    """Waits, in the background, for all transactions that are open now; the stream goes on meanwhile."""
+
+    def __init__(self, source: PostgresCapture) -> None:
+        self._source = source
+        self._given_up = threading.Event()
+        self._noted: Noted | None = None
+        self._failure: TailraceError | None = None
+        self._thread = threading.Thread(target=self._wait, name="tailrace-barrier", daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self._noted = self._source.begin_chunks(self._given_up.is_set)
+        except TailraceError as error:
+            self._failure = error
+
+    def passed(self) -> Noted | None:
+        """What chunks are compared with; None while it waits."""
+        if self._thread.is_alive():
+            return None
+        if self._failure is not None:
+            raise self._failure
+        return self._noted
+
+    def close(self) -> None:
+        self._given_up.set()
+        self._thread.join()
+
+
+class PostgresScan:
+    """Tables of one database, for one caller."""
+
+    def __init__(self, source: PostgresCapture, cursor: Cursor, *, fresh: bool) -> None:
+        self._source, self._cursor = source, cursor
+        self._exact: ExactSnapshot | None = None
+        self._barrier: Barrier | None = None
+        self._reader: SnapshotReader | None = None
+        self._rows: Iterator[pa.RecordBatch] = iter(())
+        self._ahead: pa.RecordBatch | None = None
+        self._chunk: Chunk | None = None
+        self._seen = ZERO
+        self._todo: deque[Chunk] = deque()
+        self._plan: Plan | None = None
+        self._plans: dict[TableId, Plan] = {}
+        self.start = ZERO
+        """Where the stream begins that comes after a bulk scan."""
+        require_published(source, cursor.tables[cursor.at :])
+        try:
+            if fresh and not cursor.live:
+                self._open_exact()
+            else:
+                self._barrier = Barrier(source)
+            self._enter_table()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_exact(self) -> None:
+        """Plan first, so that a table that is rewritten before the snapshot is told by its files."""
+        for _ in range(ALTERED_MAX):
+            plans = {table: self._planned(table) for table in self._cursor.tables}
+            exact = self._source.snapshot().__enter__()
+            now = self._source.describe(plans)
+            if all(table in now and same_version(plan.schema, now[table]) for table, plan in plans.items()):
+                self._exact, self._plans, self.start = exact, plans, exact.point
+                return
+            exact.__exit__()
+        raise SourceRewritten("a table is altered again and again", hint="Read it when nobody alters it.")
+
+    def _planned(self, table: TableId) -> Plan:
+        plan = self._source.plan(table, Cut.KEY, self._source.scan_chunk_bytes)
+        if self._cursor.live and not plan.schema.key:
+            raise Unsupported(
+                "a table without a key cannot be read beside the stream", table=table,
+                hint="Name it in `snapshot_tables`, or give it a primary key.",
+            )  # fmt: skip
+        return plan
+
+    def _enter_table(self) -> None:
+        """Plan the table under way, if there is one, and drop what was acknowledged of it."""
+        cursor = self._cursor
+        if cursor.at >= len(cursor.tables):
+            self._todo.clear()
+            return
+        table = cursor.tables[cursor.at]
+        plan = self._plans.get(table) or self._planned(table)
+        files = tuple((leaf.oid, leaf.file) for leaf in plan.leaves)
+        key = tuple(name for name, _ in _key(plan, plan.chunks[0])) if plan.chunks else ()
+        if cursor.after is not None and (files != cursor.files or key != cursor.key):
+            log.warning("a table was changed while it was read: it is read again", extra={"table": str(table)})
+            cursor = replace(cursor, leaf=None, after=None)
+        self._plan, self._cursor = plan, replace(cursor, files=files, key=key)
+        begun = cursor.leaf if cursor.leaf is not None else -1
+        self._todo = deque(chunk for chunk in plan.chunks if chunk.leaf.oid >= begun)
+        if not self._todo:
+            self._leave_table()
+
+    def _leave_table(self) -> None:
+        self._cursor = replace(self._cursor, at=self._cursor.at + 1, files=(), leaf=None, key=(), after=None)
+        self._enter_table()
+
+    # What the runtime calls.
+
+    def record(self) -> Mapping[str, Any]:
+        return self._cursor.to_json()
+
+    @property
+    def done(self) -> bool:
+        return self._chunk is None and not self._todo
+
+    def begin(self, delivered: Collection[int]) -> bool:
+        if self._chunk is not None:
+            return True
+        noted = self._barrier.passed() if self._barrier is not None else None
+        if self._barrier is not None and noted is None:
+            return False
+        chunk, plan = self._todo[0], self._plan
+        assert plan is not None, "a chunk is of a plan"
+        seconds = self._source.scan_seconds_max
+        if self._exact is not None:
+            reader = self._exact.reader(seconds)
+        else:
+            reader = self._source.chunk_reader(seconds, noted.upto if noted else ZERO)
+        self._reader = reader.__enter__()
+        self._seen = reader.hold(plan.schema, chunk)
+        if delivered and not reader.sees(delivered):
+            self._leave_reader()
+            return False
+        self._todo.popleft()
+        self._chunk = chunk
+        self._rows = reader.rows(plan.schema, chunk, self._condition(plan, chunk), ordered_by=_key(plan, chunk))
+        self._ahead = next(self._rows, None)
+        return True
+
+    def _condition(self, plan: Plan, chunk: Chunk) -> str | None:
+        cursor = self._cursor
+        parts = [f"({cursor.where}\n)"] if cursor.where is not None else []
+        if cursor.after is not None and chunk.leaf.oid == cursor.leaf:
+            key = _key(plan, chunk)
+            names = sql.SQL(", ").join(sql.Identifier(name) for name, _ in key)
+            values = sql.SQL(", ").join(
+                sql.Literal(text) + sql.SQL(f"::{kind}") for text, (_, kind) in zip(cursor.after, key, strict=True)
+            )
+            parts.append(sql.SQL("({}) > ({})").format(names, values).as_string())
+        return " and ".join(parts) or None
+
+    def next(self, rows_max: int) -> ScanPiece | None:
+        plan, chunk = self._plan, self._chunk
+        if chunk is None or plan is None:
+            return None
+        while self._ahead is not None and not len(self._ahead):
+            self._ahead = next(self._rows, None)
+        batch = self._ahead
+        if batch is None:
+            self._leave_chunk()
+            return None
+        if len(batch) > rows_max:
+            data, self._ahead = batch.slice(0, rows_max), batch.slice(rows_max)
+        else:
+            data, self._ahead = batch, next(self._rows, None)
+        last = self._ahead is None and not self._todo
+        cursor, names = replace(self._cursor, leaf=chunk.leaf.oid), [name for name, _ in _key(plan, chunk)]
+        following = replace(cursor, at=cursor.at + 1, files=(), leaf=None, key=(), after=None)
+
+        def record(rows: int) -> Mapping[str, Any]:
+            if last and rows >= len(data):
+                return following.to_json()
+            if not names or not rows:
+                return cursor.to_json()
+            after = tuple(_text(data.column(name)[rows - 1].as_py()) for name in names)
+            return replace(cursor, after=after).to_json()
+
+        if names:
+            self._cursor = replace(cursor, after=tuple(_text(data.column(name)[-1].as_py()) for name in names))
+        return ScanPiece(schema=plan.schema, data=data, position=self._seen, table_done=last, record=record)
+
+    def _leave_chunk(self) -> None:
+        self._chunk = None
+        self._leave_reader()
+        if not self._todo:
+            self._leave_table()
+
+    def _leave_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        self._rows, self._ahead = iter(()), None
+        if reader is not None:
+            reader.__exit__()
+
+    def close(self) -> None:
+        self._leave_reader()
+        if self._barrier is not None:
+            self._barrier.close()
+        exact, self._exact = self._exact, None
+        if exact is not None:
+            exact.__exit__()
+
+
+def resume(source: PostgresCapture, record: Mapping[str, Any]) -> PostgresScan | None:
+    """Go on with a scan in snapshots of their own; None if a table that is not done has no key to go by."""
+    cursor = Cursor.from_json(record)
+    left = cursor.tables[cursor.at :]
+    shapes = source.describe(left)
+    if any(not shape.key for shape in shapes.values()):
+        return None
+    return PostgresScan(source, cursor, fresh=False)
+
+
+def require_published(source: PostgresCapture, tables: Sequence[TableId]) -> None:
+    """Refuse tables whose changes the stream would not bring: what is written while they are read would be lost."""
+    published = source.published() if tables else {}
+    for table in tables:
+        if not published.get(table):
+            raise TableUnpublished(
+                "the source does not publish the table's changes", table=table,
+                hint="Have the source's settings want it, or add it to your publication; then start again.",
+            )  # fmt: skip
+
+
+def _key(plan: Plan, chunk: Chunk) -> tuple[tuple[str, str], ...]:
+    """Names and types of what the chunk's rows are ordered by."""
+    types = {column.name: column.source_type for column in plan.schema.columns}
+    return chunk.key or tuple((name, types[name]) for name in plan.schema.key)
+
+
+def _text(value: Any) -> str:
+    """What the server reads as this very value of the key's type."""
+    if isinstance(value, bytes):
+        return "\\x" + value.hex()
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    return str(value)
+

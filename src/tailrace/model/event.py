@@ -1,0 +1,183 @@
+"""One change as an object, and what it means for a table that mirrors the source: for people and callbacks.
+
+`row_write` is the one place that says what a sink has to do with a row. A value that the server did not send is not
+null, so a change that has such columns is a `Merge`, never a `Replace`. What cannot be written says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeAlias
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.model import change
+from tailrace.model.change import Operation
+from tailrace.model.schema import TableSchema
+
+ENVELOPE = 1
+"""The version of what an event, and its JSON, looks like."""
+
+Row: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replace:
+    """The row is this, whatever it was. Without a key it is added, and one that equals `old`, if given, goes."""
+
+    key: Row | None
+    row: Row
+    old: Row | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """These columns of the row are new; `unchanged` ones stay as the row of `base` has them."""
+
+    key: Row
+    columns: Row
+    unchanged: tuple[str, ...]
+    base: Row
+    """The key the row had before: another one where the key was changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delete:
+    """The row goes; without a key, one row that equals `old`."""
+
+    key: Row | None
+    old: Row | None = None
+
+
+@dataclass(frozen=True)
+class Truncate:
+    """All rows go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nothing:
+    """There is nothing to write, and why."""
+
+    why: str
+
+
+RowWrite: TypeAlias = Replace | Merge | Delete | Truncate | Nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One change as an object: never on the hot path."""
+
+    operation: Operation
+    table: str
+    seq: int
+    position: str | None
+    """None in an open window: its transaction has not ended."""
+    transaction: int
+    tx_index: int = 0
+    """Its place in the transaction."""
+    committed_at: datetime | None = None
+    values: Row
+    """The table's columns; of a delete those that the server sent, the others as None."""
+    unchanged: tuple[str, ...]
+    """Columns that the server did not send because they did not change: None in `values`, and not null in the table."""
+    before: Row | None
+    moved_from: Row | None
+    """The old key, where it changed; the event before is the delete of that key."""
+    unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Values that the column's type cannot hold, as text: None in `values`."""
+    schema: TableSchema = field(repr=False, compare=False)
+    version: int = ENVELOPE
+
+    @property
+    def after(self) -> Row | None:
+        """The row as it is now; None if it is gone."""
+        gone = self.operation in (Operation.DELETE, Operation.TRUNCATE)
+        return None if gone else self.values
+
+    @property
+    def key(self) -> Row | None:
+        """The key's columns; None for a table without one, and for what is about no row."""
+        if not self.schema.key or self.operation in (Operation.TRUNCATE, Operation.MESSAGE, Operation.SCHEMA):
+            return None
+        return {name: self.values[name] for name in self.schema.key}
+
+    def row_write(self) -> RowWrite:
+        """What a mirror of the table has to do."""
+        operation = self.operation
+        if operation in (Operation.MESSAGE, Operation.SCHEMA):
+            return Nothing(why=f"a {operation.value} is about no row")
+        if operation is Operation.TRUNCATE:
+            return Truncate()
+        if self.unfit:
+            names = ", ".join(sorted(self.unfit))
+            return Nothing(why=f"a value does not fit the type of its column: {names}")
+        if operation is Operation.DELETE:
+            if self.key is None and self.before is None and all(value is None for value in self.values.values()):
+                return Nothing(why="the table has no key, and the source did not send the old row")
+            return Delete(key=self.key, old=None if self.key else self.before or self.values)
+        if self.key is None:
+            return self._keyless()
+        if self.unchanged:
+            sent = {name: value for name, value in self.values.items() if name not in self.unchanged}
+            return Merge(key=self.key, columns=sent, unchanged=self.unchanged, base=self.moved_from or self.key)
+        return Replace(key=self.key, row=self.values)
+
+    def _keyless(self) -> RowWrite:
+        if self.unchanged:
+            return Nothing(why="the table has no key, and the source did not send the whole row")
+        if self.operation is Operation.UPDATE and self.before is None:
+            return Nothing(why="the table has no key, and the source did not send the old row")
+        return Replace(key=None, row=self.values, old=self.before)
+
+
+def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
+    """The rows of a batch, one by one. Columns are turned to Python objects whole, which is what costs least."""
+    columns = dict(zip(data.schema.names, data.columns, strict=True))
+    count = data.num_rows
+
+    def listed(name: str) -> list[Any]:
+        return _values(columns[name]) if name in columns else [None] * count
+
+    names, table = schema.names, str(schema.table)
+    stored = {change.stored_name(name): name for name in names}
+    values = zip(*(listed(at) for at in stored), strict=True) if names else iter([()] * count)
+    operations = {operation.value: operation for operation in Operation}
+    rows = zip(
+        listed(change.OP), listed(change.SEQ), listed(change.POSITION), listed(change.TX), listed(change.TX_INDEX),
+        listed(change.COMMITTED_AT), listed(change.UNCHANGED), listed(change.BEFORE), listed(change.MOVED_FROM),
+        listed(change.UNFIT), values, strict=True,
+    )  # fmt: skip
+    for op, seq, position, tx, index, at, unchanged, before, moved, unfit, row in rows:
+        yield Event(
+            operation=operations[op], table=table, seq=seq, position=position, transaction=tx, tx_index=index,
+            committed_at=at, values=dict(zip(names, row, strict=True)), unchanged=tuple(unchanged or ()),
+            before=_named(before, stored), moved_from=_named(moved, stored),
+            unfit={cell["column"]: cell["text"] for cell in unfit or ()}, schema=schema,
+        )  # fmt: skip
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The column's values as Python has them. Arrow looks for the time zone of every single time; there is one."""
+    kind = column.type
+    values: list[Any]
+    if not pa.types.is_timestamp(kind) or kind.unit != "us" or kind.tz not in (None, "UTC"):
+        values = column.to_pylist()
+        return values
+    moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]")
+    zone = UTC if kind.tz else None
+    # Beyond what Python's calendar has, numpy gives a number.
+    values = [
+        moment.replace(tzinfo=zone) if isinstance(moment, datetime) else str(np.datetime64(moment, "us"))
+        for moment in moments.tolist()
+    ]
+    if column.null_count:
+        values = [value if there else None for value, there in zip(values, column.is_valid().to_pylist(), strict=True)]
+    return values
+
+
+def _named(row: Row | None, stored: Mapping[str, str]) -> Row | None:
+    return None if row is None else {stored.get(name, name): value for name, value in row.items()}

@@ -1,0 +1,167 @@
+"""Paths in an object store behave as those on a disk where the log needs it; puts that must happen once, do."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog import files, objects
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.objects import ObjectPath
+from tailrace.errors import ConfigError, LogFenced
+
+FILES = ("meta.json", "hot/1.arrow", "hot/.2.tmp", "schemas/1/1.json", "schemas/10/2.json", "cold/x.commits.parquet")
+
+
+@pytest.fixture
+def store() -> ObjectPath:
+    return ObjectPath.parse(f"memory://{uuid.uuid4().hex}/a/log")
+
+
+def filled(path: LogPath) -> LogPath:
+    for name in FILES:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(name.encode())
+    return path
+
+
+# ---- names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.b.json", "a", ".hidden", "a.", ".a.tmp", "@tables.json"])
+def test_the_parts_of_a_name_are_those_of_a_path(store: ObjectPath, name: str) -> None:
+    ours, theirs = store / "x" / name, Path("/log/x") / name
+    assert (ours.name, ours.stem, ours.suffix, ours.parent.name) == (
+        theirs.name, theirs.stem, theirs.suffix, theirs.parent.name
+    )  # fmt: skip
+
+
+def test_a_path_is_its_url_wherever_it_is_sent() -> None:
+    path = ObjectPath.parse("s3://bucket//a/b/", endpoint="http://here:1", region=None)
+    assert str(path) == "s3://bucket/a/b"
+    assert str(path / "c") == "s3://bucket/a/b/c"
+    assert str(ObjectPath.parse("s3://bucket")) == "s3://bucket"
+    assert pickle.loads(pickle.dumps(path)).options == (("endpoint", "http://here:1"),)
+    assert files.place("s3://bucket/a/b") == path
+    assert files.place("/tmp/log") == Path("/tmp/log")
+
+
+@pytest.mark.parametrize("url", ["s3://", "gs://bucket/x", "s3:///x", "s3://bucket/../x", "s3://bucket/a/./b"])
+def test_an_address_that_leads_nowhere_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        ObjectPath.parse(url)
+
+
+# ---- looking ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*", "*/*", "schemas/*/*.json", "hot/.*.tmp", "*/", "schemas/*/", "cold/*.parquet", "no/*"]
+)
+def test_a_glob_finds_what_it_finds_on_a_disk(store: ObjectPath, tmp_path: Path, pattern: str) -> None:
+    def found(path: LogPath) -> set[str]:
+        paths = [item for item in path.glob(pattern) if pattern.endswith("/") or not item.is_dir()]
+        return {files.below(path, item) for item in paths}
+
+    assert found(filled(store)) == found(filled(tmp_path / "log"))
+
+
+def test_what_is_there_is_told_as_on_a_disk(store: ObjectPath, tmp_path: Path) -> None:
+    def told(path: LogPath) -> list[object]:
+        names = sorted(files.names(path)), sorted(files.names(path / "schemas"))
+        sizes = {files.below(path, file): size for file, size in files.sizes(path).items()}
+        later = sorted(file.name for file in files.sizes(path / "hot", "0"))
+        there = [(path / name).exists() for name in ("meta.json", "hot", "schemas/1", "nothing")]
+        return [names, sizes, later, there, (path / "hot").is_dir(), (path / "meta.json").is_dir()]
+
+    assert told(filled(store)) == told(filled(tmp_path / "log"))
+
+
+def test_what_is_not_there_is_missing_and_deleting_it_is_no_error(store: ObjectPath) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        (store / "x").read_bytes()
+    assert caught.value.filename == str(store / "x")
+    (store / "x").unlink()
+    files.delete_all([store / "x"])
+    assert files.stamp(store / "x") is None
+
+
+def test_parts_of_an_object_are_read_also_of_an_empty_one(store: ObjectPath) -> None:
+    (store / "x").write_bytes(b"0123456789")
+    (store / "empty").write_bytes(b"")
+    assert files.read_start(store / "x", 4) == (b"0123", 10)
+    assert files.read_start(store / "x", 100) == (b"0123456789", 10)
+    assert files.read_start(store / "empty", 4) == (b"", 0)
+    assert files.read_range(store / "x", 4, 3) == b"456"
+    assert bytes(files.view(store / "x")) == b"0123456789"
+
+
+def test_many_bytes_are_kept_at_hand_in_a_file_without_a_name(
+    store: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_IN_MEMORY_BYTES_MAX", 10)
+    monkeypatch.setattr(objects, "_KEPT_BYTES_MAX", 250)
+    for name in "abc":
+        (store / name).write_bytes(name.encode() * 100)
+    held = files.fixed_view(store / "a")
+    assert [bytes(files.fixed_view(store / name)) for name in "abc"] == [b"a" * 100, b"b" * 100, b"c" * 100]
+    assert bytes(held) == b"a" * 100
+    (store / "a").write_bytes(b"other")
+    assert bytes(files.fixed_view(store / "a")) == b"other"
+
+
+# ---- once ------------------------------------------------------------------------------------------------
+
+
+def test_of_many_who_take_a_name_at_once_exactly_one_has_it(store: ObjectPath) -> None:
+    won: list[int] = []
+    begin = threading.Barrier(8)
+
+    def take(number: int) -> None:
+        begin.wait()
+        try:
+            files.create(store / "name", b"%d" % number)
+        except FileExistsError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert (store / "name").read_bytes() == b"%d" % won[0]
+
+
+def test_a_name_with_our_own_bytes_is_ours_and_one_with_others_is_not(store: ObjectPath) -> None:
+    files.create(store / "name", b"ours")
+    files.create(store / "name", b"ours")
+    with pytest.raises(FileExistsError):
+        files.create(store / "name", b"theirs")
+
+
+def test_a_record_is_replaced_only_by_one_who_knows_what_it_says(store: ObjectPath) -> None:
+    path = store / "record"
+    files.swap_durably(path, b"1", None)
+    before = files.stamp(path)
+    files.swap_durably(path, b"2", before)
+    with pytest.raises(FileExistsError):
+        files.swap_durably(path, b"3", before)
+    with pytest.raises(FileExistsError):
+        files.swap_durably(path, b"3", None)
+    with pytest.raises(LogFenced), files.alone(path):
+        files.swap_durably(path, b"3", before)
+    assert path.read_bytes() == b"2"
+
+
+def test_what_is_added_to_a_file_stands_behind_what_it_had(store: ObjectPath, tmp_path: Path) -> None:
+    for path in (store / "lines", tmp_path / "lines"):
+        files.append(path, b"one\n")
+        files.append(path, b"two\n")
+        with files.opened(path) as stream:
+            assert list(stream) == [b"one\n", b"two\n"]

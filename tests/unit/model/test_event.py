@@ -1,0 +1,154 @@
+"""What a change means for a mirror of the table, and how it looks as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tailrace.model.change import Operation
+from tailrace.model.encode import UNAVAILABLE, to_debezium, to_debezium_line, to_json, to_json_line
+from tailrace.model.event import ENVELOPE, Delete, Event, Merge, Nothing, Replace, RowWrite, Truncate
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.model.system import MESSAGE_STREAM
+from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
+from tests.support.windows import batch
+
+
+def events(schema: TableSchema, *rows: Change) -> list[Event]:
+    return list(batch(schema, *rows).events())
+
+
+def written(schema: TableSchema, *rows: Change) -> list[RowWrite]:
+    return [event.row_write() for event in events(schema, *rows)]
+
+
+ROW = {"id": 1, "name": "a", "big": "b", "n": 3}
+
+
+def test_a_whole_row_replaces_what_was_there() -> None:
+    given = insert(1, name="a", big="b", n=3), update(1, name="a", big="b", n=3)
+    assert written(SHOP, *given) == [Replace(key={"id": 1}, row=ROW)] * 2
+
+
+def test_what_was_not_sent_is_merged_and_never_null() -> None:
+    (todo,) = written(SHOP, update(1, name="a", n=3, unchanged=("big",)))
+    assert todo == Merge(
+        key={"id": 1}, columns={"id": 1, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1}
+    )  # fmt: skip
+
+
+def test_a_key_that_changed_is_a_delete_and_a_row_that_builds_on_the_old_one() -> None:
+    gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
+    assert gone == Delete(key={"id": 1})
+    assert come == Merge(key={"id": 2}, columns={"id": 2, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
+
+
+def test_a_delete_and_a_truncate() -> None:
+    assert written(SHOP, delete(1), truncate()) == [Delete(key={"id": 1}), Truncate()]
+
+
+def test_a_table_without_a_key_is_a_bag_of_rows() -> None:
+    one: dict[str, Any] = {"a": 1, "b": "x"}
+    two: dict[str, Any] = {"a": 2, "b": "y"}
+    added, changed, gone = written(KEYLESS, insert({}, **one), update({}, before=one, **two), delete({}, **two))
+    assert added == Replace(key=None, row=one)
+    assert changed == Replace(key=None, row=two, old=one)
+    assert gone == Delete(key=None, old=two)
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "why"),
+    [
+        (SHOP, insert(1, unfit=("n",)), "does not fit the type of its column: n"),
+        (KEYLESS, update({}, a=1), "did not send the old row"),
+        (KEYLESS, update({}, a=1, unchanged=("b",)), "did not send the whole row"),
+        (KEYLESS, delete({}), "did not send the old row"),
+        (MESSAGE_STREAM, Change(op="message", values={"prefix": "p"}), "a message is about no row"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_says_why(schema: TableSchema, row: Change, why: str) -> None:
+    (todo,) = written(schema, row)
+    assert isinstance(todo, Nothing)
+    assert why in todo.why
+    assert "SECRET" not in todo.why
+
+
+def test_an_event_has_the_row_before_and_after_its_key_and_where_it_comes_from() -> None:
+    (event,) = events(KEYLESS, update({}, before={"a": 1, "b": "x"}, a=2, b="y"))
+    assert (event.before, event.after, event.key) == ({"a": 1, "b": "x"}, {"a": 2, "b": "y"}, None)
+    assert (event.seq, event.position, event.transaction, event.tx_index, event.version) == (0, "0/0", 0, 0, ENVELOPE)
+    (gone,) = events(SHOP, delete(7))
+    assert (gone.after, gone.key, gone.operation) == (None, {"id": 7}, Operation.DELETE)
+
+
+def test_a_column_with_a_reserved_name_has_its_own_name_in_an_event() -> None:
+    column = Column(name="_op", source_type="text", type=pa.string())
+    schema = replace(SHOP, columns=(*SHOP.columns, column))
+    (event,) = events(schema, update(1, before={"id": 1, "_op": "old"}, _op="mine"))
+    assert event.values["_op"] == "mine"
+    assert event.before is not None
+    assert event.before["_op"] == "old"
+
+
+TYPES: dict[str, tuple[pa.DataType, Any, Any, Any]] = {
+    "small": (pa.int64(), 5, 5, 5),
+    "large": (pa.int64(), 2**60, str(2**60), 2**60),
+    "yes": (pa.bool_(), True, True, True),
+    "ratio": (pa.float64(), 0.5, 0.5, 0.5),
+    "none": (pa.float64(), float("nan"), "NaN", "NaN"),
+    "endless": (pa.float64(), float("-inf"), "-Infinity", "-Infinity"),
+    "price": (pa.decimal128(12, 2), Decimal("10.50"), "10.50", "10.50"),
+    "raw": (pa.binary(), b"\x00\xff", "AP8=", "AP8="),
+    "day": (pa.date32(), date(1970, 1, 11), "1970-01-11", 10),
+    "hour": (pa.time64("us"), time(0, 0, 1), "00:00:01", 1_000_000),
+    "local": (pa.timestamp("us"), datetime(1970, 1, 1, 0, 0, 2), "1970-01-01T00:00:02", 2_000_000),
+    "zoned": (
+        pa.timestamp("us", "UTC"), datetime(1970, 1, 1, tzinfo=UTC), "1970-01-01T00:00:00+00:00",
+        "1970-01-01T00:00:00Z",
+    ),
+    "many": (pa.list_(pa.int32()), [1, None], [1, None], [1, None]),
+    "word": (pa.string(), "é\n", "é\n", "é\n"),
+    "nothing": (pa.string(), None, None, None),
+}  # fmt: skip
+
+
+def test_every_type_has_a_form_in_json_that_loses_nothing() -> None:
+    schema = TableSchema(
+        table=TableId("a.b", "c"), relation=1, key=("small",), identity=Identity.KEY,
+        columns=tuple(Column(name=name, source_type="", type=kind) for name, (kind, *_) in TYPES.items()),
+    )  # fmt: skip
+    values = {name: value for name, (_, value, _, _) in TYPES.items()}
+    (event,) = events(schema, Change(op="insert", values=values))
+    assert to_json(event)["after"] == {name: ours for name, (_, _, ours, _) in TYPES.items()}
+    assert to_debezium(event)["after"] == {name: theirs for name, (_, _, _, theirs) in TYPES.items()}
+    assert json.loads(to_json_line(event)) == to_json(event)
+    assert "\n" not in to_json_line(event) + to_debezium_line(event)
+
+
+def test_in_our_own_form_absent_is_not_null() -> None:
+    (event,) = events(SHOP, update(1, name=None, n=3, unchanged=("big",)))
+    found = to_json(event)
+    assert found["after"] == {"id": 1, "name": None, "n": 3}
+    assert (found["unchanged"], found["key"], found["v"]) == (["big"], {"id": 1}, ENVELOPE)
+    assert "before" not in found
+
+
+def test_readers_of_debezium_find_what_they_look_for() -> None:
+    given = insert(1, name="a", big="b", n=3), update(1, unchanged=("big",)), delete(1), truncate()
+    found = [to_debezium(event, name="shop") for event in events(SHOP, *given)]
+    assert [item["op"] for item in found] == ["c", "u", "d", "t"]
+    assert found[0]["before"] is None
+    assert found[1]["after"]["big"] == UNAVAILABLE
+    assert (found[2]["before"], found[2]["after"]) == ({"id": 1}, None)
+    source = found[1]["source"]
+    assert (source["schema"], source["table"], source["name"]) == ("public", "things", "shop")
+    assert source["snapshot"] == "false"
+    assert (source["lsn"], source["txId"]) == (1, 1)
+    (read,) = events(SHOP, Change(op="read", values=ROW))
+    assert (to_debezium(read)["op"], to_debezium(read)["source"]["snapshot"]) == ("r", "true")
