@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from tailrace.cli import logs
@@ -95,15 +95,16 @@ class Parser(argparse.ArgumentParser):
             close = difflib.get_close_matches(wrong.group(1), COMMANDS, n=1)
             message = f"`{wrong.group(1)}` is not a command"
             hint = f"Did you mean `tailrace {close[0]}`?" if close else f"There are {', '.join(COMMANDS)}."
+        elif "required: ACTION" in message:
+            hint = f"Say what to do: {' or '.join(_ACTIONS[self.prog.rpartition(' ')[2]])}. {hint}"
         raise ConfigError(message, hint=hint)
-
 
     def parse_known_args(  # type: ignore[override] # argparse overloads it; we always pass what it is called with
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Take tables that stand behind a flag too: argparse looks for them at one place only."""
         found, rest = super().parse_known_args(args, namespace)
-        if self.prog.endswith((" snapshot", " retry", " dead-letters")):
+        if self.prog.endswith((" snapshot", " retry", " dead-letters", " tail")):
             found.tables = [*found.tables, *(word for word in rest if not word.startswith("-"))]
             rest = [word for word in rest if word.startswith("-")]
         return found, rest
@@ -132,7 +133,10 @@ COMMANDS = {
     "rebuild": "make a lake table anew from one of its versions and the log; the source is not asked",
     "evolve": "show what would be done to lake tables whose source changed its shape; `run` does it",
     "at": "show which versions of the lake tables belong together at a time or position",
+    "tail": "print changes as they come into the log, a line each; asks nothing of the source",
     "log": "show, verify, seal or trim the change log, or its tables' schemas; asks nothing of the source",
+    "schema-history": "show what became of tables' shapes: made, changed, dropped; asks nothing of the source",
+    "checkpoints": "show the checkpoints of a program of your own, seed one by hand, or delete one",
     "consumers": "show whom the log is kept for, or forget one of them",
     "check": "check the settings file, offline",
     "drop": "remove the slot and publication at the source; log and tables stay",
@@ -150,6 +154,7 @@ _LOG_ACTIONS = {
     "seal": "turn commits into Parquet files now",
     "trim": "let go now of what nobody needs",
 }
+_ACTIONS: dict[str, Collection[str]] = {"log": _LOG_ACTIONS, "dead-letters": ("list", "replay")}
 _TAKE_OVER = "take log and slot from a process that hangs; should it wake, it ends"
 
 
@@ -162,7 +167,10 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, description in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description, allow_abbrev=False)
-        command.add_argument("file", metavar="FILE", help="the settings file, e.g. tailrace.yaml")
+        if name == "checkpoints":
+            command.add_argument("folder", metavar="FOLDER", help="of the FileCheckpointStore")
+        else:
+            command.add_argument("file", metavar="FILE", help="the settings file, e.g. tailrace.yaml")
         command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
         # Given before the command or after it; without a default here the one before is kept.
         _add_log_level(command, argparse.SUPPRESS)
@@ -172,7 +180,9 @@ def build_parser() -> Parser:
             command.add_argument("--quiet", action="store_true", help="show no progress and no summary")
         if name == "capture":
             command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-        if name in ("snapshot", "retry"):
+        if name == "tail":
+            _add_tail(command)
+        if name in ("snapshot", "retry", "tail"):
             command.add_argument(
                 "tables", metavar="TABLE", nargs="*", help='schema.table or a pattern, e.g. "public.order_*"'
             )
@@ -191,10 +201,14 @@ def build_parser() -> Parser:
             command.add_argument("--position", metavar="LSN", help="the last point up to it, e.g. 0/15E3F70")
         if name == "log":
             actions = "; ".join(f"{action}: {what}" for action, what in _LOG_ACTIONS.items())
-            command.add_argument("action", metavar="ACTION", choices=_LOG_ACTIONS, help=actions)
+            command.add_argument("action", metavar="ACTION", choices=_ACTIONS["log"], help=actions)
             command.add_argument(
                 "--older-than", metavar="AGE", help="trim: what is older, instead of the settings' age"
             )
+        if name == "schema-history":
+            command.add_argument("table", metavar="TABLE", nargs="?", help="schema.table; without one, all")
+        if name == "checkpoints":
+            _add_checkpoints(command)
         if name == "consumers":
             command.add_argument("--forget", metavar="NAME", help="let go of what this consumer holds")
         if name == "drop":
@@ -213,15 +227,32 @@ def _add_snapshot(command: argparse.ArgumentParser) -> None:
     holds.add_argument("--stop", action="store_true", help="give loads up; a table that has rows goes on as it was")
 
 
+def _add_tail(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--from-start", action="store_true", help="begin with the oldest change that is kept")
+    command.add_argument("--until-caught-up", action="store_true", help="end once all that is there was printed")
+    command.add_argument("--debezium", action="store_true", help="print each change as Debezium's connectors do")
+
+
 def _add_dead_letters(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "action", metavar="ACTION", choices=("list", "replay"),
+        "action", metavar="ACTION", choices=_ACTIONS["dead-letters"],
         help="list: show them; replay: read their rows again from the source and put them into the tables",
     )  # fmt: skip
     command.add_argument("tables", metavar="TABLE", nargs="*", help="schema.table or a pattern; without one, all")
     command.add_argument("--payload", action="store_true", help="list: show the rows' values too")
     command.add_argument("--forget", action="store_true", help="list: drop what is listed; needs TABLE")
     command.add_argument("--seq", metavar="NUMBER", type=int, action="append", help="with --forget: only this one")
+
+
+def _add_checkpoints(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "action", metavar="ACTION", choices=("list", "seed", "delete"),
+        help="list: show them; seed: save the first one of a key; delete: forget one",
+    )  # fmt: skip
+    command.add_argument("key", metavar="KEY", nargs="?", help="seed, delete: which")
+    command.add_argument("--source", metavar="TYPE", help="seed: postgresql, mysql, mariadb, sqlserver, or your own")
+    command.add_argument("--type", metavar="TYPE", help="seed: how it counts, e.g. postgresql-lsn or mysql-gtid")
+    command.add_argument("--position", metavar="TEXT", help="seed: what the sink certainly has, e.g. 16/B374D848")
 
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
@@ -398,6 +429,18 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
 
         handle = logbook.log if arguments.command == "log" else logbook.consumers
         return handle(load(arguments.file), arguments)
+    if arguments.command == "schema-history":
+        from tailrace.cli import schemahistory
+
+        return schemahistory.schema_history(load(arguments.file), arguments)
+    if arguments.command == "checkpoints":
+        from tailrace.cli import checkpoints
+
+        return checkpoints.checkpoints(arguments)
+    if arguments.command == "tail":
+        from tailrace.cli import tail
+
+        return tail.tail(load(arguments.file), arguments)
     if arguments.command == "at":
         from tailrace.cli import at
 

@@ -133,11 +133,16 @@ def _changed(version: LogVersion) -> Iterator[str]:
     if version.version == 1:
         key = ", ".join(definition["key"])
         yield human_count(len(definition["columns"]), "column") + (f", key {key}" if key else ", no key")
-    for change in definition.get("changes", ()):
+    yield from described(definition)
+
+
+def described(evolution: dict[str, Any]) -> Iterator[str]:
+    """What became of a table from one version to the next, in words."""
+    for change in evolution.get("changes", ()):
         yield _CHANGES[change["kind"]](change)
-    if definition.get("rewritten") is True:
+    if evolution.get("rewritten") is True:
         yield "all rows written anew"
-    elif definition.get("rewritten") == "unknown":
+    elif evolution.get("rewritten") == "unknown":
         yield "whether older rows changed is unknown"
 
 

@@ -1,161 +1,499 @@
-"""The one loop: read, append, confirm, in that order.
+"""The one loop: poll, sink, record, confirm, in that order.
 
-The order is the delivery guarantee. Changes are durable in the log before the source may discard its own, so a
-crash replays a window and never skips one. A source that breaks is opened again from the log's own position;
-what was read and not appended is read again. So is a sink that fails: after any error the stream is closed, and a
-transaction of which only a part was appended comes again from its beginning.
+The order is the delivery guarantee. Changes are durable at the sink, then the place is, and only then may the source
+discard its own, so a crash repeats a batch and never skips one. A batch stays the same until it is acknowledged, and
+nothing is handed out in front of it; so one that failed can not be passed. A source that breaks is opened again; what
+was read and not acknowledged comes again.
+
+In a pipeline the change log is the sink and keeps the place, in one commit; otherwise a checkpoint store does. What is
+never different is the order, which stands in `_turn` and `_settle`. docs/decisions/0016-one-runtime.md has the whole
+list of what must stay true.
 """
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tailrace import failpoints
-from tailrace.capture.base import Stream
-from tailrace.errors import LogError, Remedy, TailraceError
-from tailrace.model.batch import Window
-from tailrace.model.position import Lsn
-
-log = logging.getLogger(__name__)
+from tailrace.capture.base import OfTimeline, Scannable, Stream
+from tailrace.errors import ConfigError, RuntimeRefused, SinkRejected, TailraceError, Unacknowledged
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import TableId
+from tailrace.runtime import observing as facts
+from tailrace.runtime.batch import (
+    Ack,
+    Batch,
+    Kind,
+    Limits,
+    accepted,
+    empty,
+    last_transaction,
+    numbered,
+    refused,
+)
+from tailrace.runtime.buffer import Buffer
+from tailrace.runtime.control import Control
+from tailrace.runtime.intake import Intake, Streams
+from tailrace.runtime.keeping import Keeper, Place, StoreKeeper
+from tailrace.runtime.observing import Health, Observer, Status, Telling, judge
+from tailrace.runtime.shapes import Shapes
+from tailrace.runtime.sinks import Rejected, Sink
+from tailrace.runtime.snapshots import Snapshots
+from tailrace.runtime.starting import begin
+from tailrace.runtime.states import Drained, Progress, State
+from tailrace.runtime.transforming import Transform, transformed
+from tailrace.state.checkpoint import CheckpointStore
+from tailrace.state.history import SchemaHistory
 
 IDLE_SECONDS_MAX = 10.0
 IDLE_BYTES_MAX = 16 << 20
 """A quiet source's position is recorded at least this often, so that it can discard its log."""
 READ_SECONDS = 0.25
-RETRY_SECONDS_FIRST, RETRY_SECONDS_MAX = 0.5, 15.0
-
-
-class Sink(Protocol):
-    """Where windows become durable. `append` returns only when the window and its end are durable together;
-    it refuses a window that does not start at `position`.
-
-    An open window moves nothing: its rows are kept aside until the window that finishes their transaction makes
-    all of them durable at once. A window that continues none forgets what was kept aside: it comes again."""
-
-    position: Lsn
-
-    def append(self, window: Window) -> object: ...
-
-
-@dataclass
-class Progress:
-    """What the loop has done since it was started."""
-
-    windows: int = 0
-    transactions: int = 0
-    rows: int = 0
-    """Those of a transaction that has come in part are counted as they come."""
-    reconnects: int = 0
-    source_end: Lsn = Lsn(0)
-    """The furthest position the source has shown."""
-    last_error: TailraceError | None = None
-
-
-def step(
-    stream: Stream, sink: Sink, wait_seconds: float, idle_due: Callable[[Window], bool]
-) -> Window | None:
-    """Move the capture one window forward; the window, or None if there was none to take."""
-    window = stream.read(sink.position, wait_seconds)
-    if window is None:
-        return None
-    if window.open:
-        failpoints.hit("capture.piece_read")
-        sink.append(window)  # a part of a transaction moves no position, so there is nothing to confirm
-        return window
-    failpoints.hit("capture.window_read")
-    if window.empty and not idle_due(window):
-        return window
-    sink.append(window)  # data and position in one atomic commit
-    failpoints.hit("capture.before_confirm")
-    stream.confirm(window.end)  # only now may the server drop its log
-    failpoints.hit("capture.after_confirm")
-    return window
+RETRY_SECONDS = 300.0
+STALLED_SECONDS = 60.0
+INJECTED_MAX = 10_000
+SCAN_SECONDS = 0.05
+"""Between two looks for whether a snapshot may begin."""
 
 
 class CdcRuntime:
-    """Runs the loop until told to stop, through broken connections."""
+    """Captures the changes of a source for a sink. One thread drives it; `control` is for the others."""
 
     def __init__(
-        self, open_stream: Callable[[Lsn], Stream], sink: Sink, *, target: Lsn | None = None,
-        retry_seconds_max: float = 300.0,
+        self, source: Streams, checkpoint: CheckpointStore | Keeper, schema_history: SchemaHistory | None = None, *,
+        key: str = "default", snapshot_tables: Sequence[TableId] = (),
+        incremental_snapshot: Sequence[TableId] = (), limits: Limits | None = None, target: Lsn | None = None,
+        transform: Transform | None = None, observers: Sequence[Observer] = (),
+        retry_seconds_max: float = RETRY_SECONDS, stalled_seconds: float = STALLED_SECONDS,
     ) -> None:  # fmt: skip
-        self._open = open_stream
-        self._sink = sink
+        self._source = source
+        self._keeper = checkpoint if isinstance(checkpoint, Keeper) else StoreKeeper(checkpoint, key)
+        self._snapshot_tables, self._incremental = tuple(snapshot_tables), tuple(incremental_snapshot)
+        if self._keeper.takes_windows and (snapshot_tables or incremental_snapshot):
+            raise ConfigError("a log does not keep a snapshot's place", hint="Use a checkpoint store beside the sink.")
+        self._limits = limits or Limits()
         self._target = target
-        self._retry_seconds_max = retry_seconds_max
-        self._last_commit = time.monotonic()
-        self._failing_since: float | None = None
-        self._rows_open = 0
+        self._stalled_seconds = stalled_seconds
+        self._id, self._number = uuid.uuid4(), 0
+        self._tell = Telling(observers)
+        self._intake = Intake(source, retry_seconds_max, lost=self._on_lost, opened=self._on_opened)
+        self._raw = self._keeper.takes_windows
+        self._buffer = Buffer(self._limits, as_they_come=self._raw)
+        self._history = schema_history
+        self._shapes = Shapes(schema_history, self._tell)
+        self._snapshots = Snapshots(source, self._tell)
+        self._injected: deque[ChangeBatch] = deque()
+        self._place: Place | None = None
+        self._given: Batch | None = None
+        self._taken = Window(start=ZERO, end=ZERO)
+        """What was given, as the source had it."""
+        self._halted: tuple[Kind, Window] | None = None
+        """What the transform has failed at."""
+        self._transform = transform
+        self._given_at = self._polled_at = self._last_commit = time.monotonic()
+        self._part_rows = 0
+        """Acknowledged, of a transaction of which the rest is to come."""
+        self._was_paused = False
+        self.state = State.IDLE
         self.progress = Progress()
+        self.control = Control(self._status, snapshots=isinstance(source, Scannable) and not self._raw)
+
+    # The place.
+
+    @property
+    def position(self) -> Lsn:
+        """Everything up to here was acknowledged, and is durable."""
+        return self._here.position
+
+    @property
+    def rows_committed(self) -> int:
+        """How many rows were acknowledged, by this runtime and those before it under the same key."""
+        return self._here.rows
 
     @property
     def caught_up(self) -> bool:
-        """Whether the log holds everything up to the target."""
-        return self._target is not None and self._sink.position >= self._target
+        """Whether everything up to the target was acknowledged."""
+        if self._target is None:
+            return False
+        place = self._place if not self._raw else self._keeper.load()
+        return place is not None and place.position >= self._target
 
-    def run(self, stopping: Callable[[], bool]) -> None:
-        """Loop until `stopping` says so; a source that is lost and a log without room are waited out for a while."""
-        pause = RETRY_SECONDS_FIRST
-        while not stopping():
-            try:
-                self._stream_until(stopping)
-            except TailraceError as error:
-                if self._failing_since is None:
-                    pause = RETRY_SECONDS_FIRST
-                self._give_up_or_wait(error, pause, stopping)
-                pause = min(pause * 2, RETRY_SECONDS_MAX)
+    @property
+    def _here(self) -> Place:
+        if self._place is None:
+            raise RuntimeRefused("it was not started", hint="Call `start()` first.")
+        return self._place
 
-    def _stream_until(self, stopping: Callable[[], bool]) -> None:
-        stream = self._open(self._sink.position)
-        self.progress.rows -= self._rows_open  # they come again
-        self._rows_open = 0
+    # Starting and stopping.
+
+    def start(self) -> None:
+        """Find the place, get the source ready, take up a snapshot that was under way. If it fails, call it again."""
+        if self.state in (State.RUNNING, State.STOPPING):
+            raise RuntimeRefused(f"it is {self.state.value}", hint="Wait until it is stopped.")
         try:
-            stream.confirm(self._sink.position)
-            while not stopping():
-                before = self._sink.position
-                window = step(stream, self._sink, READ_SECONDS, self._idle_due)
-                # An outage that is over does not count: of the source, when it answers, even if it has nothing to
-                # say; of the log, when it has taken something.
-                if not isinstance(self.progress.last_error, LogError) or self._sink.position > before:
-                    self.progress.last_error = self._failing_since = None
-                if window is not None:
-                    self._count(window)
-        finally:
-            stream.close()
+            place, resumed = begin(
+                self._source, self._keeper, self._history, self._snapshots, self._snapshot_tables, self._incremental
+            )
+        except BaseException:
+            self._snapshots.close()
+            self.state = State.IDLE
+            raise
+        self._place, self._given, self._part_rows = place, None, 0
+        self._buffer.forget(place.position, place.rows)
+        self._intake.outage = None
+        self._given_at = self._polled_at = self._last_commit = time.monotonic()
+        self.state = State.RUNNING
+        self._tell(facts.Started(
+            position=place.position, rows=place.rows, resumed=resumed, snapshot=place.scan is not None
+        ))  # fmt: skip
 
-    def _count(self, window: Window) -> None:
+    def stop(self) -> None:
+        """Stop, unless something is not acknowledged."""
+        self._require_running()
+        handed = self._given.rows if self._given else 0
+        injected = sum(map(len, self._injected))
+        if handed or injected or self._part_rows:
+            raise Unacknowledged(
+                "something is not acknowledged", handed_out=handed, injected=injected, in_part=self._part_rows,
+                hint="Acknowledge the batch, or call `drain_and_stop()` or `force_stop()`, which give back what is "
+                "not delivered.",
+            )  # fmt: skip
+        self._let_go()
+
+    def force_stop(self) -> Drained:
+        """Stop now; what is not acknowledged."""
+        self._require_running()
+        if self._halted is not None:
+            self._buffer.put_back(self._halted[1])
+        whole, parts = self._buffer.drain()
+        drained = Drained(in_flight=self._given, buffered=whole, pending=parts, injected=tuple(self._injected))
+        self._injected.clear()
+        self._let_go()
+        return drained
+
+    def drain_and_stop(self) -> Drained:
+        """Acknowledge the batch that is under way, then stop; what else is not acknowledged."""
+        self._require_running()
+        if self._given is not None:
+            self.commit(self._given.ack)
+        return self.force_stop()
+
+    def _let_go(self) -> None:
+        self.state = State.STOPPING
+        left = self._given.rows if self._given else 0
+        try:
+            self._snapshots.close()
+            self._intake.close()
+        finally:
+            self.progress.rows -= self._part_rows  # they come again
+            self._given, self._halted, self._part_rows = None, None, 0
+            self.state = State.STOPPED
+        place = self._here
+        self._tell(facts.Stopped(position=place.position, rows=place.rows, unacknowledged=left))
+
+    def _require_running(self) -> None:
+        if self.state is not State.RUNNING:
+            raise RuntimeRefused(f"it is {self.state.value}, not running", hint="Call `start()` first.")
+
+    # Handing out.
+
+    def poll(self, wait_seconds: float | None = None) -> Batch:
+        """The next batch, or the same one while it is not acknowledged; an empty one if nothing came in time."""
+        self._require_running()
+        wait = READ_SECONDS if wait_seconds is None else wait_seconds
+        self._polled_at = time.monotonic()
+        if self._given is not None:
+            return self._given
+        if self._is_paused(wait):
+            return empty(self.position)
+        if self._halted is not None:
+            return self._give(*self._halted)
+        if self._injected:
+            return self._injection()
+        if (scanned := self._next_scanned(wait)) is not None:
+            self._shapes.see(scanned)
+            return self._give(Kind.SNAPSHOT, scanned)
+        if self._snapshots.blocks_stream:
+            time.sleep(min(wait, SCAN_SECONDS))
+            return empty(self.position)
+        window = self._next_window(wait)
+        if window is None:
+            return empty(self.position)
+        self._shapes.see(window)
+        self._snapshots.delivering(window)
+        return self._give(Kind.STREAM, window)
+
+    def _is_paused(self, wait_seconds: float) -> bool:
+        self._note_pause()
+        if self._was_paused:
+            self.control.wait(wait_seconds)
+            self._note_pause()
+        return self._was_paused
+
+    def _note_pause(self) -> None:
+        was, self._was_paused = self._was_paused, self.control.paused
+        if was != self._was_paused:
+            self._tell(facts.Paused() if self._was_paused else facts.Resumed())
+
+    def _injection(self) -> Batch:
+        batch, at = self._injected.popleft(), self.position
+        return Batch(kind=Kind.INJECTED, window=Window(start=at, end=at, batches=(batch,), rows=len(batch)))
+
+    def _give(self, kind: Kind, window: Window) -> Batch:
+        if not self._raw and window.batches:
+            window = numbered(window, self._here.rows + self._part_rows)
+        self._halted = kind, window  # and it stays so if the transform fails: nothing passes it
+        shown = transformed(window, self._transform)
+        self._halted, self._taken = None, window
+        self._number += 1
+        self._given = Batch(kind=kind, window=shown, ack=Ack(self._id, self._number))
+        self._given_at = time.monotonic()
+        if self._tell:
+            self._tell(facts.Delivered(kind=kind.value, rows=window.rows, end=window.end))
+        return self._given
+
+    def _next_scanned(self, wait_seconds: float) -> Window | None:
+        """Rows that a snapshot reads; one that breaks is taken up again like a stream."""
+        if not self._intake.may_try(wait_seconds):
+            return None
+        try:
+            if (place := self._snapshots.settled(self._here, self.control)) is not None:
+                self._save(place)
+                if not self._buffer and not self._buffer.gathering:
+                    self._buffer.forget(place.position, place.rows)  # a snapshot that begins again moves it
+            return self._snapshots.next(self._here, self._limits.rows)
+        except TailraceError as error:
+            if (given_up := self._snapshots.failed(self._here, error)) is not None:
+                self._save(given_up)
+            else:
+                self._intake.fail(error)
+            return None
+
+    def _next_window(self, wait_seconds: float) -> Window | None:
+        """What the next batch holds: what has come, and what comes while there is room and time."""
+        until = time.monotonic() + (0.0 if self._buffer else wait_seconds)
+        while not self._buffer.full:
+            had = bool(self._buffer)
+            if self._read(max(0.0, until - time.monotonic())) is None:
+                break
+            if self._buffer and not had:
+                until = time.monotonic() + self._limits.seconds
+            elif not self._buffer and time.monotonic() >= until:
+                break  # a transaction is gathered that has not ended
+        found = self._buffer.next()
+        if found is not None and not found.rows and not self._raw:
+            self._settle(found)  # a transaction of which all rows were acknowledged has ended
+            return None
+        return found
+
+    def _read(self, wait_seconds: float) -> Window | None:
+        """Take one window from the source into the buffer; None if there was none with anything in it."""
+        window = self._intake.read(self._buffer.upto, self.position, wait_seconds)
+        if window is None:
+            return None
+        failpoints.hit("capture.piece_read" if window.open else "capture.window_read")
         self.progress.source_end = max(self.progress.source_end, window.end)
-        self.progress.transactions += window.transactions
-        self.progress.rows += window.rows
-        self.progress.windows += 1
-        self._rows_open = self._rows_open + window.rows if window.open else 0
-        if self._sink.position == window.end and not window.open:
-            self._last_commit = time.monotonic()
+        if not window.empty:
+            self._buffer.take(window)
+            return window
+        if not self._buffer and not self._part_rows and not self._buffer.gathering and self._idle_due(window):
+            self._settle(window)
+            self._buffer.upto = window.end
+        return None
 
     def _idle_due(self, window: Window) -> bool:
         reached = self._target is not None and window.start < self._target <= window.end
-        return (
-            reached
-            or window.end - window.start >= IDLE_BYTES_MAX
-            or time.monotonic() - self._last_commit >= IDLE_SECONDS_MAX
-        )
+        long_ago = time.monotonic() - self._last_commit >= IDLE_SECONDS_MAX
+        return reached or long_ago or window.end - window.start >= IDLE_BYTES_MAX
 
-    def _give_up_or_wait(self, error: TailraceError, pause: float, stopping: Callable[[], bool]) -> None:
-        self._failing_since = self._failing_since or time.monotonic()
-        failing = time.monotonic() - self._failing_since
-        if error.remedy is not Remedy.RETRY or failing > self._retry_seconds_max:
-            raise error
-        self.progress.last_error = error
-        self.progress.reconnects += 1
-        said = {"code": error.code, "reason": error.message, "wait": pause}
-        if isinstance(error, LogError):
-            log.error("the log takes nothing, trying again", extra=said | {"hint": error.hint})
+    # Acknowledging.
+
+    def commit(self, ack: Ack | None, rows: int | None = None) -> None:
+        """Acknowledge a batch, or its first rows: the rest is handed out next. What was given must be durable.
+
+        None, the token of a batch that carries no position, needs no acknowledgement, and gets none.
+        """
+        self._require_running()
+        if ack is None:
+            return
+        given = self._given
+        if given is None or ack != given.ack:
+            raise refused(ack, self._id)
+        count = given.rows if rows is None else rows
+        if not 0 <= count <= given.rows or (self._raw and count != given.rows):
+            raise ConfigError(
+                "so many rows of the batch cannot be accepted", rows=count, batch=given.rows,
+                hint="All of them, or, where no log keeps the place, fewer.",
+            )  # fmt: skip
+        if not count and given.rows:
+            return
+        if given.kind is Kind.SNAPSHOT:
+            self._settle_scanned(count)
         else:
-            log.warning("source lost, trying again", extra=said)
-        until = time.monotonic() + pause
-        while time.monotonic() < until and not stopping():
-            time.sleep(0.05)
+            self._settle_first(self._taken, count)
+
+    def _settle_scanned(self, rows: int) -> None:
+        self._save(self._snapshots.place_after(self._here, rows))
+        self.progress.rows += rows
+        self._given = None
+        if (rest := self._snapshots.acknowledged(self._here, rows)) is not None:
+            self._give(Kind.SNAPSHOT, rest)
+
+    def _settle_first(self, window: Window, rows: int) -> None:
+        """Acknowledge the first rows of a window: whole transactions move the position, a part of one does not."""
+        if rows >= window.rows:
+            self._settle(window)
+            return
+        taken, rest = accepted(window, rows)
+        self._buffer.put_back(rest)  # before the source is told: a stream that breaks there goes on behind it
+        try:
+            for part in taken:
+                self._settle(part)
+        except BaseException:
+            if self._given is not None:
+                self._buffer.take_back()  # nothing was acknowledged
+            raise
+
+    def _settle(self, window: Window) -> None:
+        """What the sink has, on record; then the source may forget it."""
+        if window.open:
+            self._part_rows += window.rows  # a part of a transaction moves no position: there is nothing to confirm
+            self._count(window)
+            return
+        place = self._here
+        self._save(replace(
+            place, position=window.end, rows=place.rows + self._part_rows + window.rows,
+            transactions=place.transactions + window.transactions,
+            transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
+        ))  # fmt: skip
+        self._part_rows = 0
+        self._count(window)
+        self._last_commit = time.monotonic()
+        failpoints.hit("capture.before_confirm")
+        self._intake.confirm(window.end)  # only now may the server drop its log
+        failpoints.hit("capture.after_confirm")
+        if self._tell:
+            self._tell(facts.Committed(position=window.end, rows=self._here.rows))
+
+    def _save(self, place: Place) -> None:
+        self._keeper.save(place)
+        self._place = place
+        self._intake.taken()
+
+    def _count(self, window: Window) -> None:
+        self._given = None
+        self.progress.transactions += window.transactions
+        self.progress.rows += window.rows
+        self.progress.windows += 1
+        if not self._intake.outage:
+            self.progress.last_error = None
+
+    # What happens to the stream.
+
+    def _on_opened(self, stream: Stream, after: Lsn) -> None:
+        self._shapes.reopened()
+        place = self._here
+        if place.source is not None and isinstance(stream, OfTimeline):
+            self._place = replace(place, source=replace(place.source, timeline=stream.timeline))
+        self._tell(facts.StreamOpened(after=after))
+
+    def _on_lost(self, error: TailraceError, wait_seconds: float, kept: bool) -> None:
+        self.progress.last_error, self.progress.reconnects = error, self._intake.reconnects
+        place = self._here
+        if not kept and self._buffer.lose(place.position, place.rows):
+            self.progress.rows -= self._part_rows
+            self._part_rows = 0
+        self._tell(facts.Lost(code=error.code, reason=error.message, wait_seconds=wait_seconds))
+
+    # The whole loop, for those who bring a sink.
+
+    def run(
+        self, sink: Sink, stop: threading.Event | Callable[[], bool], *,
+        on_rejected: Callable[[Sequence[Rejected]], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Poll, write, flush, commit, until told to stop; a source that is lost, and a sink that takes nothing for a
+        while, are waited out. Rows that the sink does not take go to `on_rejected`, or end it."""
+        keeps: object = self._keeper
+        if self._raw and sink is not keeps:
+            raise ConfigError(
+                "the log keeps the place of another sink", hint="Give the runtime and `run` the same `LogSink`."
+            )
+        if self.state is not State.RUNNING:
+            self.start()
+        stopping = stop.is_set if isinstance(stop, threading.Event) else stop
+        try:
+            while not stopping():
+                self._turn(sink, on_rejected)
+        except BaseException as error:
+            self._let_go()
+            if isinstance(error, TailraceError):
+                self._tell(facts.Failed(error=error))
+            raise
+        self._let_go()
+
+    def _turn(self, sink: Sink, on_rejected: Callable[[Sequence[Rejected]], None] | None) -> None:
+        try:
+            if not self._intake.may_try(READ_SECONDS):
+                return
+            batch = self.poll()
+            if self._intake.outage is None:
+                self.progress.last_error = None
+            if batch.kind is Kind.EMPTY:
+                return
+            rejected = sink.write(batch)
+            if rejected and on_rejected is None:
+                raise SinkRejected(
+                    "the sink does not take some of the rows", rows=len(rejected), reason=rejected[0].reason,
+                    hint="Mend the sink, or give `run` an `on_rejected` that sets them aside.",
+                )  # fmt: skip
+            if rejected and on_rejected is not None:
+                on_rejected(rejected)
+            sink.flush(self._is_last)
+            self.commit(batch.ack)
+        except TailraceError as error:
+            if self._raw:  # of a transaction that came in parts the log may have some: it begins again
+                self._given = self._halted = None
+            self._intake.fail(error, keep=self._given is not None or self._halted is not None)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether nothing more is known to be there."""
+        return not self._buffer and not self._intake.holds_more and not self._snapshots.under_way
+
+    # From outside.
+
+    def enqueue(self, batch: ChangeBatch) -> None:
+        """Inject changes of one's own: the next poll hands them out. They carry no position and are not kept."""
+        self._require_running()
+        if len(self._injected) >= INJECTED_MAX:
+            raise RuntimeRefused("too much was injected and not polled", hint="Poll before injecting more.")
+        if len(batch):
+            self._injected.append(batch)
+
+    def health(self) -> Health:
+        """How it is, and what to do about it."""
+        now = time.monotonic()
+        given = self._given
+        return judge(
+            state=None if self.state is State.RUNNING else self.state.value, paused=self.control.paused,
+            error=self._intake.outage.error if self._intake.outage else None,
+            unacknowledged=given.rows if given else None, given_seconds=now - self._given_at,
+            polled_seconds=now - self._polled_at, quiet_seconds=now - self._last_commit,
+            reading=self._snapshots.under_way, limit_seconds=self._stalled_seconds,
+        )  # fmt: skip
+
+    def _status(self) -> Status:
+        place, given = self._place, self._given
+        return Status(
+            state=self.state.value, paused=self.control.paused, position=str(place.position) if place else None,
+            rows=place.rows if place else 0, transactions=place.transactions if place else 0,
+            unacknowledged=(given.rows if given else 0) + self._part_rows, buffered=self._buffer.rows,
+            injected=sum(map(len, tuple(self._injected))), reconnects=self._intake.reconnects,
+            snapshot=self._snapshots.told, health=self.health(),
+        )  # fmt: skip

@@ -108,9 +108,9 @@ def test_letters_are_dropped_by_hand(call: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "ACTION"),
+        ((), "Say what to do: list or replay."),
         (("mend",), "invalid choice: 'mend'"),
-        (("list", "public.nothing"), "`public.nothing` matches no table that ever had dead letters"),
+        (("list", "public.thing"), "Did you mean public.things?"),
         (("list", "--forget"), "which letters are to be dropped is not said"),
         (("list", "public.things", "--forget", "--seq", "99"), "there is no such open letter"),
         (("list", "--seq", "1"), "`--seq` goes with `--forget` only"),
@@ -128,5 +128,8 @@ def test_what_makes_no_sense_is_refused(call: Any, arguments: tuple[str, ...], s
 def test_a_pipeline_without_letters_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = Quiet(tmp_path / "other")
     made.load()
-    assert main(["dead-letters", str(made.file), "list"]) == ExitCode.OK
-    assert capsys.readouterr().out == "there are no dead letters\n"
+    note = {"tables": [{"schema": "public", "table": "things", "state": "live"}]}
+    (made.settings.log.path / NOTE).write_text(json.dumps(note))
+    for arguments in (["list"], ["list", "public.things"], ["replay", "public.*"]):
+        assert main(["dead-letters", str(made.file), *arguments]) == ExitCode.OK
+        assert capsys.readouterr().out == "there are no dead letters\n"

@@ -10,19 +10,15 @@ from pathlib import Path
 import pytest
 
 from tailrace.capture.base import Stream
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory import MemoryCapture
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable, PositionLost, SourceUnreachable, TailraceError
-from tailrace.model.batch import ChangeBatch, Window
-from tailrace.model.change import Operation
+from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.runtime import loop
-from tailrace.runtime.loop import CdcRuntime, step
-from tests.support.changes import SHOP
+from tailrace.runtime import intake, loop
+from tests.support.runtimes import LONG_SECONDS, LogLoop, inserts, until
 from tests.support.windows import ids
-
-LONG_SECONDS = 10.0
 
 
 class Sink:
@@ -94,28 +90,9 @@ def sink(source: Source) -> Sink:
     return Sink(source)
 
 
-def inserts(*keys: int) -> ChangeBatch:
-    return batch_of(SHOP, *[(Operation.INSERT, {"id": key}) for key in keys])
-
-
-def until(reached: Callable[[], bool]) -> Callable[[], bool]:
-    """Stop when it is so; a test that waits for ever fails instead."""
-    deadline = time.monotonic() + LONG_SECONDS
-
-    def stopping() -> bool:
-        assert time.monotonic() < deadline, "it never came"
-        return reached()
-
-    return stopping
-
-
 def for_seconds(seconds: float) -> Callable[[], bool]:
     end = time.monotonic() + seconds
     return lambda: time.monotonic() >= end
-
-
-def always(_: Window) -> bool:
-    return True
 
 
 def unreachable() -> SourceUnreachable:
@@ -129,60 +106,61 @@ def full() -> LogFull:
 # --- one step ----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_confirmed_until_the_log_has_it(source: Source, sink: Sink) -> None:
+@pytest.fixture
+def steps(source: Source, sink: Sink) -> Iterator[LogLoop]:
+    """The loop, to be turned by hand."""
+    made = LogLoop(source.live, sink)
+    made.runtime.start()
+    yield made
+    made.runtime.force_stop()
+
+
+def test_nothing_is_confirmed_until_the_log_has_it(source: Source, sink: Sink, steps: LogLoop) -> None:
     source.commit(inserts(1))
     sink.failures = [OSError("disk")]
-    stream = source.live(ZERO)
     with pytest.raises(OSError, match="disk"):
-        step(stream, sink, 0.0, always)
+        steps.step()
     assert source.confirmed == ZERO
-    stream.close()
 
 
-def test_the_window_whose_append_failed_comes_again(source: Source, sink: Sink) -> None:
+def test_the_window_whose_append_failed_comes_again(source: Source, sink: Sink, steps: LogLoop) -> None:
     first = source.commit(inserts(1, 2))
     source.commit(inserts(3))
     sink.failures = [OSError("disk")]
-    stream = source.live(ZERO)
     with pytest.raises(OSError, match="disk"):
-        step(stream, sink, 0.0, always)
-    window = step(stream, sink, 0.0, always)
-    assert window is not None
+        steps.step()
+    assert steps.step() == 2
     assert (sink.keys, source.confirmed) == ([1, 2], first)
-    stream.close()
 
 
-def test_the_source_is_told_only_after_each_append(source: Source, sink: Sink) -> None:
+def test_the_source_is_told_only_after_each_append(source: Source, sink: Sink, steps: LogLoop) -> None:
     ends = [source.commit(inserts(n)) for n in range(3)]
-    stream = source.live(ZERO)
     for _ in range(3):
-        step(stream, sink, 0.0, always)
+        steps.step()
     assert sink.confirmed_before == [ZERO, *ends[:2]]
     assert source.confirmed == ends[2]
-    stream.close()
 
 
-def test_a_quiet_window_that_is_not_due_is_neither_appended_nor_confirmed(source: Source, sink: Sink) -> None:
+def test_a_quiet_window_that_is_not_due_is_neither_appended_nor_confirmed(
+    source: Source, sink: Sink, steps: LogLoop
+) -> None:
     end = source.quiet(100)
-    stream = source.live(ZERO)
-    window = step(stream, sink, 0.0, lambda _: False)
-    assert window == Window(start=ZERO, end=end)
+    assert steps.step() is None
+    assert steps.progress.source_end == end
     assert (sink.windows, source.confirmed) == ([], ZERO)
-    stream.close()
 
 
-def test_a_quiet_window_that_is_due_moves_log_and_source(source: Source, sink: Sink) -> None:
+def test_a_quiet_window_that_is_due_moves_log_and_source(
+    source: Source, sink: Sink, steps: LogLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.0)
     end = source.quiet(100)
-    stream = source.live(ZERO)
-    step(stream, sink, 0.0, always)
+    steps.step()
     assert (sink.position, source.confirmed) == (end, end)
-    stream.close()
 
 
-def test_nothing_to_take_is_no_window(source: Source, sink: Sink) -> None:
-    stream = source.live(ZERO)
-    assert step(stream, sink, 0.0, always) is None
-    stream.close()
+def test_nothing_to_take_is_no_window(steps: LogLoop) -> None:
+    assert steps.step() is None
 
 
 # --- the loop ----------------------------------------------------------------------------------------------
@@ -196,7 +174,7 @@ def test_everything_arrives_once_and_in_order_while_a_writer_writes(source: Sour
                 source.break_next_read(unreachable())
 
     writer = threading.Thread(target=write)
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     writer.start()
     runtime.run(until(lambda: len(sink.windows) == 200))
     writer.join()
@@ -213,7 +191,7 @@ def test_a_crash_between_append_and_confirm_repeats_nothing(source: Source, sink
     sink.append(window)  # and here the process dies
     stream.close()
     second = source.commit(inserts(2))
-    CdcRuntime(source.live, sink).run(until(lambda: sink.position == second))
+    LogLoop(source.live, sink).run(until(lambda: sink.position == second))
     assert sink.keys == [1, 2]
     assert sink.confirmed_before[-1] == first, "a start confirms what the log already has"
 
@@ -223,9 +201,9 @@ def test_a_failing_log_stops_the_loop_and_the_source_keeps_everything(source: So
     end = source.commit(inserts(2))
     sink.failures = [LogUnusable("read-only", hint="Mount it writable.")]
     with pytest.raises(LogUnusable):
-        CdcRuntime(source.live, sink).run(lambda: False)
+        LogLoop(source.live, sink).run(lambda: False)
     assert source.confirmed == ZERO
-    CdcRuntime(source.live, sink).run(until(lambda: sink.position == end))
+    LogLoop(source.live, sink).run(until(lambda: sink.position == end))
     assert sink.keys == [1, 2]
 
 
@@ -233,7 +211,7 @@ def test_a_log_without_room_is_waited_for_and_nothing_is_lost(source: Source, si
     source.commit(inserts(1))
     end = source.commit(inserts(2))
     sink.failures = [full(), full()]
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.position == end))
     assert sink.keys == [1, 2]
     assert max(sink.confirmed_before) < end
@@ -261,7 +239,7 @@ def test_a_log_that_stays_without_room_is_given_up_though_the_source_answers(
         return SilentAtFirst(stream._inner, source)
 
     with pytest.raises(LogFull):
-        CdcRuntime(live, sink, retry_seconds_max=0.3).run(for_seconds(LONG_SECONDS))
+        LogLoop(live, sink, retry_seconds_max=0.3).run(for_seconds(LONG_SECONDS))
     assert source.confirmed == ZERO
     said = [record for record in caplog.records if record.levelname == "ERROR"]
     assert said, "a person must look"
@@ -272,20 +250,20 @@ def test_an_error_nobody_foresaw_is_not_swallowed(source: Source, sink: Sink) ->
     source.commit(inserts(1))
     sink.failures = [ValueError("a defect")]
     with pytest.raises(ValueError, match="a defect"):
-        CdcRuntime(source.live, sink).run(lambda: False)
+        LogLoop(source.live, sink).run(lambda: False)
     assert source.confirmed == ZERO
 
 
 def test_it_stops_when_told_to(source: Source, sink: Sink) -> None:
     source.commit(inserts(1))
-    CdcRuntime(source.live, sink).run(lambda: True)
+    LogLoop(source.live, sink).run(lambda: True)
     assert source.opened == []
 
 
 def test_the_real_log_is_a_sink(source: Source, tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log", source.identity)
     end = [source.commit(inserts(n, n + 100)) for n in range(5)][-1]
-    CdcRuntime(source.live, log).run(until(lambda: log.position == end))
+    LogLoop(source.live, log).run(until(lambda: log.position == end))
     log.close()
     found = ids(list(ChangeLog.open(tmp_path / "log").follow(0)))
     assert found == [(2 * n + k + 1, n + 100 * k) for n in range(5) for k in range(2)]
@@ -297,7 +275,7 @@ def test_the_real_log_is_a_sink(source: Source, tmp_path: Path) -> None:
 
 def test_a_quiet_source_is_let_go_after_enough_bytes(source: Source, sink: Sink) -> None:
     source.quiet(loop.IDLE_BYTES_MAX - 1)
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(for_seconds(0.2))
     assert sink.windows == []
     end = source.quiet(1)
@@ -311,7 +289,7 @@ def test_a_quiet_source_is_let_go_after_enough_time(
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.3)
     end = source.quiet(1)
     began = time.monotonic()
-    CdcRuntime(source.live, sink).run(until(lambda: source.confirmed == end))
+    LogLoop(source.live, sink).run(until(lambda: source.confirmed == end))
     assert time.monotonic() - began >= 0.3
     assert len(sink.windows) == 1
 
@@ -328,14 +306,14 @@ def test_a_quiet_source_is_not_recorded_at_every_look(
         source.quiet(1)
         return seen > 40
 
-    CdcRuntime(source.live, sink).run(stopping)
+    LogLoop(source.live, sink).run(stopping)
     assert 1 <= len(sink.windows) <= 8
 
 
 def test_reaching_the_target_is_recorded_at_once(source: Source, sink: Sink) -> None:
     target = source.quiet(50)
     end = source.quiet(50)
-    runtime = CdcRuntime(source.live, sink, target=target)
+    runtime = LogLoop(source.live, sink, target=target)
     assert not runtime.caught_up
     runtime.run(until(lambda: runtime.caught_up))
     assert sink.position == end
@@ -348,13 +326,13 @@ def test_a_target_in_the_middle_of_changes_is_reached_with_them(source: Source, 
     source.commit(inserts(1))
     target = source.commit(inserts(2))
     source.commit(inserts(3))
-    runtime = CdcRuntime(source.live, sink, target=target)
+    runtime = LogLoop(source.live, sink, target=target)
     runtime.run(until(lambda: runtime.caught_up))
     assert sink.keys[:2] == [1, 2]
 
 
 def test_without_a_target_one_is_never_caught_up(source: Source, sink: Sink) -> None:
-    assert not CdcRuntime(source.live, sink).caught_up
+    assert not LogLoop(source.live, sink).caught_up
 
 
 # --- a source that breaks ----------------------------------------------------------------------------------
@@ -362,7 +340,7 @@ def test_without_a_target_one_is_never_caught_up(source: Source, sink: Sink) -> 
 
 def test_a_broken_source_is_opened_again_and_nothing_is_lost_or_repeated(source: Source, sink: Sink) -> None:
     source.commit(inserts(1))
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.keys == [1]))
     source.break_next_read(unreachable())
     source.commit(inserts(2))
@@ -374,18 +352,18 @@ def test_a_broken_source_is_opened_again_and_nothing_is_lost_or_repeated(source:
 def test_a_source_that_cannot_be_opened_is_tried_again(source: Source, sink: Sink) -> None:
     source.refusals = [unreachable(), unreachable()]
     source.commit(inserts(1))
-    CdcRuntime(source.live, sink).run(until(lambda: sink.keys == [1]))
+    LogLoop(source.live, sink).run(until(lambda: sink.keys == [1]))
     assert len(source.opened) == 3
 
 
 def test_waits_between_tries_grow_up_to_a_limit(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.1)
-    monkeypatch.setattr(loop, "RETRY_SECONDS_MAX", 0.4)
+    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.1)
+    monkeypatch.setattr(intake, "RETRY_SECONDS_MAX", 0.4)
     source.refusals = [unreachable() for _ in range(5)]
     source.commit(inserts(1))
-    CdcRuntime(source.live, sink).run(until(lambda: sink.keys == [1]))
+    LogLoop(source.live, sink).run(until(lambda: sink.keys == [1]))
     waits = [later - earlier for earlier, later in zip(source.opened, source.opened[1:], strict=False)]
     for wait, least in zip(waits, (0.1, 0.2, 0.4, 0.4, 0.4), strict=True):
         assert wait >= least
@@ -395,10 +373,10 @@ def test_waits_between_tries_grow_up_to_a_limit(
 def test_waits_begin_small_again_once_something_came(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 0.1)
+    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.1)
     source.refusals = [unreachable() for _ in range(3)]
     source.commit(inserts(1))
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
 
     breaks = iter([unreachable()])
 
@@ -415,13 +393,13 @@ def test_waits_begin_small_again_once_something_came(
 def test_an_error_that_needs_a_person_is_raised_at_once(source: Source, sink: Sink) -> None:
     source.break_next_read(PositionLost("gone", hint="Begin again."))
     with pytest.raises(PositionLost):
-        CdcRuntime(source.live, sink).run(lambda: False)
+        LogLoop(source.live, sink).run(lambda: False)
     assert len(source.opened) == 1
 
 
 def test_it_gives_up_after_the_time_it_was_given(source: Source, sink: Sink) -> None:
     source.refusals = [unreachable() for _ in range(100)]
-    runtime = CdcRuntime(source.live, sink, retry_seconds_max=0.4)
+    runtime = LogLoop(source.live, sink, retry_seconds_max=0.4)
     began = time.monotonic()
     with pytest.raises(SourceUnreachable):
         runtime.run(lambda: False)
@@ -432,7 +410,7 @@ def test_it_gives_up_after_the_time_it_was_given(source: Source, sink: Sink) -> 
 
 def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, sink: Sink) -> None:
     """The source is idle in between: no window comes, but every read succeeds."""
-    runtime = CdcRuntime(source.live, sink, retry_seconds_max=0.3)
+    runtime = LogLoop(source.live, sink, retry_seconds_max=0.3)
     source.break_next_read(unreachable())
     runtime.run(for_seconds(0.8))
     source.break_next_read(unreachable())
@@ -443,10 +421,10 @@ def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, 
 def test_a_wait_ends_when_the_loop_is_told_to_stop(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "RETRY_SECONDS_FIRST", 30.0)
+    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 30.0)
     source.refusals = [unreachable()]
     began = time.monotonic()
-    CdcRuntime(source.live, sink).run(for_seconds(0.3))
+    LogLoop(source.live, sink).run(for_seconds(0.3))
     assert time.monotonic() - began < 5
     assert len(source.opened) == 1
 
@@ -454,7 +432,7 @@ def test_a_wait_ends_when_the_loop_is_told_to_stop(
 def test_progress_says_how_far_the_source_is(source: Source, sink: Sink) -> None:
     source.commit(inserts(1, 2))
     end = source.quiet(500)
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: runtime.progress.source_end == end))
     assert (runtime.progress.transactions, runtime.progress.rows) == (1, 2)
     assert sink.position < end

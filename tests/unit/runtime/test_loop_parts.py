@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory import MemoryCapture
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogUnusable, SourceUnreachable, TailraceError
-from tailrace.model.batch import ChangeBatch, Window
-from tailrace.model.change import Operation
+from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.runtime import loop
-from tailrace.runtime.loop import CdcRuntime, step
 from tests.support.changes import SHOP
+from tests.support.runtimes import LogLoop, inserts, until
 from tests.support.windows import ids
 
-LONG_SECONDS = 10.0
 LARGE = list(range(100, 110))
 PART = 3
 
@@ -65,10 +61,6 @@ def sink(source: MemoryCapture) -> Sink:
     return Sink(source)
 
 
-def inserts(*keys: int) -> ChangeBatch:
-    return batch_of(SHOP, *[(Operation.INSERT, {"id": key}) for key in keys])
-
-
 def write(source: MemoryCapture) -> Lsn:
     """A small transaction, a large one, and a small one again."""
     source.commit(inserts(1))
@@ -77,16 +69,6 @@ def write(source: MemoryCapture) -> Lsn:
 
 
 WRITTEN = [1, *LARGE, 2, 3]
-
-
-def until(reached: Callable[[], bool]) -> Callable[[], bool]:
-    deadline = time.monotonic() + LONG_SECONDS
-
-    def stopping() -> bool:
-        assert time.monotonic() < deadline, "it never came"
-        return reached()
-
-    return stopping
 
 
 def unreachable() -> SourceUnreachable:
@@ -98,22 +80,15 @@ def unreachable() -> SourceUnreachable:
 
 def test_a_part_is_appended_and_nothing_is_confirmed(source: MemoryCapture, sink: Sink) -> None:
     end = source.commit(inserts(*LARGE))
-    stream = source.live(ZERO)
+    steps = LogLoop(source.live, sink)
+    steps.runtime.start()
     for n in range(3):
-        window = step(stream, sink, 0.0, lambda _: True)
-        assert window is not None
-        assert (window.open, sink.position, source.confirmed) == (True, ZERO, ZERO)
+        assert steps.step() == PART
+        assert (sink.position, source.confirmed) == (ZERO, ZERO)
         assert sink.aside == LARGE[: (n + 1) * PART]
-    step(stream, sink, 0.0, lambda _: True)
+    steps.step()
     assert (sink.keys, sink.position, source.confirmed) == (LARGE, end, end)
-
-
-def test_a_part_is_not_held_back_like_a_quiet_window(source: MemoryCapture, sink: Sink) -> None:
-    end = source.commit(inserts(*LARGE))
-    stream = source.live(ZERO)
-    for _ in range(4):
-        step(stream, sink, 0.0, lambda _: False)
-    assert (sink.keys, source.confirmed) == (LARGE, end)
+    steps.runtime.stop()
 
 
 # --- the loop ----------------------------------------------------------------------------------------------
@@ -121,7 +96,7 @@ def test_a_part_is_not_held_back_like_a_quiet_window(source: MemoryCapture, sink
 
 def test_large_transactions_arrive_once_and_in_order(source: MemoryCapture, sink: Sink) -> None:
     end = write(source)
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.position == end))
     assert sink.keys == WRITTEN
     assert sink.appended == [(1, False), (3, True), (3, True), (3, True), (3, False)]
@@ -131,7 +106,7 @@ def test_large_transactions_arrive_once_and_in_order(source: MemoryCapture, sink
 
 def test_progress_counts_the_rows_of_a_part_as_they_come(source: MemoryCapture, sink: Sink) -> None:
     source.commit(inserts(*LARGE))
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     seen: list[int] = []
 
     def stopping() -> bool:
@@ -149,7 +124,7 @@ def test_a_sink_that_fails_for_a_moment_gets_the_whole_transaction_again(
 ) -> None:
     end = write(source)
     sink.failures = {failing: unreachable()}
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.position == end))
     assert sink.keys == WRITTEN
     assert runtime.progress.rows == len(WRITTEN), "what came again was not counted twice"
@@ -163,10 +138,10 @@ def test_a_log_that_fails_stops_the_loop_and_the_source_keeps_the_whole_transact
     end = write(source)
     sink.failures = {failing: LogUnusable("read-only", hint="Mount it writable.")}
     with pytest.raises(LogUnusable):
-        CdcRuntime(source.live, sink).run(lambda: False)
+        LogLoop(source.live, sink).run(lambda: False)
     assert sink.keys == [1]
     assert source.confirmed == sink.position
-    CdcRuntime(source.live, sink).run(until(lambda: sink.position == end))
+    LogLoop(source.live, sink).run(until(lambda: sink.position == end))
     assert sink.keys == WRITTEN
 
 
@@ -182,7 +157,7 @@ def test_a_source_that_breaks_between_two_parts_loses_and_doubles_nothing(
             source.break_next_read(faults.pop())
         return sink.position == end
 
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(stopping))
     assert sink.keys == WRITTEN
     assert (runtime.progress.reconnects, runtime.progress.rows) == (1, len(WRITTEN))
@@ -192,7 +167,7 @@ def test_stopped_between_two_parts_the_next_run_begins_the_transaction_again(
     source: MemoryCapture, sink: Sink
 ) -> None:
     end = write(source)
-    runtime = CdcRuntime(source.live, sink)
+    runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.aside == LARGE[: 2 * PART]))
     assert sink.keys == [1]
     runtime.run(until(lambda: sink.position == end))
@@ -205,7 +180,7 @@ def test_one_is_caught_up_only_when_the_large_transaction_has_ended(
 ) -> None:
     source.commit(inserts(1))
     target = source.commit(inserts(*LARGE))
-    runtime = CdcRuntime(source.live, sink, target=target)
+    runtime = LogLoop(source.live, sink, target=target)
     seen: list[tuple[bool, bool]] = []
 
     def stopping() -> bool:
@@ -225,7 +200,7 @@ def test_a_quiet_source_is_let_go_as_before_after_a_large_transaction(
     monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.2)
     write(source)
     end = source.quiet(1)
-    CdcRuntime(source.live, sink).run(until(lambda: source.confirmed == end))
+    LogLoop(source.live, sink).run(until(lambda: source.confirmed == end))
     assert sink.keys == WRITTEN
     assert sink.appended[-1] == (0, False)
 
@@ -233,7 +208,7 @@ def test_a_quiet_source_is_let_go_as_before_after_a_large_transaction(
 def test_the_real_log_takes_a_large_transaction_as_one_commit(source: MemoryCapture, tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log", source.identity)
     end = write(source)
-    CdcRuntime(source.live, log).run(until(lambda: log.position == end))
+    LogLoop(source.live, log).run(until(lambda: log.position == end))
     log.close()
     found = ids(
         [batch for batch in ChangeLog.open(tmp_path / "log").follow(0) if batch.schema.table == SHOP.table]

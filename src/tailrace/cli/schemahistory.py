@@ -1,0 +1,86 @@
+"""`tailrace schema-history`: every shape that tables have had, as a person or a script reads it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.cli import renderlog
+from tailrace.cli.logs import one_line
+from tailrace.cli.output import print_json, print_out
+from tailrace.cli.units import human_count
+from tailrace.errors import ExitCode
+from tailrace.pipeline import schemahistory
+from tailrace.pipeline.settings import PipelineSettings
+from tailrace.state.history import SchemaEvent, SchemaVersion
+
+_STYLES = {SchemaEvent.CREATE: "green", SchemaEvent.DROP: "red"}
+
+
+def schema_history(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Show the history of all tables, or of one."""
+    found = schemahistory.read_history(settings.log.path, arguments.table)
+    if arguments.json:
+        print_json({"tables": [_json(versions) for versions in found]})
+    else:
+        print_out(history_text(found))
+    return ExitCode.OK
+
+
+def _json(versions: Sequence[SchemaVersion]) -> dict[str, object]:
+    table = versions[0].table
+    return {
+        "schema": table.schema,
+        "table": table.name,
+        "versions": [
+            {name: value for name, value in version.to_json().items() if name not in ("schema", "table")}
+            for version in versions
+        ],
+    }
+
+
+def history_text(found: Sequence[Sequence[SchemaVersion]]) -> str:
+    """One line for each version, table by table."""
+    if not found:
+        return "no tables yet"
+    view = Table(box=SIMPLE_HEAD, pad_edge=False)
+    view.add_column("table", overflow="fold", min_width=10)
+    view.add_column("version", justify="right", no_wrap=True)
+    for title in ("event", "from position", "committed"):
+        view.add_column(title, no_wrap=True)
+    view.add_column("what changed", overflow="fold", min_width=20)
+    for versions in found:
+        for version in versions:
+            view.add_row(
+                Text(one_line(str(version.table)) if version is versions[0] else ""), str(version.version),
+                Text(version.event.value, style=_STYLES.get(version.event, "")), _position(version), _time(version),
+                Text(one_line("; ".join(_changed(version)))),
+            )  # fmt: skip
+    return renderlog.rendered(view)
+
+
+def _changed(version: SchemaVersion) -> Iterator[str]:
+    if version.event is SchemaEvent.CREATE:
+        key = ", ".join(version.shape.key)
+        yield human_count(len(version.shape.columns), "column") + (f", key {key}" if key else ", no key")
+    if version.event is SchemaEvent.DROP:
+        new = [change.now for change in version.evolution.changes] if version.evolution else []
+        yield f"its name is {new[0]} now" if new else "gone"
+    elif version.evolution is not None:
+        yield from renderlog.described(version.evolution.to_json())
+    if version.ddl:
+        yield version.ddl
+
+
+def _position(version: SchemaVersion) -> str:
+    return str(version.position) if version.position is not None else renderlog.NONE
+
+
+def _time(version: SchemaVersion) -> str:
+    if version.time is None:
+        return renderlog.NONE
+    return version.time.isoformat(timespec="milliseconds").replace("+00:00", "Z")

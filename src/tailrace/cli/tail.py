@@ -1,0 +1,88 @@
+"""`tailrace tail`: the changes in the log as they come, a line each, for people and for pipes.
+
+Only the log is read: the source is not asked, and whatever runs beside it is not disturbed. Nothing is remembered, so
+nothing is kept for it. When nobody reads any more (`| head`) it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from tailrace.changelog.reader import ChangeLog
+from tailrace.cli.logs import one_line
+from tailrace.errors import ExitCode, LogTrimmed
+from tailrace.model.change import Operation
+from tailrace.model.encode import to_debezium_line, to_json, to_json_line
+from tailrace.model.event import Event, Row
+from tailrace.pipeline.settings import PipelineSettings, is_named
+
+LOOK_SECONDS = 0.1
+"""Between two looks for a new commit."""
+_WIDTH = max(len(operation.value) for operation in Operation)
+
+
+def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+    """Print changes until told to stop or, with `--until-caught-up`, until all that is there was printed."""
+    log = ChangeLog.open(settings.log.path)
+    encode = to_debezium_line if arguments.debezium else to_json_line if arguments.json else line
+    done = log.trimmed().commit if arguments.from_start else log.newest()
+    try:
+        while True:
+            newest = log.newest()
+            for commit in range(done + 1, newest + 1):
+                _print(_events(log, commit, arguments.tables), encode)
+            done = max(done, newest)
+            if arguments.until_caught_up:
+                return ExitCode.OK
+            time.sleep(LOOK_SECONDS)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except KeyboardInterrupt:
+        return ExitCode.OK
+
+
+def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:
+    """The changes of one commit, in order."""
+    try:
+        batches = [
+            batch for batch in log.read(commit, commit)
+            if not tables or any(is_named(name, batch.schema.table) for name in tables)
+        ]  # fmt: skip
+    except LogTrimmed:
+        return iter(())  # gone between the look and the reading: it was not wanted by anyone who is slow
+    return heapq.merge(*(batch.events() for batch in batches), key=lambda event: event.seq)
+
+
+def _print(events: Iterator[Event], encode: Callable[[Event], str]) -> None:
+    sys.stdout.writelines(encode(event) + "\n" for event in events)
+    sys.stdout.flush()
+
+
+def line(event: Event) -> str:
+    """For people: when, what, where, the row. Texts are quoted, so that none can steer a terminal."""
+    at = event.committed_at.strftime("%Y-%m-%dT%H:%M:%SZ") if event.committed_at else "-"
+    words = [at, event.operation.value.ljust(_WIDTH), one_line(event.table)]
+    shown = to_json(event)
+    if event.operation is Operation.DELETE:
+        words.append(_columns(shown.get("key") or shown.get("before") or {}))
+    elif event.after is not None:
+        words.append(_columns(shown["after"]))
+    if event.unchanged:
+        words.append(f"(unchanged: {', '.join(map(one_line, event.unchanged))})")
+    if event.moved_from is not None:
+        words.append(f"(was {_columns(shown['moved_from'])})")
+    if event.unfit:
+        words.append(f"(does not fit: {', '.join(map(one_line, event.unfit))})")
+    return " ".join(words)
+
+
+def _columns(row: Row) -> str:
+    return " ".join(f"{one_line(name)}={json.dumps(value)}" for name, value in row.items())

@@ -1,0 +1,126 @@
+"""A handle on a running runtime for other threads: pause, resume, ask for a snapshot, stop one, ask how it is.
+
+Nothing is done here: wishes are noted, and the runtime's own thread does them when it polls next. Whoever waits inside
+`poll` is woken at once, so a paused runtime hears `resume` without being polled again.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tailrace.errors import ConfigError, RuntimeRefused, Unsupported
+from tailrace.model.schema import TableId
+from tailrace.runtime.observing import Health, Status
+
+WISHES_MAX = 100
+"""Snapshots that wait for the one under way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """A snapshot that somebody asked for."""
+
+    tables: tuple[TableId, ...]
+    where: str | None = None
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+
+
+class Control:
+    """Usable from any thread, for as long as its runtime lives."""
+
+    def __init__(self, status: Callable[[], Status], *, snapshots: bool) -> None:
+        self._status, self._snapshots = status, snapshots
+        self._changed = threading.Condition()
+        self._paused = False
+        self._wishes: deque[Wish] = deque()
+        self._stopped: set[str] = set()
+
+    def pause(self) -> None:
+        """Hand nothing out from the next poll on. What was handed out can be acknowledged."""
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Go on."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    def snapshot(self, *tables: TableId, where: str | None = None) -> str:
+        """Read tables again while the stream goes on, or those of their rows that fulfil a condition in the source's
+        SQL; the snapshot's id. They are read in the order of asking."""
+        if not self._snapshots:
+            raise Unsupported(
+                "this runtime cannot read tables", hint="Its source cannot, or a log keeps its place."
+            )
+        if not tables:
+            raise ConfigError("a snapshot needs tables", hint="Name them: `control.snapshot(TableId(…))`.")
+        if where is not None and len(tables) > 1:
+            raise ConfigError("a condition is for one table", hint="Ask for a snapshot of each table.")
+        wish = Wish(tables=tables, where=where)
+        with self._changed:
+            if len(self._wishes) >= WISHES_MAX:
+                raise RuntimeRefused(
+                    "too many snapshots wait", waiting=len(self._wishes), hint="Wait until some of them are done."
+                )
+            self._wishes.append(wish)
+            self._changed.notify_all()
+        return wish.id
+
+    def stop_snapshot(self, snapshot: str | None = None) -> None:
+        """Give up a snapshot, or the one under way and all that wait. What was read of it stays delivered."""
+        with self._changed:
+            self._stopped.add(snapshot or "")
+            self._changed.notify_all()
+
+    def status(self) -> Status:
+        return self._status()
+
+    def health(self) -> Health:
+        return self._status().health
+
+    # What the runtime calls, in its own thread.
+
+    def wait(self, seconds: float) -> None:
+        """Until somebody wants something, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._paused, seconds)
+
+    def next_wish(self) -> Wish | None:
+        """The next snapshot that was asked for and not given up since."""
+        with self._changed:
+            if "" in self._stopped:
+                self._wishes.clear()
+            while self._wishes:
+                wish = self._wishes.popleft()
+                if wish.id not in self._stopped:
+                    return wish
+            self._stopped.clear()
+            return None
+
+    def put_back(self, wish: Wish) -> None:
+        """It could not be begun now."""
+        with self._changed:
+            self._wishes.appendleft(wish)
+
+    def is_given_up(self, snapshot: str) -> bool:
+        """Whether somebody has stopped this snapshot, which is under way."""
+        if not self._stopped:
+            return False
+        with self._changed:
+            if "" in self._stopped:
+                self._stopped.clear()
+                self._wishes.clear()
+                return True
+            found = snapshot in self._stopped
+            self._stopped.discard(snapshot)
+            return found

@@ -1,0 +1,302 @@
+"""Snapshots inside the runtime: bulk, before the stream; or incremental, chunks between batches of the stream.
+
+A row that was read is never older than what was handed out before it, so whoever keeps the last state of each key is
+never set back: a chunk is read in a snapshot that sees every transaction that was handed out, and until all its rows
+are, nothing else is. Whatever a row shows that the stream has not told yet, the stream tells after it.
+
+The cursor is part of the place: it moves when rows are acknowledged. A snapshot that breaks goes on behind it, or
+begins again where its source cannot do that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.capture.base import Scan, Scannable, ScanPiece
+from tailrace.errors import ConfigError, Remedy, SourceSlow, SourceUnreachable, TailraceError, Unsupported
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.change import Operation
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.runtime.control import Control, Wish
+from tailrace.runtime.keeping import Place
+from tailrace.runtime.observing import SnapshotBegun, SnapshotEnded, TableRead, Telling
+
+log = logging.getLogger(__name__)
+
+WAITED_FOR = (SourceUnreachable, SourceSlow)
+"""What a snapshot that was asked for is begun again after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A snapshot: what is read, and how far it is."""
+
+    id: str
+    tables: tuple[TableId, ...]
+    live: bool
+    where: str | None
+    rows: int = 0
+    cursor: Mapping[str, Any] | None = None
+    """The source's own record."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id, "tables": [[table.schema, table.name] for table in self.tables], "live": self.live,
+            "where": self.where, "rows": self.rows, "cursor": self.cursor,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Job:
+        return cls(
+            id=stored["id"], tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"],
+            where=stored["where"], rows=stored["rows"], cursor=stored["cursor"],
+        )  # fmt: skip
+
+
+class Snapshots:
+    """The snapshot under way, if there is one."""
+
+    def __init__(self, source: object, tell: Telling) -> None:
+        self._source, self._tell = source, tell
+        self._job: Job | None = None
+        self._scan: Scan | None = None
+        self._piece: ScanPiece | None = None
+        self._in_chunk = False
+        self._streams_turn = False
+        self._delivered: set[int] = set()
+        """Transactions handed out since a snapshot was last seen to see all of them."""
+        self._tables_done = 0
+
+    @property
+    def under_way(self) -> bool:
+        return self._job is not None
+
+    @property
+    def blocks_stream(self) -> bool:
+        """Whether the stream waits until it is over, or until its chunk is."""
+        return self._job is not None and (not self._job.live or self._in_chunk)
+
+    @property
+    def told(self) -> str | None:
+        """How far it is, in words."""
+        job = self._job
+        if job is None:
+            return None
+        kind = "incremental" if job.live else "bulk"
+        return f"{kind} {job.id}: {self._tables_done} of {len(job.tables)} tables, {job.rows:,} rows"
+
+    # Beginning.
+
+    def begin(
+        self, place: Place, tables: Sequence[TableId], *, live: bool, where: str | None = None, named: str | None = None
+    ) -> Place:  # fmt: skip
+        """Begin one; the place to save before its first row. A bulk one decides where the stream begins."""
+        job = Job(id=named or uuid.uuid4().hex[:12], tables=tuple(tables), live=live, where=where)
+        self._scan = self._scannable.scan(job.tables, live=live, where=where)
+        self._start(replace(job, cursor=self._scan.record()), resumed=False)
+        return self._recorded(place if live else replace(place, position=self._scan.start))
+
+    def resume(self, place: Place) -> Place:
+        """Go on with the one that the place tells of, or begin it anew; the place to save."""
+        assert place.scan is not None, "there is one"
+        job = Job.from_json(place.scan)
+        assert job.cursor is not None, "it was begun"
+        self._job = job
+        self._scan = self._scannable.resume_scan(job.cursor)
+        if self._scan is None:
+            log.warning(
+                "the source cannot go on with a snapshot: it begins again",
+                extra={"snapshot": job.id, "tables": len(job.tables), "rows": job.rows},
+            )
+            return self.begin(place, job.tables, live=job.live, where=job.where, named=job.id)
+        self._start(job, resumed=True)
+        return place
+
+    @property
+    def _scannable(self) -> Scannable:
+        if not isinstance(self._source, Scannable):
+            raise Unsupported("this source cannot read tables", hint="Start it without a snapshot.")
+        return self._source
+
+    def _start(self, job: Job, *, resumed: bool) -> None:
+        self._job, self._piece, self._in_chunk, self._tables_done = job, None, False, 0
+        self._streams_turn = False
+        self._tell(SnapshotBegun(id=job.id, tables=job.tables, incremental=job.live, resumed=resumed))
+
+    def _recorded(self, place: Place) -> Place:
+        return replace(place, scan=self._job.to_json() if self._job else None)
+
+    # Going on.
+
+    def settled(self, place: Place, control: Control) -> Place | None:
+        """A place to save because a snapshot is over, was given up, or is about to begin."""
+        if self._job is None:
+            wish = control.next_wish()
+            return None if wish is None else self._fulfil(place, wish, control)
+        if self._scan is None:
+            return self.resume(place)
+        if self._job.live and control.is_given_up(self._job.id):
+            return self._end(place, stopped=True)
+        if self._piece is None and not self._in_chunk and self._scan.done:
+            return self._end(place, stopped=False)
+        return None
+
+    def _fulfil(self, place: Place, wish: Wish, control: Control) -> Place | None:
+        """Begin what was asked for. What cannot be begun does not disturb the stream."""
+        try:
+            return self.begin(place, wish.tables, live=True, where=wish.where, named=wish.id)
+        except WAITED_FOR:
+            control.put_back(wish)
+            raise
+        except TailraceError as error:
+            self.close()
+            self._give_up(wish.id, 0, error)
+            return None
+
+    def _end(self, place: Place, *, stopped: bool) -> Place:
+        assert self._job is not None, "one is under way"
+        job = self._job
+        self.close()
+        self._tell(SnapshotEnded(id=job.id, rows=job.rows, stopped=stopped))
+        return replace(place, scan=None)
+
+    def _give_up(self, snapshot: str, rows: int, error: TailraceError) -> None:
+        said = {"snapshot": snapshot, "code": error.code, "reason": error.headline, "hint": error.hint}
+        log.error("a snapshot failed, the stream goes on", extra=said)
+        self._tell(SnapshotEnded(id=snapshot, rows=rows, stopped=True, error=error))
+
+    def failed(self, place: Place, error: TailraceError) -> Place | None:
+        """What it is read with is gone: it goes on behind what was acknowledged. Or, where trying again would not help,
+        one beside the stream is given up: the place without it."""
+        self._let_go()
+        self._in_chunk, self._piece = False, None
+        job = self._job
+        if job is None or not job.live or error.remedy is Remedy.RETRY:
+            return None
+        self.close()
+        self._give_up(job.id, job.rows, error)
+        return replace(place, scan=None)
+
+    def next(self, place: Place, rows_max: int) -> Window | None:
+        """Rows to hand out now; None if the stream is to be asked, or nothing is there yet."""
+        if self._scan is None or self._job is None:
+            return None
+        while True:
+            if not self._in_chunk:
+                if self._scan.done or (self._job.live and self._streams_turn):
+                    self._streams_turn = False
+                    return None
+                if not self._scan.begin(self._delivered):
+                    return None
+                self._delivered.clear()
+                self._in_chunk = True
+            piece = self._scan.next(rows_max)
+            if piece is None:
+                self._in_chunk, self._streams_turn = False, True
+            elif len(piece.data):
+                self._piece = piece
+                return _window(piece, place.position)
+
+    def delivering(self, window: Window) -> None:
+        """Transactions that are about to be handed out, by which the next chunk's snapshot is to be judged."""
+        if self._job is not None and self._job.live:
+            for batch in window.batches:
+                self._delivered.update(pc.unique(batch.data.column(change.TX)).to_pylist())
+
+    def place_after(self, place: Place, rows: int) -> Place:
+        """The place to save for the first rows of what was handed out to be acknowledged."""
+        job = self._job_after(rows)
+        return replace(place, rows=place.rows + rows, scan=job.to_json())
+
+    def _job_after(self, rows: int) -> Job:
+        assert self._job is not None, "rows of it were handed out"
+        return replace(self._job, rows=self._job.rows + rows, cursor=self._given.record(rows))
+
+    @property
+    def _given(self) -> ScanPiece:
+        assert self._piece is not None, "rows of it were handed out"
+        return self._piece
+
+    def acknowledged(self, place: Place, rows: int) -> Window | None:
+        """That place is saved; the rest of what was handed out."""
+        piece, self._job = self._given, self._job_after(rows)
+        if rows < len(piece.data):
+            record = piece.record
+            self._piece = replace(piece, data=piece.data.slice(rows), record=lambda more: record(rows + more))
+            return _window(self._piece, place.position)
+        self._piece = None
+        if piece.table_done:
+            self._tables_done += 1
+            self._tell(TableRead(id=self._job.id, table=piece.schema.table))
+        return None
+
+    def close(self) -> None:
+        """Forget it; the place still tells of it."""
+        self._let_go()
+        self._job, self._piece, self._in_chunk = None, None, False
+        self._delivered.clear()
+
+    def _let_go(self) -> None:
+        scan, self._scan = self._scan, None
+        if scan is not None:
+            scan.close()
+
+
+def _window(piece: ScanPiece, at: Lsn) -> Window:
+    """Rows that were read as changes: `read`, of no transaction, at the position that they were seen at."""
+    count, now = len(piece.data), time.time_ns() // 1000
+    always = {
+        change.OP: pa.repeat(pa.scalar(Operation.READ.value, pa.string()), count),
+        change.SEQ: pa.array(np.arange(count), pa.int64()),
+        change.POSITION: pa.repeat(pa.scalar(str(piece.position), pa.string()), count),
+        change.TX: pa.repeat(pa.scalar(0, pa.int64()), count),
+        change.TX_INDEX: pa.array(np.arange(count), pa.int32()),
+        change.COMMITTED_AT: pa.repeat(pa.scalar(now, pa.timestamp("us", "UTC")), count),
+    }
+    own = [pa.field(change.stored_name(column.name), column.type) for column in piece.schema.columns]
+    data = pa.RecordBatch.from_arrays(
+        [*(always[field.name] for field in change.ALWAYS), *piece.data.columns],
+        schema=pa.schema([*change.ALWAYS, *own]),
+    )
+    batch = ChangeBatch(schema=piece.schema, data=data)
+    return Window(start=at, end=at, batches=(batch,), rows=count)
+
+
+def require_sound(place: Place | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
+    """Refuse settings that do not go together, or not with the snapshot that the place tells of."""
+    if bulk and live:
+        raise ConfigError(
+            "`snapshot_tables` and `incremental_snapshot` do not go together",
+            hint="Read tables before the stream, or beside it: give one of the two.",
+        )
+    if place is None or place.scan is None:
+        return
+    job = Job.from_json(place.scan)
+    if job.live:
+        return
+    if live:
+        raise ConfigError(
+            "the checkpoint is in the middle of a snapshot that comes before the stream, and goes on as one",
+            hint="Give `snapshot_tables` until it is over, then `control.snapshot` for an incremental one.",
+        )
+    if not bulk:
+        raise ConfigError(
+            "the checkpoint is in the middle of a snapshot, and no snapshot tables are named",
+            tables=", ".join(map(str, job.tables)), hint="Name the same `snapshot_tables` until it is over.",
+        )  # fmt: skip
+    if set(bulk) != set(job.tables):
+        raise ConfigError(
+            "the checkpoint is in the middle of a snapshot of other tables",
+            tables=", ".join(map(str, job.tables)), hint="Name the same `snapshot_tables` until it is over.",
+        )  # fmt: skip

@@ -1,0 +1,80 @@
+"""How a runtime begins: it finds its place, gets the source ready for it, and takes up a snapshot that was under way.
+
+In that order. A place that cannot be read is an error, never "none". What is new is on record before its first row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tailrace.capture.base import Anchored, Remembering, SourceId
+from tailrace.errors import StateCorrupt, StateForeign, TailraceError
+from tailrace.model.position import ZERO
+from tailrace.model.schema import TableId
+from tailrace.runtime.keeping import Keeper, Place
+from tailrace.runtime.snapshots import Snapshots, require_sound
+from tailrace.state.history import SchemaEvent, SchemaHistory
+
+log = logging.getLogger(__name__)
+
+
+def begin(
+    source: object, keeper: Keeper, history: SchemaHistory | None, snapshots: Snapshots, bulk: Sequence[TableId],
+    live: Sequence[TableId],
+) -> tuple[Place, bool]:  # fmt: skip
+    """Where to begin, saved, and whether there was a place already."""
+    place = keeper.load()
+    try:
+        require_sound(place, bulk, live)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateCorrupt(
+            "the snapshot in the checkpoint cannot be read", hint="Restore the checkpoint from a copy, or `delete` it."
+        ) from error
+    _learn(source, history)
+    if not isinstance(source, Anchored):
+        found = place or Place(position=ZERO)
+    else:
+        identity = source.identify()
+        _require_same(place, identity)
+        origin = place.source if place is not None and place.source is not None else identity
+        begun = source.prepare(place.position if place is not None else None, origin)
+        found = replace(place or Place(position=begun if begun is not None else ZERO), source=origin)
+    if place is not None and place.scan is not None:
+        try:
+            found = snapshots.resume(found)
+        except TailraceError as error:
+            given_up = snapshots.failed(found, error)
+            if given_up is None:
+                raise
+            found = given_up
+    elif place is None and (bulk or live):
+        found = snapshots.begin(found, bulk or live, live=not bulk)
+    if found != place:
+        keeper.save(found)
+    return found, place is not None
+
+
+def _learn(source: object, history: SchemaHistory | None) -> None:
+    if history is None:
+        return
+    if history.retention is None:
+        log.warning("the schema history keeps every version of every table: it grows with each change of a shape")
+    if isinstance(source, Remembering):
+        newest = [history.latest(table) for table in history.tables()]
+        source.remember([
+            version.shape for version in newest if version is not None and version.event is not SchemaEvent.DROP
+        ])  # fmt: skip
+
+
+def _require_same(place: Place | None, identity: SourceId) -> None:
+    known = place.source if place is not None else None
+    if known is None:
+        return
+    if (known.kind, known.system, known.database) != (identity.kind, identity.system, identity.database):
+        raise StateForeign(
+            "the checkpoint is of another source", expected=f"{known.kind} {known.system}/{known.database}",
+            found=f"{identity.kind} {identity.system}/{identity.database}",
+            hint="Give each source a key of its own, or connect to the database that this one is of.",
+        )  # fmt: skip

@@ -1,0 +1,92 @@
+"""What makes a history complete: every shape is told before its first row is delivered.
+
+A stream that was broken off is opened again from where its rows were last durable, so rows come again, and with them
+shapes that are in the history already, also older ones. Those are found there, in their order, and not told anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from tailrace.capture.base import Stream
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.evolution import same_version
+from tailrace.model.position import Lsn
+from tailrace.model.positions import Position, parse_position, reaches, type_of
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.system import is_system
+from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
+
+
+class SchemaFeed:
+    """Tells a history of the shapes in windows. One for each opening of a stream; one thread uses it."""
+
+    def __init__(self, history: SchemaHistory) -> None:
+        self._history = history
+        self._shapes: dict[TableId, TableSchema] = {}
+        """What rows of each table had last; a stream gives the same object again and again."""
+        self._at: dict[TableId, SchemaVersion] = {}
+
+    def take(self, window: Window) -> None:
+        """Have every shape of the window in the history. To be called before anyone is given the window."""
+        for batch in window.batches:
+            if self._shapes.get(batch.schema.table) is not batch.schema and not is_system(batch.schema):
+                self._tell(batch, window.start)
+                self._shapes[batch.schema.table] = batch.schema
+
+    def _tell(self, batch: ChangeBatch, start: Lsn) -> None:
+        shape = batch.schema
+        chain = self._history.versions(shape.table)
+        known = self._at.get(shape.table)
+        begin = _place(chain, start) if known is None else _index(chain, known)
+        # The newest one is told again: it adds nothing, but the history hears what is known of the table now.
+        for version in chain[begin:-1]:
+            if version.event is not SchemaEvent.DROP and same_version(version.shape, shape):
+                self._at[shape.table] = version
+                return
+        time, position = _first_row(batch, start)
+        self._at[shape.table] = self._history.record(shape, time=time, position=position)
+
+
+def _place(chain: Sequence[SchemaVersion], start: Lsn) -> int:
+    """The version that rows after `start` begin with: the newest, unless they are rows that came before.
+
+    Where it began is not known of one that came in a part of a transaction. It counts as begun: then a version may be
+    told twice, but none is ever left out.
+    """
+    begun = [at for at, version in enumerate(chain) if version.position is None or reaches(start, version.position)]
+    return max(begun, default=0)
+
+
+def _index(chain: Sequence[SchemaVersion], known: SchemaVersion) -> int:
+    first = chain[0].version if chain else known.version
+    return max(known.version - first, 0)
+
+
+def _first_row(batch: ChangeBatch, start: Lsn) -> tuple[datetime, Position | None]:
+    """When the transaction of the batch's first row was committed, and where it ends, if that is known already."""
+    time: datetime = batch.data.column(change.COMMITTED_AT)[0].as_py()
+    if change.POSITION not in batch.data.schema.names:
+        return time, None
+    return time, parse_position(type_of(start), batch.data.column(change.POSITION)[0].as_py())
+
+
+class RecordedStream:
+    """A stream whose shapes are in the history before its rows are anyone's. Otherwise it is the one it was given."""
+
+    def __init__(self, stream: Stream, history: SchemaHistory) -> None:
+        self._stream, self._feed = stream, SchemaFeed(history)
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        window = self._stream.read(after, wait_seconds)
+        if window is not None:
+            self._feed.take(window)
+        return window
+
+    def confirm(self, position: Lsn) -> None:
+        self._stream.confirm(position)
+
+    def close(self) -> None:
+        self._stream.close()

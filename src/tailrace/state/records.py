@@ -1,0 +1,40 @@
+"""Small JSON files that say when they are not what was written: each carries the SHA-256 of the rest of itself.
+
+The hash is taken over the object without `sha256`, keys sorted, no spaces, non-ASCII escaped. A file is read only if
+its bytes are those that the object would be written as: not even a space may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+
+def encode(stored: dict[str, Any]) -> bytes:
+    """The object as text, with its hash."""
+    return (json.dumps({**stored, "sha256": _hash(stored)}, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def decode(text: bytes, format: int) -> dict[str, Any]:
+    """The object, checked; ValueError, and what goes with it, if it is not what was written."""
+    try:
+        return _decode(text, format)
+    except RecursionError as error:
+        raise ValueError("it is not a record") from error
+
+
+def _decode(text: bytes, format: int) -> dict[str, Any]:
+    stored = json.loads(text)
+    if not isinstance(stored, dict) or not isinstance(stored.get("format"), int):
+        raise ValueError("it is not a record")
+    if stored["format"] != format:
+        raise ValueError(f"it has format {stored['format']}, and this version knows format {format}")
+    written = stored.pop("sha256", None)
+    if written != _hash(stored) or encode(stored) != text:
+        raise ValueError("it does not match its SHA-256")
+    return stored
+
+
+def _hash(stored: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(stored, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,81 @@
+"""A suite is a list of checks, each a sentence and a function; any test framework can run them.
+
+A check is given a way to open what is under test, always at one place that was empty before. What it opens a second
+time must hold what was kept the first time, as after a restart; what has a `close` is closed in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+
+class ContractBroken(AssertionError):
+    """What was tested does not keep a promise."""
+
+
+@dataclass(frozen=True)
+class Check(Generic[_T]):
+    """One promise. `check(at)` raises ContractBroken if it is not kept."""
+
+    promise: str
+    act: Callable[[Callable[[], _T]], None]
+
+    def __str__(self) -> str:
+        return self.promise
+
+    def __call__(self, at: Callable[[], _T]) -> None:
+        try:
+            self.act(at)
+        except ContractBroken as broken:
+            raise ContractBroken(f"{self.promise}: {broken}") from broken
+
+
+def suite(*checks: Callable[[Callable[[], _T]], None]) -> tuple[Check[_T], ...]:
+    """Functions as checks; what each promises is its docstring."""
+    return tuple(Check(" ".join((check.__doc__ or check.__name__).split()), check) for check in checks)
+
+
+def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) -> None:
+    """Run every check, each at a new place; all that is not kept is told at once."""
+    broken: list[str] = []
+    for check in checks:
+        try:
+            check(place())
+        except ContractBroken as error:
+            broken.append(str(error))
+    if broken:
+        raise ContractBroken("\n".join(broken))
+
+
+@contextmanager
+def opened(at: Callable[[], _T]) -> Iterator[_T]:
+    """What is under test, closed at the end if it can be."""
+    found = at()
+    try:
+        yield found
+    finally:
+        close = getattr(found, "close", None)
+        if callable(close):
+            close()
+
+
+def require(kept: object, broken: str) -> None:
+    """Raise ContractBroken unless it is so."""
+    if not kept:
+        raise ContractBroken(broken)
+
+
+def require_refused(act: Callable[[], object], error: type[Exception], broken: str) -> None:
+    """Raise ContractBroken unless the call raises this error."""
+    try:
+        act()
+    except error:
+        return
+    except Exception as other:  # whatever it is, it is not the one that was promised
+        raise ContractBroken(f"{broken}: {type(other).__name__} instead of {error.__name__}") from other
+    raise ContractBroken(broken)

@@ -1,0 +1,209 @@
+"""What every checkpoint store promises, as checks for a store of your own.
+
+```python
+@pytest.mark.parametrize("check", CHECKPOINT_STORE, ids=str)
+def test_my_store(check, tmp_path):
+    check(lambda: MyStore(tmp_path / "checkpoints"))
+```
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from tailrace.errors import ConfigError, PositionRewound, StateForeign
+from tailrace.model.position import Lsn
+from tailrace.model.positions import (
+    BinlogPosition,
+    CustomPosition,
+    MariadbGtidSet,
+    MysqlGtidSet,
+    Position,
+    SqlServerLsn,
+)
+from tailrace.state.checkpoint import KEY_BYTES_MAX, Checkpoint, CheckpointStore
+from tailrace.testing.checks import Check, opened, require, require_refused, run, suite
+
+Open = Callable[[], CheckpointStore]
+
+_UUID = "3e11fa47-71ca-11e1-9e33-c80aa9429562"
+ORDERED: tuple[tuple[str, Position, Position], ...] = (
+    ("postgresql", Lsn.parse("0/9"), Lsn.parse("0/10")),
+    ("mysql", BinlogPosition("mysql-bin.999999", 500), BinlogPosition("mysql-bin.1000000", 4)),
+    ("mysql", MysqlGtidSet.parse(f"{_UUID}:1-9"), MysqlGtidSet.parse(f"{_UUID}:1-10:12")),
+    ("mariadb", MariadbGtidSet.parse("0-1-9"), MariadbGtidSet.parse("0-2-10,1-1-1")),
+    ("sqlserver", SqlServerLsn(1, 9, 9), SqlServerLsn(2, 0, 1)),
+    ("mine", CustomPosition("9"), CustomPosition("10")),
+)
+"""An earlier and a later position of each kind; their texts are in the other order where there is one."""
+
+BAD_KEYS = ("", ".", "..", "...", "a/b", "/a", "a\\b", "../a", ".a", "a\nb", "a\0b", "\x7f", "\u202ea", "k" * 1000)
+GOOD_KEYS = ("a", "a.b", "-", "Ünï cödé ✓", "shop:orders", "k" * KEY_BYTES_MAX)
+
+
+def checkpoint(source: str, position: Position, **given: Any) -> Checkpoint:
+    return Checkpoint(source_type=source, position=position, **given)
+
+
+def _lsn(value: int, **given: Any) -> Checkpoint:
+    return checkpoint("postgresql", Lsn(value), **given)
+
+
+def _begins_empty(at: Open) -> None:
+    """a new store has nothing, and says so without an error"""
+    with opened(at) as store:
+        require(store.load("orders") is None, "it has a checkpoint that nobody saved")
+        require(tuple(store.list()) == () and dict(store.all()) == {}, "it lists what nobody saved")
+        require(store.delete("orders") is False, "it deleted what was not there")
+
+
+def _gives_back(at: Open) -> None:
+    """what was saved is loaded as it was, with every kind of position"""
+    time = datetime(2026, 11, 16, 12, 0, 0, 123456, UTC)
+    with opened(at) as store:
+        for number, (source, position, _) in enumerate(ORDERED):
+            saved = checkpoint(
+                source, position, time=time, transaction="7:ü", metadata={"a": [1, 2.5, None, "é\n"], "b": {"c": True}}
+            )
+            store.save(f"key{number}", saved)
+            require(store.load(f"key{number}") == saved, f"another one came back of {saved.position_type.value}")
+
+
+def _survives(at: Open) -> None:
+    """what was saved, and what was deleted, is so after it was opened again"""
+    with opened(at) as store:
+        store.save("kept", _lsn(7, metadata={"n": 1}))
+        store.save("gone", _lsn(8))
+        store.delete("gone")
+        kept = store.load("kept")
+    with opened(at) as store:
+        require(kept is not None and store.load("kept") == kept, "what was saved is not there")
+        require(store.load("gone") is None, "what was deleted is there again")
+
+
+def _goes_forward(at: Open) -> None:
+    """the last one saved counts, and one whose position stands may be saved with other metadata"""
+    with opened(at) as store:
+        for source, early, late in ORDERED:
+            key = f"{source}-{type(early).__name__}"
+            store.save(key, checkpoint(source, early))
+            store.save(key, checkpoint(source, early, metadata={"chunk": 2}))
+            again = store.load(key)
+            require(again is not None and again.metadata == {"chunk": 2}, "the same position was not saved again")
+            store.save(key, checkpoint(source, late))
+            found = store.load(key)
+            require(found is not None and found.position == late, f"{late} did not follow {early}")
+
+
+def _never_back(at: Open) -> None:
+    """a position that does not follow the saved one is refused, and nothing changes"""
+    with opened(at) as store:
+        for source, early, late in ORDERED:
+            key = f"{source}-{type(early).__name__}"
+            store.save(key, checkpoint(source, late))
+            back = checkpoint(source, early)
+            require_refused(lambda key=key, back=back: store.save(key, back), PositionRewound,  # type: ignore[misc]
+                            f"it went back from {late} to {early}")  # fmt: skip
+            found = store.load(key)
+            require(found is not None and found.position == late, "a refused one was saved all the same")
+        store.save("two", checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:1-5")))
+        aside = checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:3-9"))
+        require_refused(lambda: store.save("two", aside), PositionRewound, "a set followed that lacks what was taken")
+
+
+def _one_source(at: Open) -> None:
+    """a key belongs to one source and one way of counting, until it is deleted"""
+    with opened(at) as store:
+        store.save("orders", _lsn(7))
+        other = checkpoint("mysql", BinlogPosition("mysql-bin.000001", 4))
+        require_refused(lambda: store.save("orders", other), StateForeign, "another source took the key")
+        store.delete("orders")
+        store.save("orders", other)
+        require(store.load("orders") == other, "a key that was deleted is still the first source's")
+
+
+def _deletes(at: Open) -> None:
+    """a deleted one is gone, once, and its key can begin anywhere"""
+    with opened(at) as store:
+        store.save("orders", _lsn(9))
+        require(store.delete("orders") is True, "it did not say that there was one")
+        require(store.load("orders") is None and store.delete("orders") is False, "it is still there")
+        store.save("orders", _lsn(1))
+        found = store.load("orders")
+        require(found is not None and found.position == Lsn(1), "it did not begin anew")
+
+
+def _keys_apart(at: Open) -> None:
+    """keys do not touch each other, and are listed in order with what they hold"""
+    with opened(at) as store:
+        for number, key in enumerate(GOOD_KEYS, start=1):
+            store.save(key, _lsn(number))
+        store.delete("a")
+        expected = {key: Lsn(number) for number, key in enumerate(GOOD_KEYS, start=1) if key != "a"}
+        require(list(store.list()) == sorted(expected), "`list` gave other keys, or in another order")
+        found = {key: item.position for key, item in store.all().items()}
+        require(found == expected and list(found) == sorted(expected), "`all` gave other checkpoints")
+
+
+def _bad_keys(at: Open) -> None:
+    """a key that is empty, too long, or could lead elsewhere is refused wherever it is given"""
+    with opened(at) as store:
+        for key in BAD_KEYS:
+            calls: tuple[tuple[str, Callable[[str], object]], ...] = (
+                ("save", lambda key: store.save(key, _lsn(1))), ("load", store.load), ("delete", store.delete),
+            )  # fmt: skip
+            for name, call in calls:
+                require_refused(lambda call=call, key=key: call(key), ConfigError,  # type: ignore[misc]
+                                f"`{name}` took the key {key[:20]!a}")  # fmt: skip
+        require(tuple(store.list()) == (), "something was saved under such a key")
+
+
+def _callers_own(at: Open) -> None:
+    """what a caller does with metadata afterwards changes nothing that is saved"""
+    metadata = {"chunks": [1]}
+    with opened(at) as store:
+        saved = _lsn(5, metadata=metadata)
+        store.save("orders", saved)
+        metadata["chunks"].append(2)
+        saved.metadata["chunks"].append(3)
+        for _ in range(2):
+            found = store.load("orders")
+            require(found is not None and found.metadata == {"chunks": [1]}, "what is saved has changed")
+            if found is not None:
+                found.metadata["chunks"].append(4)
+
+
+def _threads(at: Open) -> None:
+    """threads that save at once, each under a key of its own, lose nothing"""
+    failures: list[Exception] = []
+    with opened(at) as store:
+
+        def work(key: str) -> None:
+            try:
+                for value in range(1, 9):
+                    store.save(key, _lsn(value))
+            except Exception as error:  # noqa: BLE001 # it is told below
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(f"key{number}",)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        require(not failures, f"a thread failed with {failures and type(failures[0]).__name__}")
+        positions = {key: found.position for key, found in store.all().items()}
+        require(positions == {f"key{number}": Lsn(8) for number in range(4)}, "a checkpoint is missing or old")
+
+
+CHECKPOINT_STORE: tuple[Check[CheckpointStore], ...] = suite(
+    _begins_empty, _gives_back, _survives, _goes_forward, _never_back, _one_source, _deletes, _keys_apart, _bad_keys,
+    _callers_own, _threads,
+)  # fmt: skip
+
+
+def check_checkpoint_store(place: Callable[[], Open]) -> None:
+    """Run all checks. `place` gives, for each, a way to open a store where there is none yet."""
+    run(CHECKPOINT_STORE, place)

@@ -1,0 +1,75 @@
+"""AES-256-GCM of whole columns: each value by itself, bound to its table and column.
+
+    1 byte    the format, 1
+    1 byte    how long the key's id is, and the id
+    12 bytes  a nonce of its own, at random
+    …         the ciphertext, and its tag of 16 bytes
+
+What comes out is made of ciphertexts and nulls alone: a value that cannot be encrypted is null and said to have
+failed, so no way leads from a failure to the plaintext. A ciphertext moved to another column, or to another table, does
+not decrypt. The library that encrypts takes one value a call, so here, and only here, there is a loop over values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tailrace.transforms.hashing import as_bytes
+from tailrace.transforms.secrets import Cipher
+
+FORMAT = 1
+NONCE_BYTES = 12
+Mask = npt.NDArray[np.bool_]
+FAILURES = (ValueError, OverflowError, TypeError, MemoryError, RuntimeError)
+
+
+def bound_to(table: str, column: str) -> bytes:
+    """The associated data: which column of which table this is."""
+    return json.dumps([table, column], ensure_ascii=False).encode()
+
+
+def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tuple[pa.Array, Mask]:
+    """The ciphertexts, null where there was null; and the rows that could not be encrypted, null as well."""
+    n = len(values)
+    named = key_id.encode()
+    head = bytes([FORMAT, len(named)]) + named
+    nonces = os.urandom(NONCE_BYTES * n)
+    out: list[bytes | None] = [None] * n
+    failed = np.zeros(n, np.bool_)
+    for row, plain in enumerate(as_bytes(values).to_pylist()):
+        if plain is not None:
+            nonce = nonces[NONCE_BYTES * row : NONCE_BYTES * (row + 1)]
+            try:
+                out[row] = head + nonce + cipher.encrypt(nonce, plain, bound)
+            except FAILURES:
+                failed[row] = True
+    return pa.array(out, pa.binary()), failed
+
+
+def decrypt(values: pa.Array, cipher: Callable[[str], Cipher | None], bound: bytes) -> tuple[pa.Array, Mask]:
+    """The plaintexts as bytes; rows whose key is not known, or that were tampered with, are null and have failed."""
+    from cryptography.exceptions import InvalidTag
+
+    n = len(values)
+    out: list[bytes | None] = [None] * n
+    failed = np.zeros(n, np.bool_)
+    for row, sealed in enumerate(values.to_pylist()):
+        if sealed is None:
+            continue
+        try:
+            if len(sealed) < 2 or sealed[0] != FORMAT:
+                raise ValueError("not ours")
+            end = 2 + sealed[1]
+            key = cipher(sealed[2:end].decode())
+            if key is None:
+                raise ValueError("a key that is not named")
+            out[row] = key.decrypt(sealed[end : end + NONCE_BYTES], sealed[end + NONCE_BYTES :], bound)
+        except (*FAILURES, InvalidTag):
+            failed[row] = True
+    return pa.array(out, pa.binary()), failed

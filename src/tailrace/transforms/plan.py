@@ -1,0 +1,286 @@
+"""Rules made ready to work: every batch of a table, from snapshot or stream, goes through the same steps.
+
+What a rule fails at is never let through. With `halt` nothing of the batch comes out, and whoever acknowledges cannot
+pass it; with `dead-letter` the rows are set apart, each with its rule and cause, or are marked where they are
+(`marking`), for a log whose readers know what to do with a value that did not fit. A marked row has null in the place
+of the value, and the rule's name beside it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.errors import ConfigError, RuleInvalid, TransformFailed, Unsupported
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.system import is_system
+from tailrace.transforms import deriving, routing, steps
+from tailrace.transforms.matching import matches_any
+from tailrace.transforms.rows import AFTER, Failure, Rows, closed, opened, opened_snapshot
+from tailrace.transforms.rules import Rule, Transforms
+from tailrace.transforms.secrets import Keyring
+from tailrace.transforms.shape import Shape, routed
+from tailrace.transforms.steps import Lot, Step, condition
+
+SHAPES_KEPT_MAX = 10_000
+HALT_HINT = (
+    "Mend the row at the source or the rule, and start again: nothing was let through. With `on_error: dead-letter` "
+    "only such rows are set aside."
+)
+_MAKERS = {**steps.MAKERS, **deriving.MAKERS, **routing.MAKERS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letter:
+    """Rows that a rule could not be applied to, as they came: apply them again once the cause is mended."""
+
+    rule: str
+    cause: str
+    column: str
+    batch: ChangeBatch
+    """The rows as the source sent them. They are in memory alone: storing them is storing what the rule hides."""
+
+    @property
+    def positions(self) -> list[str | None]:
+        """Where in the source's log each row ended."""
+        data = self.batch.data
+        known = change.POSITION in data.schema.names
+        return data.column(change.POSITION).to_pylist() if known else [None] * data.num_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What came out of a batch."""
+
+    batches: tuple[ChangeBatch, ...]
+    letters: tuple[Letter, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmatched:
+    """A rule that has had nothing to do."""
+
+    rule: str
+    why: str
+    no_table: bool = False
+
+
+@dataclass
+class TablePlan:
+    """The steps of one shape, and the shape that they make."""
+
+    source: TableSchema
+    target: TableSchema
+    steps: tuple[Step, ...]
+    _routed: dict[TableId, TableSchema] = field(default_factory=dict)
+
+    def run(self, rows: Rows) -> list[tuple[TableSchema, Rows]]:
+        lots: list[Lot] = [(None, rows)]
+        for step in self.steps:
+            lots = [made for lot in lots for made in step.share_out(lot)]
+        return [(self._shape_of(table), some) for table, some in lots if some.count]
+
+    def _shape_of(self, table: TableId | None) -> TableSchema:
+        if table is None or table == self.target.table:
+            return self.target
+        if table not in self._routed:
+            self._routed[table] = routed(self.target, table)
+        return self._routed[table]
+
+
+class TransformPlan:
+    """All rules, for whatever tables come. One thread uses it; it can be pickled, and holds no key then."""
+
+    def __init__(
+        self, transforms: Transforms, *, environment: Mapping[str, str] | None = None, keyring: Keyring | None = None
+    ) -> None:
+        self.transforms = transforms
+        self._keys = keyring or Keyring(transforms.keys, environment)
+        self._plans: dict[int, TablePlan] = {}
+        self._policy = {rule.name: rule.on_error for rule in transforms.rules}
+        self._tables: dict[str, int] = {rule.name: 0 for rule in transforms.rules}
+        self._rows: dict[str, int] = {rule.name: 0 for rule in transforms.rules}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TransformPlan, (self.transforms,)
+
+    def table(self, schema: TableSchema) -> TablePlan:
+        """The steps for a shape. A stream gives the same object again and again, and gets the same one."""
+        known = self._plans.get(id(schema))
+        if known is not None:
+            return known
+        shape = Shape.of(schema)
+        nothing = is_system(schema) or not schema.columns
+        matching = (rule for rule in self.transforms.rules if matches_any(rule.tables, schema.table))
+        concerned = () if nothing else tuple(matching)
+        made = [step for rule in concerned if (step := self._step(rule, shape)) is not None]
+        if len(self._plans) >= SHAPES_KEPT_MAX:
+            self._plans.clear()
+        plan = self._plans[id(schema)] = TablePlan(source=schema, target=shape.schema(), steps=tuple(made))
+        return plan
+
+    def _step(self, rule: Rule, shape: Shape) -> Step | None:
+        try:
+            when = condition(rule)
+            if when is not None and not set(when.columns) <= set(shape.columns) and not rule.exact_tables:
+                return None
+            if when is not None and not pa.types.is_boolean(when.type(shape.types)):
+                raise shape.refuse(rule, "`when` is no condition", "Write one, for example `country == 'DE'`.")
+            step = _MAKERS[rule.do](rule, shape, self._keys)
+        except RuleInvalid:
+            raise
+        except ConfigError as error:
+            fields = {"rule": rule.name, "table": shape.source.table, **error.fields}
+            raise RuleInvalid(error.message, hint=error.hint, **fields) from error
+        if step is not None:
+            self._tables[rule.name] += 1
+            step.count = self._counter(rule.name)
+        return step
+
+    def _counter(self, rule: str) -> Callable[[int], None]:
+        def count(rows: int) -> None:
+            self._rows[rule] += rows
+
+        return count
+
+    def transformed_schema(self, schema: TableSchema) -> TableSchema:
+        """What the rules make of a shape: snapshot and stream have it alike."""
+        return self.table(schema).target
+
+    def unmatched(self) -> list[Unmatched]:
+        """The rules that have met no table yet, or no row."""
+        found = []
+        for rule in self.transforms.rules:
+            if not self._tables[rule.name]:
+                found.append(Unmatched(rule=rule.name, why="no table has what it names", no_table=True))
+            elif not self._rows[rule.name] and not (rule.do == "route" and rule.when is None):
+                found.append(Unmatched(rule=rule.name, why="no row was one for it"))
+        return found
+
+    # Changes.
+
+    def apply(self, batch: ChangeBatch) -> Applied:
+        """The batch, transformed; rows that a rule with `dead-letter` failed at are letters."""
+        plan = self.table(batch.schema)
+        if not plan.steps:
+            return Applied(batches=(batch,))
+        lots = plan.run(opened(batch))
+        self._halt(plan.source, lots, batch)
+        letters = []
+        for _, rows in lots:
+            bad = np.zeros(rows.count, np.bool_)
+            for one in rows.failures:
+                mine = one.rows & ~bad  # a row is one letter, of the first rule that failed
+                bad |= one.rows
+                if mine.any():
+                    letters.append(_letter(one, batch, rows.source[mine]))
+            rows.take(~bad)
+        return Applied(
+            batches=tuple(closed(rows, schema) for schema, rows in lots if rows.count), letters=tuple(letters)
+        )
+
+    def marking(self, batch: ChangeBatch) -> tuple[ChangeBatch, ...]:
+        """The batch, transformed; rows that a rule with `dead-letter` failed at say so in `_unfit`."""
+        plan = self.table(batch.schema)
+        if not plan.steps:
+            return (batch,)
+        lots = plan.run(opened(batch))
+        self._halt(plan.source, lots, batch)
+        for schema, rows in lots:
+            for one in rows.failures:
+                column = one.column if one.column in rows.after.columns else schema.names[0]
+                texts = rows.unfit.setdefault((AFTER, column), {})
+                texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.unfit_by_rule(one.rule, one.why)))
+        return tuple(closed(rows, schema) for schema, rows in lots)
+
+    def window(self, window: Window) -> Window | None:
+        """A window's batches, transformed; rows are numbered anew where some went or came.
+
+        None: it was a part of a transaction, and nothing of it is left."""
+        batches = tuple(made for batch in window.batches for made in self.marking(batch))
+        if len(batches) == len(window.batches) and all(map(operator.is_, batches, window.batches)):
+            return window
+        if window.open and not batches:
+            return None
+        numbered = _numbered(batches)
+        return replace(window, batches=numbered, rows=sum(map(len, numbered)))
+
+    # Snapshots.
+
+    def rows(self, schema: TableSchema, data: pa.RecordBatch) -> pa.RecordBatch:
+        """Rows of a snapshot, of the table's own columns, as rows of the transformed shape."""
+        plan = self.table(schema)
+        if not plan.steps:
+            return data
+        lots = plan.run(opened_snapshot(schema, data))
+        for _, rows in lots:
+            for one in rows.failures:
+                raise _failed(plan.source, one, None)
+        if any(target is not plan.target for target, _ in lots):
+            raise Unsupported(
+                "rows of one table cannot be loaded into several", table=schema.table,
+                hint="`route` with `when`, and `outbox`, work on changes: set the table's load mode to `never`.",
+            )  # fmt: skip
+        fields = pa.schema(plan.target.row_fields())
+        if not lots:
+            return pa.RecordBatch.from_pylist([], fields)
+        columns = lots[0][1].after.columns
+        return pa.RecordBatch.from_arrays([columns[name] for name in fields.names], schema=fields)
+
+    def _halt(self, schema: TableSchema, lots: list[tuple[TableSchema, Rows]], batch: ChangeBatch) -> None:
+        for _, rows in lots:
+            for one in rows.failures:
+                if self._policy[one.rule] == "halt":
+                    raise _failed(schema, one, _position(batch, int(rows.source[one.rows][0])))
+
+
+def _position(batch: ChangeBatch, row: int) -> str | None:
+    if change.POSITION not in batch.data.schema.names:
+        return None
+    found: str = batch.data.column(change.POSITION)[row].as_py()
+    return found
+
+
+def _failed(schema: TableSchema, failure: Failure, position: str | None) -> TransformFailed:
+    where = {} if position is None else {"position": position}
+    return TransformFailed(
+        f"a rule could not be applied: {failure.why}", rule=failure.rule, table=schema.table, column=failure.column,
+        rows=int(failure.rows.sum()), **where, hint=HALT_HINT,
+    )  # fmt: skip
+
+
+def _letter(failure: Failure, batch: ChangeBatch, rows: Any) -> Letter:
+    data = batch.data.take(pa.array(rows))
+    names = set(data.schema.names)
+    moves = len(data) - data.column(change.MOVED_FROM).null_count if change.MOVED_FROM in names else 0
+    return Letter(
+        rule=failure.rule, cause=failure.why, column=failure.column,
+        batch=replace(batch, data=data, ends=None, moves=moves, truncates=0),
+    )  # fmt: skip
+
+
+def _numbered(batches: tuple[ChangeBatch, ...]) -> tuple[ChangeBatch, ...]:
+    """The batches with `_seq` counting from zero without a gap, in the order it had."""
+    if not batches:
+        return ()
+    seqs = [batch.data.column(change.SEQ).to_numpy() for batch in batches]
+    every = np.concatenate(seqs)
+    numbers = np.empty(every.size, np.int64)
+    numbers[np.argsort(every, kind="stable")] = np.arange(every.size)
+    found, begin = [], 0
+    for batch, mine in zip(batches, seqs, strict=True):
+        now = numbers[begin : begin + mine.size]
+        begin += mine.size
+        place = batch.data.schema.get_field_index(change.SEQ)
+        data = batch.data
+        if not np.array_equal(now, mine):
+            data = data.set_column(place, data.schema.field(place), pa.array(now))
+        found.append(replace(batch, data=data, ends=(int(now[0]), int(now[-1]))))
+    return tuple(found)

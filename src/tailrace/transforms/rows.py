@@ -1,0 +1,262 @@
+"""Changes on their way through the rules: each row as it is, as it was, and its old key, side by side.
+
+All three are *images* of the row and go through the same rules, or what is hidden in one would stand in another. What
+the server did not send is absent, which is not null: it stays absent, under whatever name. A value that its type could
+not hold is known only as text; a rule that would have to look at it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.change import OPERATION_NAMES, Operation
+from tailrace.model.schema import TableSchema
+
+Mask = npt.NDArray[np.bool_]
+AFTER = ""
+ABSENT, FAILED = "a value that it needs was not sent", "it cannot be applied to the value"
+"""Why a rule fails, in words that tell nothing of the row."""
+_ABOUT = frozenset(field.name for field in change.ALWAYS)
+
+
+@dataclass
+class Image:
+    """The columns of one image by name; `valid` tells the rows that have it, None: all."""
+
+    which: str
+    columns: dict[str, pa.Array]
+    valid: Mask | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Rows that a rule could not be applied to, and why in a word."""
+
+    rule: str
+    column: str
+    why: str
+    rows: Mask
+
+
+@dataclass
+class Rows:
+    """Changes of one table. Rules work on it in place."""
+
+    count: int
+    about: dict[str, pa.Array]
+    """What every change has: `_op`, `_seq` and so on."""
+    images: list[Image]
+    """The row as it is comes first."""
+    absent: dict[str, Mask] = field(default_factory=dict)
+    """By column, the rows whose value was not sent."""
+    unfit: dict[tuple[str, str], dict[int, str]] = field(default_factory=dict)
+    """By image and column, the rows whose value did not fit, and its text. Rare."""
+    failures: list[Failure] = field(default_factory=list)
+    source: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which row of the batch each was."""
+    _codes: tuple[pa.Array, npt.NDArray[np.int32]] | None = None
+    """The operations, and what they are by number: looked up once, as comparing texts is what costs."""
+
+    @property
+    def after(self) -> Image:
+        return self.images[0]
+
+    def image(self, which: str) -> Image | None:
+        return next((image for image in self.images if image.which == which), None)
+
+    def is_op(self, operation: Operation) -> Mask:
+        """The rows of this operation."""
+        given = self.about[change.OP]
+        if self._codes is None or self._codes[0] is not given:
+            self._codes = (given, pc.index_in(given, value_set=OPERATION_NAMES).to_numpy())
+        found: Mask = self._codes[1] == operation.code
+        return found
+
+    def unknown(self, image: Image, columns: tuple[str, ...]) -> Mask | None:
+        """The rows of which some of these columns were not sent, or did not fit; None: there are none."""
+        found: Mask | None = None
+        for column in columns:
+            masks = [self.absent[column]] if image.which == AFTER and column in self.absent else []
+            if texts := self.unfit.get((image.which, column)):
+                odd = np.zeros(self.count, np.bool_)
+                odd[list(texts)] = True
+                masks.append(odd)
+            for mask in masks:
+                found = mask.copy() if found is None else found | mask
+        return found if found is not None and found.any() else None
+
+    def fail(self, rule: str, column: str, why: str, rows: Mask) -> None:
+        if rows.any():
+            self.failures.append(Failure(rule=rule, column=column, why=why, rows=rows))
+
+    def rename(self, names: dict[str, str]) -> None:
+        for image in self.images:
+            image.columns = {names.get(name, name): values for name, values in image.columns.items()}
+        self.absent = {names.get(name, name): rows for name, rows in self.absent.items()}
+        self.unfit = {(which, names.get(name, name)): texts for (which, name), texts in self.unfit.items()}
+
+    def drop(self, column: str) -> None:
+        for image in self.images:
+            image.columns.pop(column, None)
+        self.forget(column)
+
+    def forget(self, column: str) -> None:
+        """What a column was is not known by another way any more: it has a value now, in every image."""
+        self.absent.pop(column, None)
+        for image in self.images:
+            self.unfit.pop((image.which, column), None)
+
+    def take(self, keep: Mask) -> None:
+        """Only these rows."""
+        if keep.all():
+            return
+        chosen = pa.array(keep)
+        self.about = {name: values.filter(chosen) for name, values in self.about.items()}
+        for image in self.images:
+            image.columns = {name: values.filter(chosen) for name, values in image.columns.items()}
+            image.valid = None if image.valid is None else image.valid[keep]
+        self.absent = {name: rows[keep] for name, rows in self.absent.items() if rows[keep].any()}
+        places = np.cumsum(keep) - 1 if self.unfit else keep
+        self.unfit = {
+            where: kept
+            for where, texts in self.unfit.items()
+            if (kept := {int(places[row]): text for row, text in texts.items() if keep[row]})
+        }
+        self.failures = [
+            Failure(rule=one.rule, column=one.column, why=one.why, rows=one.rows[keep]) for one in self.failures
+        ]
+        self.source = self.source[keep]
+        self.count = int(keep.sum())
+
+    def copy(self) -> Rows:
+        """The same rows, to be worked on apart."""
+        images = [Image(image.which, dict(image.columns), image.valid) for image in self.images]
+        unfit = {where: dict(texts) for where, texts in self.unfit.items()}
+        return Rows(
+            self.count, dict(self.about), images, dict(self.absent), unfit, list(self.failures), self.source
+        )
+
+
+def opened(batch: ChangeBatch) -> Rows:
+    """A batch, taken apart."""
+    data, schema = batch.data, batch.schema
+    names = set(data.schema.names)
+    count = data.num_rows
+    columns = {name: data.column(change.stored_name(name)) for name in schema.names}
+    images = [Image(AFTER, columns)]
+    old = [which for which in (change.BEFORE, change.MOVED_FROM) if which in names]
+    images += [_old(which, data.column(which), schema) for which in old]
+    rows = Rows(
+        count, {name: data.column(name) for name in data.schema.names if name in _ABOUT}, images,
+        source=np.arange(count),
+    )  # fmt: skip
+    if change.UNCHANGED in names:
+        rows.absent = _absent(data.column(change.UNCHANGED), count)
+    if change.UNFIT in names:
+        rows.unfit = _unfit(data.column(change.UNFIT))
+    return rows
+
+
+def opened_snapshot(schema: TableSchema, data: pa.RecordBatch) -> Rows:
+    """Rows that a snapshot has read, as if each was a change."""
+    count = data.num_rows
+    about = {change.OP: pa.array([Operation.READ.value]).take(pa.array(np.zeros(count, np.int64)))}
+    columns = {name: data.column(at) for at, name in enumerate(schema.names)}
+    return Rows(count, about, [Image(AFTER, columns)], source=np.arange(count))
+
+
+def _old(which: str, structs: pa.StructArray, schema: TableSchema) -> Image:
+    verbatim = {change.stored_name(name): name for name in schema.names}
+    valid = np.asarray(pc.is_valid(structs).to_numpy(zero_copy_only=False), np.bool_)
+    children = structs.flatten()  # with the struct's own nulls
+    names = [verbatim[structs.type.field(at).name] for at in range(structs.type.num_fields)]
+    return Image(which, dict(zip(names, children, strict=True)), valid)
+
+
+def _absent(lists: pa.ListArray, count: int) -> dict[str, Mask]:
+    names, parents = lists.flatten(), pc.list_parent_indices(lists).to_numpy()
+    found: dict[str, Mask] = {}
+    for name in pc.unique(names).to_pylist():
+        mask = np.zeros(count, np.bool_)
+        mask[parents[pc.equal(names, name).to_numpy(zero_copy_only=False)]] = True
+        found[name] = mask
+    return found
+
+
+def _unfit(cells: pa.ListArray) -> dict[tuple[str, str], dict[int, str]]:
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in np.flatnonzero(pc.is_valid(cells).to_numpy(zero_copy_only=False)).tolist():
+        for cell in cells[row].as_py():
+            found.setdefault(_whose(cell["column"]), {})[row] = cell["text"]
+    return found
+
+
+def _whose(column: str) -> tuple[str, str]:
+    """The image and the column that a cell of `_unfit` speaks of."""
+    for which in (change.BEFORE, change.MOVED_FROM):
+        if column.startswith(f"{which}."):
+            return which, column.removeprefix(f"{which}.")
+    return AFTER, column
+
+
+def closed(rows: Rows, schema: TableSchema) -> ChangeBatch:
+    """The rows as a batch of the shape that the rules made."""
+    fields = schema.change_schema()
+    columns: dict[str, Any] = dict(rows.about)
+    for name in schema.names:
+        columns[change.stored_name(name)] = rows.after.columns[name]
+    moves = 0
+    for image in rows.images[1:]:
+        valid = np.ones(rows.count, np.bool_) if image.valid is None else image.valid
+        if valid.any():
+            columns[image.which] = _struct(image, fields.field(image.which).type, valid, schema)
+            moves = int(valid.sum()) if image.which == change.MOVED_FROM else moves
+    if (unchanged := _unchanged(rows, schema)) is not None:
+        columns[change.UNCHANGED] = unchanged
+    cells = dict(_cells(rows, schema))
+    if cells:
+        columns[change.UNFIT] = pa.array([cells.get(row) for row in range(rows.count)], change.UNFIT_TYPE)
+    kept = [one for one in fields if one.name in columns]
+    data = pa.RecordBatch.from_arrays([columns[one.name] for one in kept], schema=pa.schema(kept))
+    return ChangeBatch(
+        schema=schema, data=data, moves=moves, truncates=int(rows.is_op(Operation.TRUNCATE).sum()),
+        unfit=sum(map(len, cells.values())),
+    )  # fmt: skip
+
+
+def _struct(image: Image, kind: pa.DataType, valid: Mask, schema: TableSchema) -> pa.Array:
+    verbatim = {change.stored_name(name): name for name in schema.names}
+    fields = [kind.field(at) for at in range(kind.num_fields)]
+    children = [image.columns[verbatim[one.name]] for one in fields]
+    return pa.StructArray.from_arrays(children, fields=fields, mask=pa.array(~valid))
+
+
+def _unchanged(rows: Rows, schema: TableSchema) -> pa.Array | None:
+    names = [name for name in schema.names if name in rows.absent and rows.absent[name].any()]
+    if not names:
+        return None
+    table = np.stack([rows.absent[name] for name in names], axis=1)
+    counts = table.sum(axis=1)
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+    which = np.nonzero(table)[1]
+    listed = pa.array(names, pa.string()).take(pa.array(which))
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), listed, mask=pa.array(counts == 0))
+
+
+def _cells(rows: Rows, schema: TableSchema) -> Iterator[tuple[int, list[dict[str, str]]]]:
+    known = set(schema.names)
+    found: dict[int, list[dict[str, str]]] = {}
+    for (which, column), texts in rows.unfit.items():
+        if column in known and rows.image(which) is not None:
+            for row, text in texts.items():
+                found.setdefault(row, []).append({"column": f"{which}.{column}" if which else column, "text": text})
+    yield from found.items()

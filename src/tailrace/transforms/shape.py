@@ -1,0 +1,130 @@
+"""What rules make of a table's shape: worked out once, before any row comes, and the same for snapshot and stream.
+
+The shape that comes out remembers the one at the source (`origin`). A column that a rule has worked on says so in its
+type's name, so another rule makes another shape: whoever keeps rows of the old one is told, and loads them anew.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from tailrace.errors import RuleInvalid
+from tailrace.model.facts import ColumnFacts, Facts
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.transforms.rules import Rule
+
+MARK = " · "
+OF_ROWS = ("filter#", "unwrap#", "include#", "exclude#")
+"""Rules that say which rows and columns there are: what they leave out has nothing to mark, so the first column has
+it. Their values are what they were."""
+ROUTED = 1 << 33
+"""Tables that only rules have made are numbered from here: no source's own number is so large."""
+
+
+@dataclass
+class Made:
+    """A column on its way through the rules."""
+
+    type: pa.DataType
+    source_type: str
+    place: int | None
+    """Of the column at the source that it was, if it was one;"""
+    touched: bool = False
+    """and whether its values are others now."""
+
+    def mark(self, rule: Rule, kind: pa.DataType | None = None) -> None:
+        """A rule has worked on the values."""
+        self.source_type += f"{MARK}{rule.do}#{rule.digest}"
+        self.type = self.type if kind is None else kind
+        self.touched = True
+
+
+@dataclass
+class Shape:
+    """A table on its way through the rules."""
+
+    source: TableSchema
+    table: TableId
+    columns: dict[str, Made]
+    key: tuple[str, ...]
+
+    @classmethod
+    def of(cls, schema: TableSchema) -> Shape:
+        columns = {
+            column.name: Made(column.type, column.source_type, place) for place, column in enumerate(schema.columns)
+        }
+        return cls(source=schema, table=schema.table, columns=columns, key=schema.key)
+
+    @property
+    def row_is_key(self) -> bool:
+        """Whether rows are known by all they have: there is no key, and old rows are told."""
+        return not self.key and self.source.identity is Identity.FULL
+
+    @property
+    def types(self) -> dict[str, pa.DataType]:
+        return {name: made.type for name, made in self.columns.items()}
+
+    def mark_rows(self, rule: Rule) -> None:
+        """A rule says which rows or columns there are."""
+        next(iter(self.columns.values())).source_type += f"{MARK}{rule.do}#{rule.digest}"
+
+    def refuse(self, rule: Rule, message: str, hint: str, **fields: object) -> RuleInvalid:
+        return RuleInvalid(message, rule=rule.name, table=self.source.table, hint=hint, **fields)
+
+    def schema(self) -> TableSchema:
+        """What comes out."""
+        columns = tuple(
+            Column(name=name, source_type=made.source_type, type=made.type) for name, made in self.columns.items()
+        )
+        same = columns == self.source.columns and self.key == self.source.key and self.table == self.source.table
+        if same:
+            return self.source
+        facts = _facts(self.source.facts, self.columns) if self.source.facts else None
+        origin = _without_values(self.source)
+        return replace(self.source, table=self.table, columns=columns, key=self.key, facts=facts, origin=origin)
+
+
+def _without_values(schema: TableSchema) -> TableSchema:
+    """The shape without constants that the catalogue tells of its columns: a rule may hide them."""
+    if schema.facts is None:
+        return schema
+    bare = tuple(replace(column, default=None, fill=None) for column in schema.facts.columns)
+    return replace(schema, facts=replace(schema.facts, columns=bare))
+
+
+def _facts(facts: Facts, columns: dict[str, Made]) -> Facts:
+    """What is known of the source's columns holds for what was made of them, but for the values.
+
+    A column that no source has gets a number below zero: it is never taken for one that was added at the source. What
+    rows at rest have in one whose values are others now is told by a text that no value is.
+    """
+
+    def told(name: str, made: Made) -> ColumnFacts:
+        if made.place is None:
+            number = -1 - zlib.crc32(name.encode())
+            return ColumnFacts(number=number, nullable=True, default=None, fill=None, stamp=0)
+        known = facts.columns[made.place]
+        if not made.touched:
+            return known
+        return replace(known, nullable=True, default=None, fill=None if known.fill is None else "")
+
+    kept = {made.place for made in columns.values()}
+    left_out = [known.number for place, known in enumerate(facts.columns) if place not in kept]
+    return replace(
+        facts, columns=tuple(told(name, made) for name, made in columns.items()),
+        others=tuple(sorted({*facts.others, *left_out})),
+    )  # fmt: skip
+
+
+def is_touched(column: Column) -> bool:
+    """Whether a rule has worked on the column's values."""
+    return any(not mark.startswith(OF_ROWS) for mark in column.source_type.split(MARK)[1:])
+
+
+def routed(schema: TableSchema, table: TableId) -> TableSchema:
+    """The same shape for rows that rules send to another table."""
+    number = ROUTED + zlib.crc32(f"{table.schema}\0{table.name}\0{schema.relation}".encode())
+    return replace(schema, table=table, relation=number, origin=schema.origin or schema)

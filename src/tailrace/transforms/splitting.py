@@ -1,0 +1,81 @@
+"""What becomes of changes when only some rows of a table are wanted.
+
+An update that makes a row unwanted is a delete, and one that makes it wanted an insert. Where the old row was not told,
+nobody knows whether it was wanted: then the update stands, or is a delete, which does no harm to a table that does not
+have the row. So is a delete of which only the key is known. A TRUNCATE empties every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.model import change
+from tailrace.model.change import Operation
+from tailrace.transforms.rows import ABSENT, FAILED, Image, Rows
+
+Mask = npt.NDArray[np.bool_]
+Judged = tuple[Mask, Mask | None]
+"""The rows that are wanted, and those of which that cannot be computed."""
+
+
+def narrow(
+    rows: Rows, wanted: Callable[[Image], Judged], columns: tuple[str, ...], key: tuple[str, ...], rule: str
+) -> None:
+    """Keep what concerns wanted rows. `columns` are those that `wanted` looks at."""
+    after, before, moved = rows.after, rows.image(change.BEFORE), rows.image(change.MOVED_FROM)
+    now, odd = wanted(after)
+    told = np.zeros(rows.count, np.bool_)
+    was = told
+    if before is not None:
+        told = np.ones(rows.count, np.bool_) if before.valid is None else before.valid.copy()
+        if (unsure := rows.unknown(before, columns)) is not None:
+            told &= ~unsure
+        was, unsaid = wanted(before)
+        told = told if unsaid is None else told & ~unsaid
+        was = was & told
+    deleted, updated = rows.is_op(Operation.DELETE), rows.is_op(Operation.UPDATE)
+    written = ~deleted & ~rows.is_op(Operation.TRUNCATE)
+    for doubtful, why in ((rows.unknown(after, columns), ABSENT), (odd, FAILED)):
+        if doubtful is not None:
+            rows.fail(rule, columns[0], why, doubtful & written)
+            now = now | doubtful
+    never = told & ~was
+    unwanted = deleted & never
+    if set(columns) <= set(key):
+        unwanted |= deleted & ~now
+    leaves = updated & ~now & ~never
+    gone = unwanted | (written & ~now & ~leaves)
+    enters = updated & now & never
+    if leaves.any():
+        _make_deletes(rows, leaves, before, key)
+    if enters.any():
+        rows.about[change.OP] = pc.if_else(pa.array(enters), Operation.INSERT.value, rows.about[change.OP])
+        assert before is not None, "it was told"
+        before.valid = ~enters if before.valid is None else before.valid & ~enters
+    if moved is not None and moved.valid is not None:
+        moved.valid = moved.valid & ~(written & now & never)
+    rows.take(~gone)
+
+
+def _make_deletes(rows: Rows, which: Mask, before: Image | None, key: tuple[str, ...]) -> None:
+    """These updates become deletes: of the old row if it was told, else of its key alone."""
+    rows.about[change.OP] = pc.if_else(pa.array(which), Operation.DELETE.value, rows.about[change.OP])
+    chosen = pa.array(which)
+    for name, values in rows.after.columns.items():
+        if before is not None:
+            # Where there is no old row, what was flattened from it is null already.
+            known = before.valid if before.valid is not None else np.ones(rows.count, np.bool_)
+            old = before.columns[name]
+            old = pc.if_else(pa.array(known), old, values) if name in key else old
+        else:
+            old = values if name in key else pa.nulls(rows.count, values.type)
+        rows.after.columns[name] = pc.if_else(chosen, old, values)
+    rows.absent = {name: left for name, mask in rows.absent.items() if (left := mask & ~which).any()}
+    for where in [where for where in rows.unfit if where[0] == rows.after.which]:
+        kept = {row: text for row, text in rows.unfit[where].items() if not which[row]}
+        rows.unfit[where] = kept

@@ -1,0 +1,348 @@
+"""Rules made ready for one table: each a step that rows go through.
+
+A step is made once for a shape, where everything is refused that can be: a rule that would destroy the key, a column of
+the wrong type, an expression that cannot be computed. What is left to fail with rows is noted with them, never raised,
+and the value that failed is null: whoever drives the steps halts, or sets the rows aside.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tailrace.model.schema import TableId
+from tailrace.transforms import columns as column_work
+from tailrace.transforms import encryption, hashing, rules
+from tailrace.transforms.columns import Worked, type_named
+from tailrace.transforms.expression import Expression, names_of
+from tailrace.transforms.rows import ABSENT, AFTER, FAILED, Image, Rows
+from tailrace.transforms.rules import Rule
+from tailrace.transforms.secrets import Keyring
+from tailrace.transforms.shape import Shape
+from tailrace.transforms.splitting import Judged, narrow
+
+Mask = npt.NDArray[np.bool_]
+Lot = tuple[TableId | None, Rows]
+"""Rows, and the table that they were sent to, if to another."""
+Doubts = list[tuple[Mask, str]]
+"""Rows of which nobody can say whether `when` is true, and why."""
+
+
+@dataclass
+class Step:
+    """One rule, for one table."""
+
+    rule: Rule
+    when: Expression | None
+    count: Callable[[int], None] = lambda _: None
+    """Hears of how many rows it was applied to."""
+
+    def apply(self, rows: Rows) -> None:
+        """Work on the rows, in place."""
+
+    def share_out(self, lot: Lot) -> list[Lot]:
+        """The same for whoever may send rows to several tables."""
+        self.apply(lot[1])
+        return [lot]
+
+    def decide(self, rows: Rows, image: Image) -> tuple[Mask | None, Doubts]:
+        """The rows of which `when` is true (None: all), and those of which nobody can say."""
+        if self.when is None:
+            self.count(rows.count if image.which == AFTER else 0)
+            return None, []
+        found, odd = self.when.judge(image.columns, rows.count)
+        self.count(int(found.sum()) if image.which == AFTER else 0)
+        doubts = [(rows.unknown(image, self.when.columns), ABSENT), (odd, FAILED)]
+        return found, [(doubtful, why) for doubtful, why in doubts if doubtful is not None]
+
+
+@dataclass
+class ValueStep(Step):
+    """Values of some columns become others, each by itself."""
+
+    columns: tuple[str, ...] = ()
+    work: Callable[[str, pa.Array], Worked] = lambda _, values: (values, None)
+    to: dict[str, pa.DataType] = field(default_factory=dict)
+    blind: bool = False
+    """Whether it does not look at the value."""
+
+    def apply(self, rows: Rows) -> None:
+        for image in rows.images:
+            names = [name for name in self.columns if name in image.columns]
+            if not names:
+                continue
+            chosen, doubts = self.decide(rows, image)
+            for name in names:
+                self._apply_to(rows, image, name, chosen, doubts)
+
+    def _apply_to(self, rows: Rows, image: Image, name: str, chosen: Mask | None, doubts: Doubts) -> None:
+        values = image.columns[name]
+        texts = rows.unfit.get((image.which, name), {})
+        if texts:
+            odd = np.zeros(rows.count, np.bool_)
+            odd[[row for row in texts if chosen is None or chosen[row]]] = True
+            rows.unfit.pop((image.which, name))
+            if kept := {row: text for row, text in texts.items() if not odd[row]}:
+                rows.unfit[image.which, name] = kept
+            if not self.blind:
+                rows.fail(self.rule.name, name, FAILED, odd)
+        for doubtful, why in doubts:
+            there = np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
+            rows.fail(self.rule.name, name, why, doubtful & there)
+            values = without(values, doubtful)
+        if chosen is None:
+            made, failed = self._worked(name, values)
+        else:
+            made, failed = self._worked(name, without(values, ~chosen))
+            others, odd_ones = column_work.cast(without(values, chosen), made.type)
+            made = pc.if_else(pa.array(chosen), made, others)
+            failed = odd_ones if failed is None else failed if odd_ones is None else failed | odd_ones
+        if failed is not None:
+            rows.fail(self.rule.name, name, FAILED, failed)
+        image.columns[name] = made
+
+
+    def _worked(self, name: str, values: pa.Array) -> Worked:
+        """The values as the rule makes them. What Arrow would say of a value it cannot work on must not be heard."""
+        try:
+            return self.work(name, values)
+        except pa.ArrowException:
+            failed = np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
+            return pa.nulls(len(values), self.to[name]), failed
+
+
+def without(values: pa.Array, rows: Mask) -> pa.Array:
+    """The values, null in these rows."""
+    return pc.if_else(pa.array(rows), pa.scalar(None, values.type), values) if rows.any() else values
+
+
+@dataclass
+class ColumnsStep(Step):
+    """Columns go, or have other names."""
+
+    gone: tuple[str, ...] = ()
+    names: dict[str, str] | None = None
+
+    def apply(self, rows: Rows) -> None:
+        self.count(rows.count)
+        for name in self.gone:
+            rows.drop(name)
+        if self.names:
+            rows.rename(self.names)
+
+
+@dataclass
+class FilterStep(Step):
+    """Rows that are not wanted go; a change that makes one so is a delete."""
+
+    where: Expression | None = None
+    key: tuple[str, ...] = ()
+
+    def apply(self, rows: Rows) -> None:
+        assert self.where is not None, "made ready"
+        self.count(rows.count)
+
+        def wanted(image: Image) -> Judged:
+            assert self.where is not None, "made ready"
+            found, odd = self.where.judge(image.columns, rows.count)
+            if self.when is None:
+                return found, odd
+            concerned, odder = self.when.judge(image.columns, rows.count)
+            failed = [one for one in (odd, odder) if one is not None]
+            return found | ~concerned, np.logical_or.reduce(failed) if failed else None
+
+        narrow(rows, wanted, names_of((self.where, self.when)), self.key, self.rule.name)
+
+
+def condition(rule: Rule) -> Expression | None:
+    """The rule's `when`."""
+    return None if rule.when is None else Expression(rule.when)
+
+
+def named(rule: Rule, shape: Shape, wanted: Sequence[str]) -> tuple[str, ...]:
+    """The columns that the rule names. One that names a table means all of them, as a name that is mistyped, or was
+    changed at the source, must not let values through; one with a pattern means the tables that have them."""
+    missing = [name for name in wanted if name not in shape.columns]
+    if missing and rule.exact_tables:
+        raise shape.refuse(
+            rule, "a rule names a column that the table does not have", "Columns are named as the rules before have "
+            f"left them. There are: {', '.join(shape.columns)}.", column=missing[0],
+        )  # fmt: skip
+    return tuple(name for name in wanted if name in shape.columns)
+
+
+def keep_key(rule: Rule, shape: Shape, names: Sequence[str], *, still_a_key: bool = False) -> None:
+    """Refuse what would make rows of different keys one, or a row unknown by its key."""
+    if shape.row_is_key and rule.do in ("encrypt", "function"):
+        raise shape.refuse(
+            rule, "a rule would destroy the key: without one, rows are known by all their values, which must come out "
+            "equal each time", "Give the table a primary key, or use `hmac`.",
+        )  # fmt: skip
+    hit = [name for name in names if name in shape.key]
+    if hit and not still_a_key:
+        raise shape.refuse(
+            rule, "a rule would destroy the table's key", "Leave the key's columns out of it. `sha256`, `hmac` and "
+            "`rename` keep a key one.", column=hit[0],
+        )  # fmt: skip
+    if hit and rule.when is not None and not set(Expression(rule.when).columns) <= set(shape.key):
+        raise shape.refuse(
+            rule, "a rule on the key may depend on nothing but the key: old keys come without the rest of the row",
+            "Leave `when` out, or use the key's columns in it.", column=hit[0],
+        )  # fmt: skip
+
+
+_CHANGED_TYPE = ("mask", "redact", "sha256", "hmac", "encrypt")
+
+
+def _make_value(rule: Any, shape: Shape, keys: Keyring) -> Step | None:
+    names = named(rule, shape, rule.columns)
+    if not names:
+        return None
+    keep_key(rule, shape, names, still_a_key=rule.do in ("sha256", "hmac") or _is_kept(rule, shape, names))
+    for name in names:
+        kind = shape.columns[name].type
+        odd = pa.types.is_binary(kind) and rule.do == "mask"
+        if rule.do in _CHANGED_TYPE and rule.do != "redact" and (odd or not column_work.is_textual(kind)):
+            raise shape.refuse(rule, f"`{rule.do}` cannot be done to a column of {kind}", "Use `redact`, `null` or "
+                               "`exclude`.", column=name)  # fmt: skip
+    to = {name: _type_after(rule, shape, name) for name in names}
+    work = _worker(rule, shape, keys)
+    for name in names:
+        shape.columns[name].mark(rule, to[name])
+    return ValueStep(rule, condition(rule), columns=names, work=work, to=to, blind=rule.do in ("redact", "null"))
+
+
+def _is_kept(rule: Rule, shape: Shape, names: Sequence[str]) -> bool:
+    """Whether a cast gives different values for different values."""
+    if not isinstance(rule, rules.Cast):
+        return False
+    to = type_named(rule.to)
+    exact = (pa.int16(), pa.int32(), pa.int64())
+
+    def kept(kind: pa.DataType) -> bool:
+        wider = kind in exact and to in exact and exact.index(kind) <= exact.index(to)
+        printed = pa.types.is_string(to) and (kind in exact or pa.types.is_date(kind) or pa.types.is_decimal(kind))
+        return kind == to or wider or printed
+
+    return all(kept(shape.columns[name].type) for name in names)
+
+
+def _type_after(rule: Rule, shape: Shape, name: str) -> pa.DataType:
+    kind = shape.columns[name].type
+    match rule:
+        case rules.Mask() | rules.Redact() | rules.Sha256() | rules.Hmac():
+            return pa.string()
+        case rules.Encrypt():
+            return pa.binary()
+        case rules.Truncate() if not (pa.types.is_string(kind) or pa.types.is_binary(kind)):
+            raise shape.refuse(rule, f"`truncate` cannot be done to a column of {kind}", "It cuts texts.", column=name)
+        case rules.Decrypt() if not pa.types.is_binary(kind):
+            raise shape.refuse(rule, f"a column of {kind} cannot be decrypted", "It must be a binary.", column=name)
+        case rules.Cast() | rules.Decrypt():
+            to = type_named(rule.to)
+            probe = pa.string() if isinstance(rule, rules.Decrypt) else kind
+            try:
+                pa.array([], probe).cast(to)
+            except pa.ArrowException:
+                said = f"a column of {probe} cannot be cast to {to}"
+                raise shape.refuse(rule, said, "Name another type.", column=name) from None
+            return to
+    return kind
+
+
+def _worker(rule: Rule, shape: Shape, keys: Keyring) -> Callable[[str, pa.Array], Worked]:
+    table = str(shape.source.table)
+    match rule:
+        case rules.Mask():
+            return lambda _, values: (column_work.mask(values, rule.keep_first, rule.keep_last, rule.char), None)
+        case rules.Redact():
+            return lambda _, values: (column_work.redact(values, rule.text), None)
+        case rules.Null():
+            return lambda _, values: (pa.nulls(len(values), values.type), None)
+        case rules.Truncate():
+            return lambda _, values: (column_work.truncate(values, rule.length), None)
+        case rules.Sha256():
+            return lambda _, values: (hashing.sha256(values), None)
+        case rules.Hmac():
+            secret = keys.key(rule.key)
+            return lambda _, values: (hashing.hmac_sha256(values, secret), None)
+        case rules.Encrypt():
+            cipher = keys.cipher(rule.key)
+            return lambda name, values: encryption.encrypt(values, cipher, rule.key, encryption.bound_to(table, name))
+        case rules.Decrypt():
+            return lambda name, values: _decrypted(rule, table, name, values, keys)
+        case rules.Cast():
+            to = type_named(rule.to)
+            return lambda _, values: column_work.cast(values, to)
+    raise AssertionError("a rule without its work")
+
+
+def _decrypted(rule: rules.Decrypt, table: str, name: str, values: pa.Array, keys: Keyring) -> Worked:
+    bound = encryption.bound_to(rule.of_table or table, rule.of_column or name)
+    plain, failed = encryption.decrypt(values, lambda key: keys.cipher(key) if key in keys.ids else None, bound)
+    to = type_named(rule.to)
+    if pa.types.is_binary(to):
+        return plain, failed
+    text, odd = column_work.cast(plain, pa.string())
+    cast, odder = column_work.cast(text, to)
+    for more in (odd, odder):
+        failed = failed if more is None else failed | more
+    return cast, failed
+
+
+def _make_filter(rule: Any, shape: Shape, _: Keyring) -> Step | None:
+    where = Expression(rule.where)
+    if set(named(rule, shape, where.columns)) != set(where.columns):
+        return None
+    if not pa.types.is_boolean(where.type(shape.types)):
+        raise shape.refuse(rule, "`where` is no condition", "Write a comparison, for example `country == 'DE'`.")
+    shape.mark_rows(rule)
+    return FilterStep(rule, condition(rule), where=where, key=shape.key)
+
+
+def _make_columns(rule: Any, shape: Shape, _: Keyring) -> Step | None:
+    if isinstance(rule, rules.Rename):
+        names = named(rule, shape, list(rule.columns))
+        renamed = {name: rule.columns[name] for name in names}
+        if not renamed:
+            return None
+        after = [renamed.get(name, name) for name in shape.columns]
+        if len(set(after)) < len(after):
+            twice = next(name for name in after if after.count(name) > 1)
+            raise shape.refuse(rule, "a rule gives two columns one name", "Give each its own.", column=twice)
+        shape.columns = dict(zip(after, shape.columns.values(), strict=True))
+        shape.key = tuple(renamed.get(name, name) for name in shape.key)
+        return ColumnsStep(rule, None, names=renamed)
+
+    def hit(name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, glob) for glob in rule.columns)
+
+    if isinstance(rule, rules.Exclude) and rule.exact_tables:
+        named(rule, shape, [glob for glob in rule.columns if not any(sign in glob for sign in "*?[")])
+    gone = tuple(name for name in shape.columns if hit(name) == isinstance(rule, rules.Exclude))
+    if not gone:
+        return None
+    keep_key(rule, shape, gone)
+    if len(gone) == len(shape.columns):
+        raise shape.refuse(rule, "a rule leaves no column", "Name those that are wanted.")
+    shape.columns = {name: made for name, made in shape.columns.items() if name not in gone}
+    # Or a lake table would keep what it has of a column that the source still has.
+    shape.mark_rows(rule)
+    return ColumnsStep(rule, None, gone=gone)
+
+
+Maker = Callable[[Any, Shape, Keyring], Step | None]
+"""A rule, what the table is by then, and the keys; to a step, or None if the rule does not concern the table."""
+MAKERS: dict[str, Maker] = {
+    **dict.fromkeys(
+        ("mask", "redact", "null", "truncate", "sha256", "hmac", "encrypt", "decrypt", "cast"), _make_value
+    ),
+    "filter": _make_filter, "include": _make_columns, "exclude": _make_columns, "rename": _make_columns,
+}  # fmt: skip

@@ -1,0 +1,59 @@
+"""A stream seen through rules: what the log, or anyone's own sink, gets of it is what the rules have made.
+
+A window that a rule halts at is not given out, and the stream is done with: whoever acknowledges has nothing to
+acknowledge it by, nor anything that came after it. Opened again, the stream begins at that window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tailrace.capture.base import Stream
+from tailrace.errors import TailraceError
+from tailrace.model.batch import Window
+from tailrace.model.position import ZERO, Lsn
+from tailrace.transforms.plan import TransformPlan
+
+
+class TransformedStream:
+    """A stream as the rules show it. Windows of which nothing is left only move the position, now and then."""
+
+    def __init__(self, stream: Stream, rules: TransformPlan) -> None:
+        self._stream = stream
+        self._rules = rules
+        self._passed = ZERO
+        """The end of a window that had rows, none of which was let through."""
+        self._kept = False
+        """Whether any part of the transaction under way was."""
+        self._failure: TailraceError | None = None
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        if self._failure is not None:
+            raise self._failure
+        reached = max(after, self._passed)
+        window = self._stream.read(reached, wait_seconds)
+        if window is None:
+            return Window(start=after, end=reached) if reached > after and not self._kept else None
+        try:
+            made = self._rules.window(window)
+        except TailraceError as error:
+            self._failure = error
+            raise
+        if made is None:
+            return None
+        if window.open:
+            made = replace(made, start=after, end=after, continues=self._kept)
+            self._kept = True
+            return made
+        if window.continues and not self._kept:
+            made = replace(made, continues=False, continued_end=None)
+        self._kept = False
+        if made.empty:
+            self._passed = made.end
+        return made if made.start == after else replace(made, start=after)
+
+    def confirm(self, position: Lsn) -> None:
+        self._stream.confirm(position)
+
+    def close(self) -> None:
+        self._stream.close()

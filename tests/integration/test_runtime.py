@@ -1,0 +1,291 @@
+"""The runtime on a real server: snapshots while others write, on demand and resumed; a pause that is survived."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.errors import TableUnpublished, Unsupported
+from tailrace.model.event import Delete, Merge, Replace, Truncate
+from tailrace.model.schema import TableId
+from tailrace.runtime.batch import Batch, Kind, Limits
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.observing import Fact, SnapshotEnded
+from tailrace.runtime.states import State
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.history import MemorySchemaHistory
+
+ITEMS, PAIRS, LOOSE = TableId("public", "items"), TableId("public", "pairs"), TableId("public", "loose")
+SECONDS_MAX = 40.0
+TABLES = """
+create table items (id int8 primary key, name text, n int4);
+create table pairs (b text collate "C", a int4, at timestamptz, name text, primary key (a, b, at));
+create table loose (v int4);
+create table apart (id int8 primary key);
+"""
+
+
+class Mirror:
+    """A sink that keeps the last state of each key, by what `row_write` says and nothing else."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def write(self, batch: Batch) -> tuple[()]:
+        for event in batch.events():
+            todo = event.row_write()
+            match todo:
+                case Replace(key=key, row=row) if key is not None:
+                    self.rows[(event.table, *key.values())] = row
+                case Merge(key=key, columns=columns, base=base):
+                    old = self.rows.pop((event.table, *base.values()), {})
+                    self.rows[(event.table, *key.values())] = old | columns
+                case Delete(key=key) if key is not None:
+                    self.rows.pop((event.table, *key.values()), None)
+                case Truncate():
+                    self.rows = {at: row for at, row in self.rows.items() if at[0] != event.table}
+                case _:
+                    raise AssertionError(todo)
+        return ()
+
+    def flush(self, caught_up: bool) -> None:
+        """Nothing is durable here."""
+
+    def of(self, table: TableId) -> list[dict[str, Any]]:
+        return sorted((row for at, row in self.rows.items() if at[0] == str(table)), key=lambda row: str(row))
+
+
+@pytest.fixture
+def source(database: str, request: pytest.FixtureRequest) -> Iterator[PostgresCapture]:
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(TABLES)
+    made = PostgresCapture(PostgresSettings(
+        url=database, wanted=lambda table: table in (ITEMS, PAIRS, LOOSE), slot="library", publication="library",
+    ))  # fmt: skip
+    made.scan_chunk_bytes = 16_384
+    yield made
+    if not request.session.testsfailed:  # a runtime that was left running holds the slot
+        made.drop()
+
+
+@pytest.fixture
+def store() -> MemoryCheckpointStore:
+    return MemoryCheckpointStore()
+
+
+def sql(source: PostgresCapture, *statements: str) -> list[tuple[Any, ...]]:
+    with psycopg.connect(source.settings.url, autocommit=True) as connection:
+        for statement in statements[:-1]:
+            connection.execute(statement)
+        found = connection.execute(statements[-1])
+        return found.fetchall() if found.description else []
+
+
+def rows_of(source: PostgresCapture, table: TableId) -> list[dict[str, Any]]:
+    with psycopg.connect(source.settings.url) as connection:
+        connection.execute("set timezone = 'UTC'")
+        found = connection.execute(f"select * from {table}")
+        names = [column.name for column in found.description or ()]
+        return sorted((dict(zip(names, row, strict=True)) for row in found.fetchall()), key=lambda row: str(row))
+
+
+@contextmanager
+def writing(source: PostgresCapture) -> Iterator[None]:
+    """Somebody updates, inserts, deletes and moves rows all the time."""
+    stop = threading.Event()
+
+    def write() -> None:
+        with psycopg.connect(source.settings.url, autocommit=True) as connection:
+            number = 100_000
+            while not stop.wait(0.005):
+                number += 1
+                connection.execute("update items set n = n + 1 where id = %s", (number % 3000,))
+                connection.execute("insert into items values (%s, 'late', 0)", (number,))
+                connection.execute("delete from items where id = %s", (number - 7,))
+                connection.execute("update items set id = -id where id = %s", ((number * 13) % 3000,))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        writer.join()
+
+
+def drive(runtime: CdcRuntime, mirror: Mirror, enough: Callable[[], bool]) -> list[Batch]:
+    """Poll, write and acknowledge until it is enough."""
+    found, deadline = [], time.monotonic() + SECONDS_MAX
+    while not enough():
+        assert time.monotonic() < deadline, runtime.control.status()
+        batch = runtime.poll()
+        if batch.rows:
+            mirror.write(batch)
+            found.append(batch)
+        runtime.commit(batch.ack)
+    return found
+
+
+def reached(runtime: CdcRuntime, source: PostgresCapture) -> Callable[[], bool]:
+    """Whether everything that is committed by now was acknowledged, and no snapshot is under way."""
+    end = source.horizon()
+    return lambda: runtime.position >= end and runtime.control.status().snapshot is None
+
+
+def ended(facts: list[Fact]) -> list[SnapshotEnded]:
+    return [fact for fact in facts if isinstance(fact, SnapshotEnded)]
+
+
+def kinds(batches: list[Batch]) -> set[Kind]:
+    return {batch.kind for batch in batches}
+
+
+def test_a_snapshot_and_the_stream_make_a_mirror_while_others_write(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    """Bulk, killed in the middle and resumed in snapshots of its own; then incremental beside the writer."""
+    sql(
+        source, "insert into items select i, repeat('x', 100) || i, 0 from generate_series(1, 3000) i",
+        "insert into pairs select chr(97 + i % 26), i / 26, '2020-01-01Z'::timestamptz + i * interval '1 us', 'p' || i "
+        "from generate_series(1, 500) i",
+    )  # fmt: skip
+    mirror, history = Mirror(), MemorySchemaHistory()
+    limits = Limits(rows=200)
+    first = CdcRuntime(source, store, history, snapshot_tables=(PAIRS, ITEMS), limits=limits)
+    with writing(source):
+        first.start()
+        assert kinds(drive(first, mirror, lambda: first.rows_committed > 1000)) == {Kind.SNAPSHOT}
+        first.force_stop()
+        acknowledged = dict(mirror.rows)
+        heard: list[Fact] = []
+        second = CdcRuntime(
+            source, store, history, snapshot_tables=(PAIRS, ITEMS), limits=limits, observers=(heard.append,)
+        )
+        second.start()
+        again = drive(second, mirror, lambda: bool(ended(heard)))
+        seen = {
+            (event.table, *(event.key or {}).values())
+            for batch in again if batch.kind is Kind.SNAPSHOT for event in batch.events()
+        }  # fmt: skip
+        assert seen, "there was a rest"
+        assert not seen & acknowledged.keys(), "nothing acknowledged is read again"
+        mirror.rows.clear()
+        wanted = {second.control.snapshot(PAIRS), second.control.snapshot(ITEMS)}
+        found = drive(second, mirror, lambda: wanted <= {fact.id for fact in ended(heard)})
+        assert kinds(found) == {Kind.SNAPSHOT, Kind.STREAM}
+    drive(second, mirror, reached(second, source))
+    assert mirror.of(ITEMS) == rows_of(source, ITEMS)
+    assert mirror.of(PAIRS) == rows_of(source, PAIRS)
+    assert history.latest(ITEMS) is not None
+    second.stop()
+
+
+def test_a_snapshot_on_demand_can_be_filtered(source: PostgresCapture, store: MemoryCheckpointStore) -> None:
+    sql(source, "insert into items select i, 'x', i % 10 from generate_series(1, 100) i")
+    heard: list[Fact] = []
+    runtime, mirror = CdcRuntime(source, store, observers=(heard.append,)), Mirror()
+    runtime.start()
+    runtime.control.snapshot(ITEMS, where="n = 3 -- and no more")
+    found = drive(runtime, mirror, lambda: bool(ended(heard)))
+    assert len(mirror.rows) == 10
+    assert {event.values["n"] for batch in found for event in batch.events()} == {3}
+    runtime.stop()
+
+
+def test_an_open_writer_is_waited_for_and_the_stream_goes_on_meanwhile(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    """Lesson 2, of this part: what it has written is in the snapshot or in the stream."""
+    runtime, mirror = CdcRuntime(source, store), Mirror()
+    runtime.start()
+    with psycopg.connect(source.settings.url) as writer:
+        writer.execute("insert into items values (1, 'open', 0)")
+        runtime.control.snapshot(ITEMS)
+        drive(runtime, mirror, lambda: runtime.control.status().snapshot is not None)
+        sql(source, "insert into items values (2, 'other', 0)")
+        drive(runtime, mirror, lambda: len(mirror.rows) == 1)
+        assert runtime.control.status().snapshot is not None, "it waits"
+        writer.commit()
+    drive(runtime, mirror, reached(runtime, source))
+    assert mirror.of(ITEMS) == rows_of(source, ITEMS)
+    runtime.stop()
+
+
+def test_a_table_without_a_key_is_read_in_one_snapshot_or_not_at_all(
+    source: PostgresCapture, store: MemoryCheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    sql(source, "insert into loose select generate_series(1, 50)")
+    with pytest.raises(Unsupported):
+        CdcRuntime(source, store, incremental_snapshot=(LOOSE,)).start()
+    first = CdcRuntime(source, store, snapshot_tables=(LOOSE,), limits=Limits(rows=20))
+    first.start()
+    first.commit(first.poll().ack)
+    first.force_stop()
+    sql(source, "insert into loose values (51)")
+    again = CdcRuntime(source, store, snapshot_tables=(LOOSE,), limits=Limits(rows=20))
+    again.start()
+    assert any("begins again" in record.message for record in caplog.records)
+    found: list[int] = []
+    while len(found) < 51:
+        batch = again.poll()
+        found += [event.values["v"] for event in batch.events()]
+        again.commit(batch.ack)
+    assert sorted(found) == list(range(1, 52))
+    again.force_stop()
+
+
+def test_a_table_that_is_not_published_is_not_read(source: PostgresCapture, store: MemoryCheckpointStore) -> None:
+    runtime = CdcRuntime(source, store, snapshot_tables=(TableId("public", "apart"),))
+    with pytest.raises(TableUnpublished):
+        runtime.start()
+    assert runtime.state is State.IDLE
+
+
+def test_the_guides_code_for_a_server_runs(
+    source: PostgresCapture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sql(source, "create table orders (id int8 primary key)", "insert into orders values (1), (2)")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "library.md").read_text()
+    (block,) = [found for found in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PostgresCapture" in found]
+    names: dict[str, Any] = {}
+    exec(block.replace("postgresql://app:secret@localhost/shop", source.settings.url), names)
+    runtime = names["runtime"]
+    assert [event.key for event in runtime.poll().events()] == [{"id": 1}, {"id": 2}]
+    runtime.force_stop()
+    names["store"].close()
+    names["history"].close()
+    names["source"].drop()
+
+
+def test_lesson_9_a_paused_runtime_still_answers_the_server(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    """The server ends a session that does not answer for `wal_sender_timeout`; a pause of twice that is survived."""
+    sql(source, "alter role current_user set wal_sender_timeout = '1s'")
+    try:
+        runtime, mirror = CdcRuntime(source, store), Mirror()
+        runtime.start()
+        sql(source, "insert into items values (1, 'x', 0)")
+        drive(runtime, mirror, lambda: len(mirror.rows) == 1)
+        runtime.control.pause()
+        sql(source, "insert into items values (2, 'x', 0)")
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            assert runtime.poll().kind is Kind.EMPTY
+        runtime.control.resume()
+        drive(runtime, mirror, lambda: len(mirror.rows) == 2)
+        assert runtime.progress.reconnects == 0
+        runtime.stop()
+    finally:
+        sql(source, "alter role current_user reset wal_sender_timeout")

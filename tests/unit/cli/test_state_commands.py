@@ -1,0 +1,163 @@
+"""`tailrace schema-history` and `tailrace checkpoints`, on real logs and stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.cli.main import main
+from tailrace.errors import ExitCode
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
+from tailrace.state.checkpoint import Checkpoint
+from tailrace.state.checkpoints import FileCheckpointStore
+from tests.support.changes import SHOP
+from tests.support.logs import OTHER, WIDER, Diary, inserts
+
+SETTINGS = """\
+name: shop
+source:
+  url: postgresql://app:s3cret-word@nowhere.invalid:5432/shop
+  tables: ["public.*"]
+log: {path: ./log, grace: 0}
+tables: {format: delta, path: ./lake}
+"""
+SOLD = TableId("public", "sold")
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    """A log of a table that grew, was renamed and was made anew, and of another; its source cannot be reached."""
+    (tmp_path / "tailrace.yaml").write_text(SETTINGS)
+    diary = Diary(tmp_path / "log")
+    diary.commit(inserts(1, 2))
+    diary.commit(inserts(3, schema=WIDER), inserts(4, 5, schema=OTHER))
+    diary.commit(inserts(6, schema=replace(WIDER, table=SOLD)))
+    diary.commit(inserts(7, schema=replace(SHOP, relation=77)))
+    diary.commit(inserts(8, schema=replace(SHOP, relation=78)))
+    yield diary
+    diary.close()
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command: its exit code, what it said on stdout, and on stderr."""
+
+    def called(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(item) for item in arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return called
+
+
+# --- schema-history ----------------------------------------------------------------------------------------
+
+
+def test_every_version_is_told_with_what_became_of_the_table(call: Any, diary: Diary, tmp_path: Path) -> None:
+    code, out, err = call("schema-history", tmp_path / "tailrace.yaml")
+    assert (code, err) == (0, "")
+    told = " ".join(out.split())
+    assert "4 columns, key id" in told
+    assert "add added bool (older rows: unknown)" in told
+    assert "its name is public.sold now" in told
+    assert "rename the table from public.things" in told
+    assert " gone " in told
+    assert "s3cret-word" not in out
+
+
+def test_with_json_it_is_one_object_and_one_table_can_be_asked_for(call: Any, diary: Diary, tmp_path: Path) -> None:
+    code, out, _ = call("schema-history", tmp_path / "tailrace.yaml", "public.things", "--json")
+    assert code == 0
+    (table,) = json.loads(out)["tables"]
+    assert (table["schema"], table["table"]) == ("public", "things")
+    assert [(item["version"], item["event"]) for item in table["versions"]] == [
+        (1, "create"), (2, "alter"), (3, "drop"), (4, "create"), (5, "drop"), (6, "create"),
+    ]  # fmt: skip
+    grown = table["versions"][1]
+    assert grown["evolution"]["changes"][0]["column"] == "added"
+    assert [column["name"] for column in grown["shape"]["columns"]] == WIDER.names
+    assert (grown["position_type"], grown["position"]) == ("postgresql-lsn", str(Lsn(200)))
+    code, out, _ = call("schema-history", tmp_path / "tailrace.yaml", "--json")
+    assert [item["table"] for item in json.loads(out)["tables"]] == ["other", "sold", "things"]
+
+
+def test_a_table_that_the_log_does_not_know_is_told_with_one_that_it_does(
+    call: Any, diary: Diary, tmp_path: Path
+) -> None:
+    code, out, err = call("schema-history", tmp_path / "tailrace.yaml", "public.thing")
+    assert (code, out) == (ExitCode.CONFIG, "")
+    assert "hint: Did you mean `public.things`?" in err
+
+
+def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "tailrace.yaml").write_text(SETTINGS)
+    code, _, err = call("schema-history", tmp_path / "tailrace.yaml")
+    assert code == ExitCode.LOG
+    assert "hint: Start `tailrace run`" in err
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+SEED = ("--source", "mysql", "--type", "mysql-binlog", "--position", "mysql-bin.000042:1547")
+
+
+def test_a_checkpoint_is_seeded_listed_and_deleted_by_hand(call: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    assert call("checkpoints", folder, "seed", "orders", *SEED)[:2] == (
+        0, "seeded orders at mysql-bin.000042:1547\n",
+    )  # fmt: skip
+    code, out, _ = call("checkpoints", folder, "list")
+    assert code == 0
+    assert "mysql-bin.000042:1547" in out
+    code, out, _ = call("checkpoints", folder, "list", "--json")
+    (found,) = json.loads(out)["checkpoints"]
+    assert (found["key"], found["source_type"], found["position_type"]) == ("orders", "mysql", "mysql-binlog")
+    assert call("checkpoints", folder, "delete", "orders")[:2] == (0, "deleted orders\n")
+    assert call("checkpoints", folder, "list")[1] == "there are no checkpoints\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("seed", "orders", *SEED), ExitCode.LOG, "there is a checkpoint under this key already"),
+        (("seed", "new", *SEED[:-1], "42"), ExitCode.CONFIG, "not a binary log position"),
+        (("seed", "../new", *SEED), ExitCode.CONFIG, "has a separator in it"),
+        (("seed", "new", *SEED[:4]), ExitCode.CONFIG, "`seed` needs"),
+        (("seed", *SEED), ExitCode.CONFIG, "take one"),
+        (("delete", "nobody"), ExitCode.CONFIG, "there is no checkpoint of this key"),
+        (("delete",), ExitCode.CONFIG, "take one"),
+        (("list", "orders"), ExitCode.CONFIG, "takes no key"),
+        (("list", "--source", "mysql"), ExitCode.CONFIG, "nothing else takes them"),
+    ],
+)
+def test_what_cannot_be_done_is_told_with_what_to_do(
+    call: Any, tmp_path: Path, arguments: tuple[str, ...], code: ExitCode, said: str
+) -> None:
+    with FileCheckpointStore(tmp_path) as store:
+        store.save("orders", Checkpoint(source_type="postgresql", position=Lsn(7)))
+    found, out, err = call("checkpoints", tmp_path, *arguments)
+    assert (found, out) == (code, "")
+    error, hint = err.splitlines()
+    assert said in error
+    assert hint.startswith("hint: ")
+
+
+def test_beside_a_running_owner_one_can_look_and_not_write(call: Any, tmp_path: Path) -> None:
+    with FileCheckpointStore(tmp_path) as store:
+        store.save("orders", Checkpoint(source_type="postgresql", position=Lsn(7)))
+        assert call("checkpoints", tmp_path, "list")[0] == 0
+        code, _, err = call("checkpoints", tmp_path, "delete", "orders")
+        assert code == ExitCode.BUSY
+        assert "another process owns the checkpoint store" in err
+
+
+def test_a_folder_that_is_not_there_is_not_made_to_look_at(call: Any, tmp_path: Path) -> None:
+    assert call("checkpoints", tmp_path / "nowhere", "list")[0] == ExitCode.LOG
+    assert call("checkpoints", tmp_path / "nowhere", "delete", "orders")[0] == ExitCode.CONFIG
+    assert not (tmp_path / "nowhere").exists()

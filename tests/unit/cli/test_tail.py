@@ -1,0 +1,105 @@
+"""`tailrace tail`: the log's changes in order, for people and for pipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tailrace.cli.main import main
+from tests.support.changes import SHOP, delete, move, update
+from tests.support.logs import OTHER, Diary, inserts, seal
+
+SETTINGS = """\
+name: shop
+source:
+  url: postgresql://app:s3cret-word@nowhere.invalid:5432/shop
+  tables: ["public.*"]
+log: {path: ./log, grace: 0}
+tables: {format: delta, path: ./lake}
+"""
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    (tmp_path / "tailrace.yaml").write_text(SETTINGS)
+    made = Diary(tmp_path / "log")
+    made.commit(inserts(1, 2))
+    seal(made.path, join=False)
+    changed = [update(1, name="a\x1b[31m", unchanged=("big",)), *move(2, 3), delete(1)]
+    made.commit((SHOP, changed), inserts(9, schema=OTHER))
+    yield made
+    made.close()
+
+
+def printed(capsys: pytest.CaptureFixture[str], diary: Diary, *flags: str) -> list[str]:
+    file = diary.path.parent / "tailrace.yaml"
+    assert main(["tail", str(file), "--until-caught-up", *flags]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_every_change_is_a_line_in_the_order_of_the_log(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+    lines = printed(capsys, diary, "--from-start")
+    words = [line.split()[1:3] for line in lines]
+    assert words == [
+        ["insert", "public.things"], ["insert", "public.things"], ["update", "public.things"],
+        ["delete", "public.things"], ["insert", "public.things"], ["delete", "public.things"],
+        ["insert", "public.other"],
+    ]  # fmt: skip
+    assert "(unchanged: big)" in lines[2]
+    assert 'name="a\\u001b[31m"' in lines[2], "nothing in a row steers the terminal"
+    assert "(was id=2)" in lines[4]
+
+
+def test_with_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+    found = [json.loads(line) for line in printed(capsys, diary, "--from-start", "--json")]
+    assert [item["seq"] for item in found] == list(range(1, 8))
+    assert found[2]["unchanged"] == ["big"]
+    assert "big" not in found[2]["after"]
+    found = [json.loads(line) for line in printed(capsys, diary, "--from-start", "--debezium")]
+    assert [item["op"] for item in found] == ["c", "c", "u", "d", "c", "d", "c"]
+
+
+def test_tables_can_be_named_and_the_past_is_left_out_unless_asked_for(
+    capsys: pytest.CaptureFixture[str], diary: Diary
+) -> None:
+    assert len(printed(capsys, diary, "--from-start", "public.other")) == 1
+    assert len(printed(capsys, diary, "public.o*", "--from-start")) == 1
+    assert printed(capsys, diary) == []
+
+
+def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: Diary) -> None:
+    file = str(diary.path.parent / "tailrace.yaml")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tailrace", "tail", file, "--json"], stdout=subprocess.PIPE, text=True
+    )
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 100
+        while not stop.wait(0.1):
+            number += 1
+            diary.commit(inserts(number))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert running.stdout is not None
+        first = json.loads(running.stdout.readline())
+        assert first["after"]["id"] > 100
+        running.stdout.close()
+        deadline = time.monotonic() + 20
+        while running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running.poll() == 0
+    finally:
+        stop.set()
+        writer.join()
+        running.kill()
+        running.wait()

@@ -1,0 +1,164 @@
+"""What others paid for, as far as the runtime is concerned; the numbers are those of DESIGN.md's list."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.errors import AckRefused, SinkError, StateCorrupt
+from tailrace.model.change import Operation
+from tailrace.model.position import ZERO
+from tailrace.runtime.batch import Batch, Kind, Limits
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.sinks import JsonlSink, MemorySink
+from tailrace.state.checkpoint import Checkpoint
+from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
+from tests.support.changes import SHOP
+from tests.support.runtimes import inserts, keys_of
+
+
+@pytest.fixture
+def source() -> MemoryCapture:
+    return MemoryCapture()
+
+
+def test_lesson_1_an_acknowledgement_never_passes_a_batch_that_failed(source: MemoryCapture) -> None:
+    """Neither the caller's own step in the middle, nor a later token, gets by it."""
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1))
+    runtime.start()
+    source.commit(inserts(1))
+    failed = runtime.poll()  # a transform, or a sink, raises here
+    source.commit(inserts(2))
+    assert runtime.poll() is failed
+    assert failed.ack is not None
+    with pytest.raises(AckRefused):
+        runtime.commit(type(failed.ack)(failed.ack.runtime, failed.ack.number + 1))
+    assert source.confirmed == ZERO
+    runtime.force_stop()
+
+
+def test_lesson_1_a_loop_whose_sink_fails_for_good_delivers_nothing_behind_it(source: MemoryCapture) -> None:
+    class Broken(MemorySink):
+        def write(self, batch: Batch) -> tuple[()]:
+            if 2 in keys_of(batch):
+                raise SinkError("it does not take this", hint="Mend it.")
+            return super().write(batch)
+
+    ends = [source.commit(inserts(n)) for n in (1, 2, 3)]
+    sink, store = Broken(), MemoryCheckpointStore()
+    for _ in range(3):
+        with pytest.raises(SinkError):
+            CdcRuntime(source, store, limits=Limits(rows=1)).run(sink, lambda: False)
+    assert [event.values["id"] for event in sink.events()] == [1]
+    assert source.confirmed == ends[0]
+
+
+def test_lesson_3_acknowledging_part_of_a_transaction_never_moves_the_position_past_it(source: MemoryCapture) -> None:
+    first = source.commit(inserts(1))
+    source.commit(inserts(2, 3, 4))
+    store = MemoryCheckpointStore()
+    runtime = CdcRuntime(source, store)
+    runtime.start()
+    batch = runtime.poll()
+    runtime.commit(batch.ack, rows=3)
+    saved = store.load("default")
+    assert saved is not None
+    assert saved.position == source.confirmed == first
+    runtime.force_stop()
+    again = CdcRuntime(source, store)
+    again.start()
+    assert keys_of(again.poll()) == [2, 3, 4], "the whole of it comes again"
+    again.force_stop()
+
+
+def test_lesson_4_a_window_larger_than_a_batch_is_read_to_its_end() -> None:
+    source = MemoryCapture(window_transactions_max=1000)
+    for n in range(100):
+        source.commit(inserts(n))
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=7))
+    runtime.start()
+    found: list[object] = []
+    while (batch := runtime.poll(0.0)).rows:
+        assert batch.rows <= 7
+        found += keys_of(batch)
+        runtime.commit(batch.ack)
+    assert found == list(range(100))
+    assert source.confirmed == source.end
+    runtime.stop()
+
+
+def test_lesson_5_the_source_is_told_only_after_the_sink_and_the_checkpoint_are_durable(source: MemoryCapture) -> None:
+    order: list[str] = []
+
+    class Sink(MemorySink):
+        def flush(self, caught_up: bool) -> None:
+            order.append(f"flush {source.confirmed}")
+            super().flush(caught_up)
+
+    class Store(MemoryCheckpointStore):
+        def save(self, key: str, checkpoint: Checkpoint) -> None:
+            order.append(f"save {source.confirmed}")
+            super().save(key, checkpoint)
+
+    end = source.commit(inserts(1))
+    CdcRuntime(source, Store()).run(Sink(), lambda: source.confirmed == end)
+    assert order[-2:] == [f"flush {ZERO}", f"save {ZERO}"]
+
+
+def test_lesson_6_two_quick_updates_of_one_row_both_arrive(source: MemoryCapture) -> None:
+    for name in ("one", "two"):
+        source.commit(batch_of(SHOP, (Operation.UPDATE, {"id": 1, "name": name})))
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    assert [event.values["name"] for event in runtime.poll().events()] == ["one", "two"]
+    runtime.force_stop()
+
+
+def test_lesson_9_a_paused_stream_sees_resume_at_once_and_stays_open(source: MemoryCapture) -> None:
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    runtime.poll(0.0)
+    runtime.control.pause()
+    source.commit(inserts(1))
+    assert runtime.poll(0.05).kind is Kind.EMPTY
+    assert runtime._intake.open, "the stream's own thread goes on answering"
+    later = threading.Timer(0.1, runtime.control.resume)
+    later.start()
+    began = time.monotonic()
+    batch = runtime.poll(30.0)
+    assert keys_of(batch) == [1]
+    assert time.monotonic() - began < 10
+    later.join()
+    runtime.force_stop()
+
+
+def test_lesson_14_written_means_that_bytes_were_written(source: MemoryCapture, tmp_path: Path) -> None:
+    """What the source was told is delivered stands in the file by then, every byte of it."""
+    sink = JsonlSink(tmp_path / "out")
+    end = source.commit(inserts(1, 2, 3))
+
+    def stopping() -> bool:
+        lines = (tmp_path / "out" / "00000001.jsonl").read_text().splitlines()
+        assert source.confirmed == ZERO or len(lines) == 3
+        return source.confirmed == end
+
+    CdcRuntime(source, MemoryCheckpointStore()).run(sink, stopping)
+    sink.close()
+    assert len((tmp_path / "out" / "00000001.jsonl").read_text().splitlines()) == 3
+
+
+def test_lesson_16_a_checkpoint_that_cannot_be_read_is_an_error(source: MemoryCapture, tmp_path: Path) -> None:
+    source.commit(inserts(1))
+    with FileCheckpointStore(tmp_path / "state") as store:
+        runtime = CdcRuntime(source, store)
+        runtime.start()
+        runtime.commit(runtime.poll().ack)
+        runtime.stop()
+        file = tmp_path / "state" / "default.json"
+        file.write_bytes(file.read_bytes()[:-20])
+        with pytest.raises(StateCorrupt):
+            CdcRuntime(source, store).start()

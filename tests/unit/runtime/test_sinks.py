@@ -1,0 +1,136 @@
+"""Sinks: what was flushed is there, what was rejected is told, what failed comes again."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tailrace.capture.memory import MemoryCapture
+from tailrace.errors import SinkError, SinkUnready
+from tailrace.model.encode import to_debezium_line
+from tailrace.model.position import ZERO
+from tailrace.runtime.batch import Batch
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, StreamSink, TableRouter
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tests.support.changes import SHOP
+from tests.support.runtimes import inserts, until
+from tests.support.windows import named
+
+OTHER = named("public", "others", 20)
+
+
+def batch() -> Batch:
+    """One transaction, as a runtime hands it out."""
+    source = MemoryCapture()
+    source.commit(inserts(1, 2), inserts(3, schema=OTHER))
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    found = runtime.poll()
+    runtime.force_stop()
+    return found
+
+
+def lines(folder: Path) -> list[int]:
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line)["seq"] for file in files for line in file.read_text().splitlines()]
+
+
+def test_a_stream_gets_a_line_for_each_change() -> None:
+    stream = io.StringIO()
+    sink = StreamSink(stream)
+    sink.write(batch())
+    sink.flush(True)
+    found = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(item["table"], item["after"]["id"]) for item in found] == [
+        ("public.things", 1), ("public.things", 2), ("public.others", 3),
+    ]  # fmt: skip
+    other = io.StringIO()
+    StreamSink(other, encode=to_debezium_line).write(batch())
+    assert json.loads(other.getvalue().splitlines()[0])["op"] == "c"
+
+
+def test_a_reader_that_is_gone_is_an_error_that_nobody_waits_for() -> None:
+    class Gone(io.StringIO):
+        def flush(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(SinkError) as told:
+        StreamSink(Gone()).flush(True)
+    assert not isinstance(told.value, SinkUnready)
+
+
+def test_files_are_rolled_and_nothing_is_in_them_before_the_flush(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path, bytes_max=1)
+    sink.write(batch())
+    assert lines(tmp_path) == []
+    for _ in range(3):
+        sink.flush(False)
+        sink.write(batch())
+    assert len(list(tmp_path.glob("*.jsonl"))) == 3
+    sink.close()
+    again = JsonlSink(tmp_path, bytes_max=1)
+    again.write(batch())
+    again.flush(True)
+    assert lines(tmp_path) == [0, 1, 2] * 4
+    again.close()
+
+
+def test_a_line_that_was_torn_by_a_crash_is_cut_off(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path, fsync="never")
+    sink.write(batch())
+    sink.flush(True)
+    sink.close()
+    file = tmp_path / "00000001.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"seq": 3, "half')
+    JsonlSink(tmp_path).close()
+    assert lines(tmp_path) == [0, 1, 2]
+
+
+def test_a_flush_that_fails_leaves_nothing_behind_and_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = JsonlSink(tmp_path)
+    source = MemoryCapture()
+    end = source.commit(inserts(1, 2, 3))
+    whole, full = os.fsync, [OSError(errno.ENOSPC, "No space left")]
+
+    def fsync(handle: int) -> None:
+        if full:
+            assert source.confirmed == ZERO
+            raise full.pop()
+        whole(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    CdcRuntime(source, MemoryCheckpointStore()).run(sink, until(lambda: source.confirmed == end))
+    sink.close()
+    assert lines(tmp_path) == [0, 1, 2]
+
+
+def test_fan_out_is_delivered_when_all_have_it() -> None:
+    class Failing(MemorySink):
+        def flush(self, caught_up: bool) -> None:
+            raise SinkUnready("not now", hint="Wait.")
+
+    one, two = MemorySink(), MemorySink()
+    both = FanOut(one, two)
+    both.write(batch())
+    both.flush(True)
+    assert (one.rows, two.rows) == (3, 3)
+    with pytest.raises(SinkUnready):
+        FanOut(one, Failing()).flush(True)
+
+
+def test_each_table_goes_to_its_own_sink_and_others_are_told_apart() -> None:
+    things, rest = MemorySink(), MemorySink()
+    router = TableRouter({SHOP.table: things}, otherwise=rest)
+    assert list(router.write(batch())) == []
+    router.flush(True)
+    assert (things.rows, rest.rows) == (2, 1)
+    (rejected,) = TableRouter({SHOP.table: things}).write(batch())
+    assert (rejected.table, rejected.seq) == (OTHER.table, 2)

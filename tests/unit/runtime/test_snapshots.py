@@ -1,0 +1,356 @@
+"""Snapshots inside the runtime: bulk and incremental, resumed behind what was acknowledged, never older than it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.changelog.writer import LogWriter
+from tailrace.errors import (
+    ConfigError,
+    SourceTableMissing,
+    SourceUnreachable,
+    StateCorrupt,
+    StateFull,
+    Unsupported,
+)
+from tailrace.model.change import Operation
+from tailrace.runtime import observing
+from tailrace.runtime.batch import Batch, Kind, Limits
+from tailrace.runtime.keeping import LogSink
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.observing import Fact
+from tailrace.state.checkpoint import Checkpoint
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tests.support.changes import KEYLESS, SHOP
+from tests.support.runtimes import inserts, keys_of
+from tests.support.windows import named
+
+OTHER = named("public", "others", 20)
+TABLES = (SHOP.table, OTHER.table)
+
+
+@pytest.fixture
+def source() -> MemoryCapture:
+    made = MemoryCapture(keep_tables=True, chunk_rows=10)
+    made.commit(inserts(*range(25)))
+    made.commit(inserts(*range(100, 103), schema=OTHER))
+    return made
+
+
+@pytest.fixture
+def store() -> MemoryCheckpointStore:
+    return MemoryCheckpointStore()
+
+
+def started(source: MemoryCapture, store: MemoryCheckpointStore, **given: object) -> CdcRuntime:
+    made = CdcRuntime(source, store, limits=Limits(rows=4), **given)  # type: ignore[arg-type] # passed on
+    made.start()
+    return made
+
+
+def take(runtime: CdcRuntime, polls: int = 60) -> list[Batch]:
+    """All batches that come, acknowledged."""
+    found = []
+    for _ in range(polls):
+        batch = runtime.poll(0.0)
+        if batch.rows:
+            found.append(batch)
+        runtime.commit(batch.ack)
+    return found
+
+
+def keys(batches: list[Batch], kind: Kind) -> list[object]:
+    return [key for batch in batches if batch.kind is kind for key in keys_of(batch)]
+
+
+def test_all_rows_are_read_then_the_stream_goes_on_from_there(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    source.commit(inserts(500))
+    found = take(runtime)
+    assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
+    assert keys(found, Kind.STREAM) == [500]
+    assert {event.operation for batch in found[:3] for event in batch.events()} == {Operation.READ}
+    assert [event.seq for batch in found for event in batch.events()] == list(range(29))
+    assert runtime.rows_committed == 29
+    assert max(batch.rows for batch in found) == 4
+    runtime.stop()
+
+
+def test_the_place_is_on_record_before_the_first_row(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    saved = store.load("default")
+    assert saved is not None
+    assert saved.metadata["snapshot"]["rows"] == 0
+    assert saved.position == source.end
+    runtime.force_stop()
+
+
+def test_a_snapshot_that_was_killed_goes_on_and_nothing_acknowledged_comes_again(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    runtime.commit(runtime.poll().ack)
+    runtime.poll()  # and here it dies
+    source.commit(batch_of(SHOP, *((Operation.UPDATE, {"id": key, "name": "new"}) for key in (1, 20))))
+    again = started(source, store, snapshot_tables=TABLES)
+    found = take(again)
+    assert keys(found, Kind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
+    assert keys(found, Kind.STREAM) == [1, 20], "what was written since comes from the stream"
+    assert again.rows_committed == 4 + 24 + 2
+    again.stop()
+
+
+def test_a_part_of_a_batch_of_a_snapshot_can_be_accepted(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    batch = runtime.poll()
+    runtime.commit(batch.ack, rows=1)
+    rest = runtime.poll()
+    assert keys_of(rest) == [1, 2, 3]
+    runtime.force_stop()
+    again = started(source, store, snapshot_tables=TABLES)
+    assert keys_of(again.poll()) == [1, 2, 3, 4]
+    again.force_stop()
+
+
+def test_a_source_that_cannot_go_on_begins_again_and_says_so(
+    store: MemoryCheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = MemoryCapture(keep_tables=True)
+    rows = [(Operation.INSERT, {"a": n, "b": "x"}) for n in range(10)]
+    source.commit(batch_of(KEYLESS, *rows))
+    runtime = started(source, store, snapshot_tables=(KEYLESS.table,))
+    runtime.commit(runtime.poll().ack)
+    runtime.force_stop()
+    source.commit(batch_of(KEYLESS, rows[0]))
+    again = started(source, store, snapshot_tables=(KEYLESS.table,))
+    assert any("begins again" in record.message for record in caplog.records)
+    found = take(again)
+    assert sum(batch.rows for batch in found if batch.kind is Kind.SNAPSHOT) == 11
+    assert keys_count(found, Kind.STREAM) == 0, "what the new snapshot has does not come again"
+    again.stop()
+
+
+def keys_count(batches: list[Batch], kind: Kind) -> int:
+    return sum(batch.rows for batch in batches if batch.kind is kind)
+
+
+def test_an_incremental_snapshot_and_the_stream_take_turns(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    runtime = started(source, store, incremental_snapshot=TABLES)
+    for n in range(3):
+        source.commit(inserts(500 + n))
+    found = take(runtime)
+    kinds = [batch.kind for batch in found]
+    assert Kind.STREAM in kinds[: kinds.index(Kind.SNAPSHOT) + 5], "the stream does not wait for all of it"
+    assert set(range(25)) <= set(keys(found, Kind.SNAPSHOT))
+    assert set(keys(found, Kind.STREAM)) == {*range(25), 100, 101, 102, 500, 501, 502}
+    runtime.stop()
+
+
+def test_a_row_that_is_read_is_never_older_than_what_was_delivered(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    """A commit that waits for a standby is in the stream and in no snapshot: its chunk waits."""
+    runtime = started(source, store)
+    take(runtime)
+    source.hidden.add(3)
+    runtime.control.snapshot(SHOP.table)
+    runtime.poll(0.0)
+    source.commit(batch_of(SHOP, (Operation.UPDATE, {"id": 24, "name": "new"})))
+    delivered = False
+    for _ in range(30):
+        batch = runtime.poll(0.0)
+        if batch.kind is Kind.SNAPSHOT and delivered:
+            raise AssertionError("read in a snapshot that does not see what was delivered")
+        runtime.commit(batch.ack)
+        delivered = delivered or batch.kind is Kind.STREAM
+        if delivered and not runtime._snapshots._in_chunk:
+            break
+    assert delivered
+    assert take(runtime, 5) == []
+    source.hidden.clear()
+    found = take(runtime)
+    assert {event.values["name"] for batch in found for event in batch.events() if event.values["id"] == 24} == {"new"}
+    runtime.stop()
+
+
+def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    heard: list[Fact] = []
+    runtime = started(source, store, observers=(heard.append,))
+    take(runtime)
+    first, second = runtime.control.snapshot(SHOP.table), runtime.control.snapshot(OTHER.table)
+    batch = runtime.poll(0.0)
+    assert batch.kind is Kind.SNAPSHOT
+    assert first in str(runtime.control.status().snapshot)
+    runtime.commit(batch.ack)
+    runtime.control.stop_snapshot(first)
+    found = take(runtime)
+    assert keys(found, Kind.SNAPSHOT) == [100, 101, 102]
+    ended = [fact for fact in heard if isinstance(fact, observing.SnapshotEnded)]
+    assert [(fact.id, fact.stopped) for fact in ended] == [(first, True), (second, False)]
+    runtime.control.stop_snapshot()
+    runtime.poll(0.0)
+    runtime.control.snapshot(OTHER.table)
+    assert keys(take(runtime), Kind.SNAPSHOT) == [100, 101, 102], "an order to stop is not for what comes later"
+    runtime.stop()
+
+
+def test_an_incremental_snapshot_goes_on_after_a_crash(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    runtime = started(source, store)
+    take(runtime)
+    runtime.control.snapshot(SHOP.table)
+    batch = runtime.poll(0.0)
+    runtime.commit(batch.ack)
+    runtime.force_stop()
+    again = started(source, store)
+    assert keys(take(again), Kind.SNAPSHOT) == list(range(4, 25))
+    again.stop()
+
+
+def test_a_snapshot_that_breaks_is_taken_up_again(
+    source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    runtime.commit(runtime.poll().ack)
+    scan = runtime._snapshots._scan
+    assert scan is not None
+
+    def broken(_: int) -> None:
+        raise SourceUnreachable("the line is dead", hint="It is tried again.")
+
+    monkeypatch.setattr(scan, "next", broken)
+    found: list[Batch] = []
+    while len(keys(found, Kind.SNAPSHOT)) < 24:
+        batch = runtime.poll()
+        found.append(batch)
+        runtime.commit(batch.ack)
+    assert keys(found, Kind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
+    runtime.stop()
+
+
+def test_what_does_not_go_together_is_refused(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    with pytest.raises(ConfigError, match="do not go together"):
+        started(source, store, snapshot_tables=TABLES, incremental_snapshot=TABLES)
+    runtime = started(source, store, snapshot_tables=TABLES)
+    runtime.force_stop()
+    with pytest.raises(ConfigError, match="no snapshot tables"):
+        started(source, store)
+    with pytest.raises(ConfigError, match="middle of a snapshot"):
+        started(source, store, incremental_snapshot=TABLES)
+    with pytest.raises(ConfigError, match="other tables"):
+        started(source, store, snapshot_tables=(SHOP.table,))
+    again = CdcRuntime(source, store, snapshot_tables=TABLES)
+    again.start()
+    again.force_stop()
+
+
+def test_a_snapshot_in_a_checkpoint_that_cannot_be_read_is_an_error(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    runtime.force_stop()
+    saved = store.load("default")
+    assert saved is not None
+    for broken in ({}, {"id": 1}):
+        metadata = {**saved.metadata, "snapshot": broken}
+        store.save("default", Checkpoint(source_type="memory", position=saved.position, metadata=metadata))
+        with pytest.raises(StateCorrupt):
+            started(source, store, snapshot_tables=TABLES)
+
+
+def test_a_source_without_tables_says_so(store: MemoryCheckpointStore) -> None:
+    with pytest.raises(Unsupported):
+        started(MemoryCapture(), store, snapshot_tables=TABLES)
+
+
+def test_a_snapshot_needs_tables_and_a_condition_needs_one(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    runtime = started(source, store)
+    with pytest.raises(ConfigError):
+        runtime.control.snapshot()
+    with pytest.raises(ConfigError):
+        runtime.control.snapshot(*TABLES, where="id > 1")
+    runtime.stop()
+
+
+def test_a_snapshot_on_demand_that_cannot_be_had_does_not_disturb_the_stream(
+    source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Fact] = []
+    runtime = started(source, store, observers=(heard.append,))
+    take(runtime)
+    runtime.control.snapshot(named("public", "nowhere", 9).table)
+    runtime.control.snapshot(SHOP.table, where="id > 1")
+    last = runtime.control.snapshot(SHOP.table)
+    source.commit(inserts(900))
+    runtime.commit(runtime.poll(0.0).ack)
+    while runtime._snapshots._scan is None:
+        runtime.commit(runtime.poll(0.0).ack)
+
+    def refused(_: int) -> None:
+        raise SourceTableMissing("it was dropped", hint="Was it?")
+
+    monkeypatch.setattr(runtime._snapshots._scan, "next", refused)
+    source.commit(inserts(901))
+    assert keys(take(runtime), Kind.STREAM)[-1] == 901
+    codes = [fact.error.code for fact in heard if isinstance(fact, observing.SnapshotEnded) and fact.error]
+    assert codes == ["source-table-missing", "unsupported", "source-table-missing"]
+    assert [fact.id for fact in heard if isinstance(fact, observing.SnapshotEnded)][-1] == last
+    saved = store.load("default")
+    assert saved is not None
+    assert saved.metadata["snapshot"] is None, "the next start does not stumble over it"
+    runtime.stop()
+
+
+def test_an_incremental_snapshot_of_a_table_that_went_does_not_keep_it_from_starting(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store)
+    take(runtime)
+    runtime.control.snapshot(SHOP.table)
+    runtime.commit(runtime.poll(0.0).ack)
+    runtime.force_stop()
+    assert source._tables is not None
+    del source._tables._tables[SHOP.table]
+    again = started(source, store)
+    assert again.control.status().snapshot is None
+    again.stop()
+
+
+def test_a_log_keeps_no_place_of_a_snapshot(source: MemoryCapture, tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "log", source.identity)
+    with pytest.raises(ConfigError):
+        CdcRuntime(source, LogSink(log), snapshot_tables=TABLES)
+    runtime = CdcRuntime(source, LogSink(log))
+    with pytest.raises(Unsupported):
+        runtime.control.snapshot(SHOP.table)
+    log.close()
+
+
+def test_a_checkpoint_that_cannot_be_saved_leaves_rows_that_were_read_unacknowledged(source: MemoryCapture) -> None:
+    class Store(MemoryCheckpointStore):
+        full = False
+
+        def save(self, key: str, checkpoint: Checkpoint) -> None:
+            if self.full:
+                raise StateFull("disk full", hint="Free space.")
+            super().save(key, checkpoint)
+
+    store = Store()
+    runtime = started(source, store, snapshot_tables=TABLES)
+    batch = runtime.poll()
+    store.full = True
+    for rows in (None, 2):
+        with pytest.raises(StateFull):
+            runtime.commit(batch.ack, rows=rows)
+        assert runtime.poll() is batch
+    store.full = False
+    found = [batch]
+    runtime.commit(batch.ack)
+    found += take(runtime)
+    assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
+    assert runtime.rows_committed == 28
+    runtime.stop()

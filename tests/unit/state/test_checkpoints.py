@@ -1,0 +1,390 @@
+"""Checkpoints in files: what damages them is told, what does not belong to them is not read, and one process writes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import (
+    ConfigError,
+    PositionRewound,
+    StateCorrupt,
+    StateError,
+    StateFull,
+    StateUnusable,
+    TailraceError,
+)
+from tailrace.model.position import Lsn
+from tailrace.model.positions import BinlogPosition, CustomPosition, MysqlGtidSet
+from tailrace.state import records
+from tailrace.state.checkpoint import METADATA_BYTES_MAX, Checkpoint, seed_checkpoint
+from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
+from tests.support.disks import fill, mounted
+
+GTIDS = "3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77"
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "state-format-1"
+
+
+def at(value: int, **given: object) -> Checkpoint:
+    return Checkpoint(source_type="postgresql", position=Lsn(value), **given)  # type: ignore[arg-type] # as they are
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileCheckpointStore]:
+    with FileCheckpointStore(tmp_path / "state") as opened:
+        yield opened
+
+
+@pytest.fixture
+def file(store: FileCheckpointStore, tmp_path: Path) -> Path:
+    """The file of a checkpoint that is saved."""
+    store.save("orders", at(7, transaction="731", metadata={"snapshot": {"chunk": 3}}))
+    return tmp_path / "state" / "orders.json"
+
+
+# --- the value ---------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_refuses_what_makes_no_sense() -> None:
+    now = datetime.now(UTC)
+    refused: list[Callable[[], object]] = [
+        lambda: Checkpoint(source_type="postgresql", position=CustomPosition("7")),
+        lambda: Checkpoint(source_type="mariadb", position=MysqlGtidSet.parse(GTIDS)),
+        lambda: Checkpoint(source_type="", position=Lsn(1)),
+        lambda: Checkpoint(source_type="a\nb", position=Lsn(1)),
+        lambda: at(1, transaction=""),
+        lambda: at(1, transaction=731),
+        lambda: at(1, time=now.replace(tzinfo=None)),
+        lambda: at(1, metadata={"a": object()}),
+        lambda: at(1, metadata={"a": float("nan")}),
+        lambda: at(1, metadata={"a": "\udc80"}),
+        lambda: at(1, metadata={"a": "x" * METADATA_BYTES_MAX}),
+        lambda: Checkpoint.parse(source_type="postgresql", position_type="lsn", position="0/1"),
+        lambda: Checkpoint.parse(source_type="postgresql", position_type="postgresql-lsn", position="yesterday"),
+    ]
+    for make in refused:
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert caught.value.hint
+
+
+def test_a_source_of_ones_own_counts_as_it_likes() -> None:
+    assert Checkpoint(source_type="mine", position=Lsn(1)).position_type.value == "postgresql-lsn"
+    assert Checkpoint(source_type="mine", position=CustomPosition("seven")).position_type.value == "custom"
+
+
+def test_its_time_is_utc_and_its_age_is_never_negative() -> None:
+    east = timezone(timedelta(hours=5))
+    assert at(1, time=datetime(2026, 1, 1, 5, tzinfo=east)).time == datetime(2026, 1, 1, tzinfo=UTC)
+    assert 60 <= at(1, time=datetime.now(UTC) - timedelta(minutes=1)).age_seconds < 120
+    assert at(1, time=datetime.now(UTC) + timedelta(hours=1)).age_seconds == 0
+
+
+# --- seeding by hand ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+def test_a_first_checkpoint_is_given_by_hand_and_never_over_one_that_is_there(kind: str, tmp_path: Path) -> None:
+    store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
+    seed_checkpoint(store, "orders", Checkpoint.parse(
+        source_type="mysql", position_type="mysql-binlog", position="mysql-bin.000042:1547",
+    ))  # fmt: skip
+    found = store.load("orders")
+    assert found is not None
+    assert found.position == BinlogPosition("mysql-bin.000042", 1547)
+    with pytest.raises(StateError, match="already") as caught:
+        seed_checkpoint(store, "orders", found)
+    assert "delete" in caught.value.hint
+
+
+# --- the file ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_the_owners_alone_and_says_what_it_is(file: Path) -> None:
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    stored = json.loads(file.read_text())
+    assert (stored["format"], stored["key"], stored["position"]) == (1, "orders", "0/7")
+    assert len(stored["sha256"]) == 64
+
+
+def test_the_mode_is_the_same_after_many_saves_and_restarts(store: FileCheckpointStore, file: Path) -> None:
+    store.save("orders", at(8))
+    store.close()
+    with FileCheckpointStore(file.parent) as again:
+        assert again.load("orders") is not None
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_files_of_format_1_are_read(tmp_path: Path) -> None:
+    found = FileCheckpointStore(FIXTURE / "checkpoints", read_only=True).all()
+    assert {key: str(checkpoint.position) for key, checkpoint in found.items()} == {
+        "gtids": GTIDS, "orders": "16/B374D848",
+    }  # fmt: skip
+    assert found["orders"].metadata == {"snapshot": {"table": "public.örders", "chunk": 3}}
+    assert found["orders"].transaction == "731"
+    assert found["orders"].time == datetime(2026, 11, 16, 12, 0, 0, 123456, UTC)
+
+
+# --- damage ------------------------------------------------------------------------------------------------
+
+
+def assert_told(path: Path, said: str) -> None:
+    """Reading says so, writing over it is refused, and what is there stays as it is."""
+    before = path.read_bytes() if path.is_file() else None
+    for read_only in (True, False):
+        with FileCheckpointStore(path.parent, read_only=read_only) as store:
+            for act in (lambda store=store: store.load(path.stem), store.all):
+                with pytest.raises(StateCorrupt, match=said) as caught:
+                    act()
+                assert caught.value.fields["path"] == path
+                assert caught.value.hint
+            if not read_only:
+                with pytest.raises(StateCorrupt):
+                    store.save(path.stem, at(99))
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def test_any_changed_byte_is_found(store: FileCheckpointStore, file: Path) -> None:
+    store.close()
+    whole = file.read_bytes()
+    reader = FileCheckpointStore(file.parent, read_only=True)
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << random.randrange(8)
+        file.write_bytes(changed)
+        with pytest.raises(StateCorrupt):
+            reader.load("orders")
+
+
+def test_any_torn_file_is_found(store: FileCheckpointStore, file: Path) -> None:
+    store.close()
+    whole = file.read_bytes()
+    reader = FileCheckpointStore(file.parent, read_only=True)
+    for length in range(len(whole)):
+        file.write_bytes(whole[:length])
+        with pytest.raises(StateCorrupt):
+            reader.load("orders")
+    file.write_bytes(bytes(len(whole)))
+    assert_told(file, "cannot be read")
+
+
+def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path) -> None:
+    store.close()
+    stored = json.loads(file.read_text())
+    del stored["sha256"]
+    file.write_bytes(records.encode(stored | {"format": 2}))
+    assert_told(file, "format 2, and this version knows format 1")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"position": "yesterday"}, "not a log sequence number"),
+        ({"position_type": "moons"}, "not a type of positions"),
+        ({"time": "noon"}, "cannot be read"),
+        ({"time": "2026-01-01T00:00:00"}, "needs a zone"),
+        ({"metadata": [1]}, "cannot be read"),
+        ({"position": 7}, "cannot be read"),
+        ({"key": "elsewhere"}, "of another key"),
+    ],
+)
+def test_a_file_that_is_whole_and_makes_no_sense_is_refused(
+    store: FileCheckpointStore, file: Path, wrong: dict[str, object], said: str
+) -> None:
+    store.close()
+    stored = json.loads(file.read_text())
+    del stored["sha256"]
+    file.write_bytes(records.encode(stored | wrong))
+    assert_told(file, said)
+
+
+def test_a_file_that_was_copied_to_another_key_is_not_that_keys(store: FileCheckpointStore, file: Path) -> None:
+    store.close()
+    shutil.copy(file, file.with_name("customers.json"))
+    assert_told(file.with_name("customers.json"), "of another key")
+
+
+def test_what_came_between_two_saves_is_noticed_and_not_written_over(store: FileCheckpointStore, file: Path) -> None:
+    other = json.loads(file.read_text())
+    del other["sha256"]
+    file.write_bytes(records.encode(other | {"position": "0/20"}))
+    with pytest.raises(PositionRewound):
+        store.save("orders", at(8))
+    file.write_bytes(b"{")
+    with pytest.raises(StateCorrupt):
+        store.save("orders", at(99))
+    assert file.read_bytes() == b"{"
+
+
+def test_a_damaged_one_can_be_deleted_and_seeded_anew(store: FileCheckpointStore, file: Path) -> None:
+    file.write_bytes(b"{")
+    with pytest.raises(StateCorrupt) as caught:
+        store.load("orders")
+    assert "`delete`" in caught.value.hint
+    assert store.delete("orders")
+    seed_checkpoint(store, "orders", at(5))
+    found = store.load("orders")
+    assert found is not None
+    assert found.position == Lsn(5)
+
+
+def test_an_unreadable_one_is_never_none(store: FileCheckpointStore, file: Path) -> None:
+    """Lesson 16: a checkpoint that cannot be read is an error, never "no checkpoint"."""
+    for content in (b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'):
+        file.write_bytes(content)
+        with pytest.raises(StateCorrupt):
+            store.load("orders")
+
+
+# --- links, folders and pipes --------------------------------------------------------------------------------
+
+
+def test_no_link_is_followed_out_of_the_folder(store: FileCheckpointStore, file: Path, tmp_path: Path) -> None:
+    store.close()
+    outside = tmp_path / "outside.json"
+    file.rename(outside)
+    file.symlink_to(outside)
+    before = outside.read_bytes()
+    assert_told(file, "it is a link")
+    with FileCheckpointStore(file.parent) as again:
+        assert again.delete("orders"), "the link goes"
+        again.save("orders", at(1))
+    assert not file.is_symlink()
+    assert outside.read_bytes() == before, "and nothing outside was touched"
+
+
+def test_a_link_to_nowhere_is_not_taken_for_no_checkpoint(store: FileCheckpointStore, tmp_path: Path) -> None:
+    (tmp_path / "state" / "orders.json").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StateCorrupt, match="it is a link"):
+        store.load("orders")
+
+
+def test_only_plain_files_are_read(store: FileCheckpointStore, tmp_path: Path) -> None:
+    (tmp_path / "state" / "folder.json").mkdir()
+    os.mkfifo(tmp_path / "state" / "pipe.json")
+    for key in ("folder", "pipe"):
+        with pytest.raises(StateCorrupt, match="not a plain file"):
+            store.load(key)
+
+
+def test_a_file_too_large_to_be_ours_is_not_read(store: FileCheckpointStore, tmp_path: Path) -> None:
+    with (tmp_path / "state" / "huge.json").open("wb") as huge:
+        huge.truncate(1 << 40)
+    with pytest.raises(StateCorrupt, match="too large"):
+        store.load("huge")
+
+
+def test_a_file_whose_name_is_no_key_is_told_when_keys_are_listed(store: FileCheckpointStore, tmp_path: Path) -> None:
+    (tmp_path / "state" / "a\nb.json").write_text("{}")
+    with pytest.raises(StateCorrupt, match="cannot be seen"):
+        store.list()
+    (tmp_path / "state" / "a\nb.json").rename(tmp_path / "state" / "notes.txt")
+    assert store.list() == (), "what is no checkpoint is nobody's"
+
+
+def test_a_folder_that_went_away_is_an_error_and_not_an_empty_store(store: FileCheckpointStore, file: Path) -> None:
+    file.parent.rename(file.parent.with_name("moved"))
+    for act in (lambda: store.load("orders"), store.list, lambda: store.save("orders", at(9))):
+        with pytest.raises(StateUnusable) as caught:
+            act()
+        assert caught.value.hint
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    for read_only in (True, False):
+        with pytest.raises(StateUnusable) as caught:
+            FileCheckpointStore(tmp_path / "state", read_only=read_only)
+        assert "A file stands where the folder should be" in caught.value.hint
+
+
+# --- what a crash leaves -------------------------------------------------------------------------------------
+
+
+def test_leftovers_are_swept_by_the_next_owner_and_by_no_reader(store: FileCheckpointStore, file: Path) -> None:
+    store.close()
+    orphan = file.with_name(".orders.json.0123456789abcdef-7-0.tmp")
+    orphan.write_bytes(b"half")
+    reader = FileCheckpointStore(file.parent, read_only=True)
+    assert reader.list() == ("orders",)
+    assert orphan.exists()
+    FileCheckpointStore(file.parent).close()
+    assert not orphan.exists()
+    assert reader.list() == ("orders",)
+
+
+def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k", "tmpfs") as disk:
+        with FileCheckpointStore(disk / "state") as store:
+            store.save("orders", at(7))
+            filler = fill(disk)
+            with pytest.raises(StateFull) as caught:
+                store.save("orders", at(8, metadata={"large": "x" * 20_000}))
+            assert "Free space" in caught.value.hint
+            found = store.load("orders")
+            assert found is not None
+            assert found.position == Lsn(7)
+            assert sorted(path.name for path in (disk / "state").iterdir()) == [
+                ".owner.json", ".owner.lock", "orders.json",
+            ]  # fmt: skip
+            filler.unlink()
+            store.save("orders", at(8))
+        with FileCheckpointStore(disk / "state") as store:
+            found = store.load("orders")
+            assert found is not None
+            assert found.position == Lsn(8)
+
+
+def test_whoever_has_a_full_disk_can_still_be_its_owner(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=256k", "tmpfs") as disk:
+        with FileCheckpointStore(disk / "state") as store:
+            store.save("orders", at(7))
+        fill(disk)
+        with FileCheckpointStore(disk / "state") as store:
+            found = store.load("orders")
+            assert found is not None
+            assert found.position == Lsn(7)
+
+
+# --- nothing secret ------------------------------------------------------------------------------------------
+
+
+def test_no_error_and_no_log_line_tells_a_value_of_the_metadata(
+    store: FileCheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    told: list[str] = []
+
+    def note(act: Callable[[], object]) -> None:
+        with pytest.raises(TailraceError) as caught:
+            act()
+        told.append(str(caught.value))
+
+    store.save("orders", at(7, metadata={"password": "SECRET"}))
+    note(lambda: store.save("orders", at(6, metadata={"password": "SECRET"})))
+    note(lambda: at(1, metadata={"password": ("SECRET", object())}))
+    note(lambda: at(1, metadata={"password": "SECRET\udc80"}))
+    path = tmp_path / "state" / "orders.json"
+    path.write_bytes(path.read_bytes().replace(b"0/7", b"0/8"))
+    note(lambda: store.load("orders"))
+    path.write_bytes(path.read_bytes()[:-40])
+    note(lambda: store.load("orders"))
+    assert len(told) == 5
+    assert "SECRET" not in "".join(told) + caplog.text
+
+
+def test_a_rewind_says_both_positions_and_how_to_go_back_on_purpose(store: FileCheckpointStore, file: Path) -> None:
+    with pytest.raises(PositionRewound) as caught:
+        store.save("orders", at(6))
+    assert caught.value.fields == {"saved": "0/7", "given": "0/6"}
+    assert "`delete`" in caught.value.hint

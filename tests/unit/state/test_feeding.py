@@ -1,0 +1,181 @@
+"""Every shape is in the history before its first row is anyone's, and once, however often rows come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.errors import SourceUnreachable, StateFull, TailraceError
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.change import Operation
+from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import Column, TableSchema
+from tailrace.model.system import MESSAGE_STREAM
+from tailrace.state.feeding import RecordedStream, SchemaFeed
+from tailrace.state.histories import FileSchemaHistory
+from tailrace.state.history import MemorySchemaHistory, SchemaHistory
+from tests.support.changes import SHOP, insert
+from tests.support.runtimes import LogLoop
+from tests.support.windows import batch, open_window, window
+
+WIDER = replace(SHOP, columns=(*SHOP.columns, Column(name="extra", source_type="text", type=pa.string())))
+
+
+def one(schema: TableSchema, key: int) -> ChangeBatch:
+    return batch_of(schema, (Operation.INSERT, {"id": key}))
+
+
+class Sink:
+    """Keeps windows, and looks into the history as each arrives."""
+
+    def __init__(self, history: SchemaHistory) -> None:
+        self.position, self.rows = ZERO, 0
+        self._history = history
+
+    def append(self, window: Window) -> None:
+        for item in window.batches:
+            shapes = [version.shape for version in self._history.versions(item.schema.table)]
+            assert item.schema in shapes, "a row came before its shape was in the history"
+        self.rows += window.rows
+        self.position = window.end
+
+
+def run(source: MemoryCapture, history: SchemaHistory, sink: Sink) -> LogLoop:
+    runtime = LogLoop(
+        lambda after: RecordedStream(source.live(after), history), sink, target=source.end, retry_seconds_max=5
+    )
+    runtime.run(lambda: runtime.caught_up)
+    return runtime
+
+
+def versions(history: SchemaHistory) -> list[TableSchema]:
+    return [version.shape for version in history.versions(SHOP.table)]
+
+
+@pytest.mark.parametrize("part_rows", [None, 2])
+def test_the_loop_delivers_no_row_before_its_shape_is_durable(tmp_path: Path, part_rows: int | None) -> None:
+    source = MemoryCapture(window_transactions_max=3, part_rows_max=part_rows)
+    for schema in (SHOP, SHOP, WIDER, SHOP):
+        source.commit(one(schema, 1), one(schema, 2))
+    source.commit(one(SHOP, 3), one(WIDER, 4), one(WIDER, 5))
+    with FileSchemaHistory(tmp_path) as history:
+        sink = Sink(history)
+        run(source, history, sink)
+        assert sink.rows == 11
+        assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
+    with FileSchemaHistory(tmp_path) as history:
+        assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
+
+
+def test_a_version_has_the_time_and_position_of_its_first_row() -> None:
+    source, history = MemoryCapture(window_transactions_max=9), MemorySchemaHistory()
+    source.commit(one(SHOP, 1))
+    end = source.commit(one(SHOP, 2), one(WIDER, 3))
+    run(source, history, Sink(history))
+    made = history.latest(SHOP.table)
+    assert made is not None
+    assert made.position == end
+    assert made.time is not None
+    assert history.at_time(SHOP.table, made.time) == made
+
+
+def test_a_broken_source_brings_rows_again_and_no_version_twice() -> None:
+    source, history = MemoryCapture(), MemorySchemaHistory()
+    for n, schema in enumerate((SHOP, WIDER, SHOP, WIDER)):
+        source.commit(one(schema, n))
+    source.break_next_read(SourceUnreachable("gone"))
+    sink = Sink(history)
+    run(source, history, sink)
+    assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
+
+
+STORY = (
+    window(0, 10, batch(SHOP, insert(1))),
+    window(10, 20, batch(SHOP, insert(2)), batch(WIDER, insert(3), first=1)),
+    window(20, 30, batch(SHOP, insert(4))),
+    window(30, 40, batch(WIDER, insert(5))),
+)
+
+
+def at_their_ends(found: Window) -> Window:
+    """With the position in each row that it has at a source: where its transaction ends."""
+    batches = []
+    for item in found.batches:
+        place = item.data.schema.get_field_index("_position")
+        told = pa.array([str(found.end)] * len(item), pa.string())
+        batches.append(replace(item, data=item.data.set_column(place, item.data.schema.field(place), told)))
+    return replace(found, batches=tuple(batches))
+
+
+@pytest.mark.parametrize("stopped", range(1, len(STORY) + 1))
+@pytest.mark.parametrize("resumed", range(len(STORY)))
+def test_rows_that_come_again_from_any_place_find_their_versions(stopped: int, resumed: int) -> None:
+    """Told up to one place, begun again at one before it: the history is as if nothing had happened."""
+    story, history = [at_their_ends(found) for found in STORY], MemorySchemaHistory()
+    first = SchemaFeed(history)
+    for found in story[:stopped]:
+        first.take(found)
+    again = SchemaFeed(history)
+    for found in story[min(resumed, stopped):]:
+        again.take(found)
+    assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
+
+
+def test_a_shape_that_comes_back_after_a_restart_is_a_new_version() -> None:
+    history = MemorySchemaHistory()
+    story = [at_their_ends(found) for found in STORY]
+    for found in story[:2]:
+        SchemaFeed(history).take(found)
+    SchemaFeed(history).take(story[2])
+    assert versions(history) == [SHOP, WIDER, SHOP]
+
+
+def test_a_part_of_a_transaction_is_told_of_too_though_its_position_is_not_known() -> None:
+    history = MemorySchemaHistory()
+    SchemaFeed(history).take(open_window(10, batch(SHOP, insert(1))))
+    made = history.latest(SHOP.table)
+    assert made is not None
+    assert (made.position, made.version) == (None, 1)
+
+
+def test_where_a_version_began_is_not_known_the_one_before_it_is_told_again_rather_than_left_out() -> None:
+    history = MemorySchemaHistory()
+    feed = SchemaFeed(history)
+    feed.take(at_their_ends(window(0, 10, batch(SHOP, insert(1)))))
+    feed.take(open_window(10, batch(WIDER, insert(2))))
+    SchemaFeed(history).take(at_their_ends(window(10, 20, batch(SHOP, insert(3)))))
+    assert versions(history) == [SHOP, WIDER, SHOP]
+
+
+def test_system_streams_are_no_tables() -> None:
+    history = MemorySchemaHistory()
+    message = batch_of(MESSAGE_STREAM, (Operation.MESSAGE, {"prefix": "a", "content": b"b", "transactional": True}))
+    SchemaFeed(history).take(Window(start=Lsn(0), end=Lsn(1), batches=(message,), transactions=1, rows=1))
+    assert history.tables() == ()
+
+
+class Failing(MemorySchemaHistory):
+    """Has no room for so many times."""
+
+    def __init__(self, error: Callable[[], TailraceError], times: int) -> None:
+        super().__init__()
+        self._error, self.times = error, times
+
+    def _add(self, version: object) -> None:
+        if self.times:
+            self.times -= 1
+            raise self._error()
+
+
+def test_without_room_for_its_shape_a_row_waits_and_is_not_lost() -> None:
+    source, history = MemoryCapture(), Failing(lambda: StateFull("no room"), times=1)
+    source.commit(one(SHOP, 1))
+    sink = Sink(history)
+    runtime = run(source, history, sink)
+    assert (sink.rows, runtime.progress.reconnects, history.times) == (1, 1, 0)
+    assert source.confirmed == source.end

@@ -1,0 +1,70 @@
+"""What rules do to one column, against the same in plain Python."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.errors import ConfigError
+from tailrace.transforms import columns
+
+texts = st.lists(st.none() | st.text(alphabet="aé€😀 b", max_size=12), max_size=20)
+
+
+def masked(text: str | None, first: int, last: int) -> str | None:
+    if text is None:
+        return None
+    if len(text) <= first + last:
+        return "*" * len(text)
+    return text[:first] + "*" * (len(text) - first - last) + text[len(text) - last :]
+
+
+@settings(max_examples=100, deadline=None)
+@given(texts, st.integers(0, 4), st.integers(0, 4))
+def test_a_mask_leaves_the_ends_and_never_a_whole_text(given: list[str | None], first: int, last: int) -> None:
+    made = columns.mask(pa.array(given, pa.string()), first, last, "*")
+    assert made.to_pylist() == [masked(text, first, last) for text in given]
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts, st.integers(0, 6))
+def test_texts_are_cut_by_characters(given: list[str | None], length: int) -> None:
+    made = columns.truncate(pa.array(given, pa.string()), length)
+    assert made.to_pylist() == [None if text is None else text[:length] for text in given]
+
+
+def test_binaries_are_cut_by_bytes() -> None:
+    assert columns.truncate(pa.array([b"abc", None, b""]), 2).to_pylist() == [b"ab", None, b""]
+
+
+def test_numbers_are_masked_as_their_text() -> None:
+    assert columns.mask(pa.array([12345, None]), 0, 2, "#").to_pylist() == ["###45", None]
+
+
+def test_one_text_stands_for_every_value_and_null_stays_null() -> None:
+    assert columns.redact(pa.array([[1], None, []]), "-").to_pylist() == ["-", None, "-"]
+
+
+def test_values_that_do_not_fit_a_cast_fail_alone() -> None:
+    made, failed = columns.cast(pa.array(["1", "x", None, "40000", "3"]), pa.int16())
+    assert made.to_pylist() == [1, None, None, None, 3]
+    assert failed is not None
+    assert failed.tolist() == [False, True, False, True, False]
+
+
+def test_a_cast_is_exact_or_fails() -> None:
+    made, failed = columns.cast(pa.array([Decimal("1.50"), Decimal("2.00")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
+    assert (made.to_pylist(), failed) == ([Decimal("1.5"), Decimal("2.0")], None)
+    made, failed = columns.cast(pa.array([Decimal("1.55")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
+    assert failed is not None
+    assert made.to_pylist() == [None]
+
+
+@pytest.mark.parametrize("name", ["varchar", "decimal(39,2)", "decimal(3,5)", ""])
+def test_a_type_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is no type"):
+        columns.type_named(name)

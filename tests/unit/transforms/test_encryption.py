@@ -1,0 +1,162 @@
+"""Encrypted columns: what comes out is ciphertext or nothing, and only the right key, table and column open it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tailrace.errors import ConfigError, TransformFailed
+from tailrace.model import change
+from tailrace.model.change import Operation
+from tailrace.transforms.plan import TransformPlan
+from tailrace.transforms.rules import Decrypt, Encrypt, KeySource, Rename, Transforms
+from tailrace.transforms.secrets import Cipher, Keyring
+from tests.support.transforms import KEYS, PEOPLE, batch, changed, only, person, plan_of, values
+
+SECRET = "ann@example.org"
+INSERT, UPDATE = Operation.INSERT, Operation.UPDATE
+ENCRYPT = Encrypt(name="seal", columns=("mail",), key="new")
+
+
+def sealed(mail: str | None = SECRET, key: str = "new") -> Any:
+    return plan_of(Encrypt(columns=("mail",), key=key)).apply(batch(changed(INSERT, person(1, mail)))).batches[0]
+
+
+def opened(sealed: Any, *rules: Any) -> list[Any]:
+    return [row[0] for row in values(plan_of(*rules).apply(sealed).batches, "mail")]
+
+
+def test_what_was_encrypted_decrypts() -> None:
+    made = sealed()
+    assert made.schema.columns[1].type == pa.binary()
+    assert SECRET.encode() not in made.data.column("mail")[0].as_py()
+    assert opened(made, Decrypt(columns=("mail",))) == [SECRET]
+
+
+def test_every_value_has_a_nonce_of_its_own() -> None:
+    rows = [changed(INSERT, person(number, SECRET)) for number in range(50)]
+    found = {row[0] for row in values(plan_of(ENCRYPT).apply(batch(*rows)).batches, "mail")}
+    assert len(found) == 50
+
+
+def test_null_stays_null() -> None:
+    assert sealed(None).data.column("mail").to_pylist() == [None]
+
+
+def test_a_value_says_which_key_opens_it_so_keys_can_be_rotated() -> None:
+    rows = [sealed(key=key).data for key in ("old", "new")]
+    assert [row.column("mail")[0].as_py()[2:5] for row in rows] == [b"old", b"new"]
+    both = [changed(INSERT, {**person(1), "mail": row.column("mail")[0].as_py()}) for row in rows]
+    assert opened(batch(*both, schema=sealed().schema), Decrypt(columns=("mail",))) == [SECRET, SECRET]
+
+
+def test_a_ciphertext_is_bound_to_its_table_and_column() -> None:
+    made = plan_of(Rename(columns={"mail": "other"})).apply(sealed()).batches[0]
+    with pytest.raises(TransformFailed):
+        plan_of(Decrypt(columns=("other",))).apply(made)
+    found = plan_of(Decrypt(columns=("other",), of_column="mail")).apply(made).batches
+    assert values(found, "other") == [(SECRET,)]
+    with pytest.raises(TransformFailed):
+        plan_of(Decrypt(columns=("mail",), of_table="public.others")).apply(sealed())
+
+
+@pytest.mark.parametrize("broken", [b"", b"\x01", b"\x02" + b"x" * 60, b"\x01\x03zzz" + b"x" * 60])
+def test_what_was_tampered_with_does_not_come_through(broken: bytes) -> None:
+    made = sealed()
+    row = changed(INSERT, {**person(1), "mail": broken})
+    rule = Decrypt(name="open", columns=("mail",), on_error="dead-letter")
+    applied = plan_of(rule).apply(batch(row, schema=made.schema))
+    assert applied.batches == ()
+    assert [(letter.rule, letter.column, letter.positions) for letter in applied.letters] == [("open", "mail", ["0/1"])]
+
+
+class Failing:
+    """A cipher that fails at some values, as one does whose device is gone."""
+
+    def __init__(self, cipher: Cipher, failing: set[int]) -> None:
+        self._cipher, self._failing, self._count = cipher, failing, 0
+
+    def encrypt(self, nonce: bytes, data: bytes, associated_data: bytes | None) -> bytes:
+        self._count += 1
+        if self._count in self._failing:
+            raise RuntimeError(data.decode())
+        return self._cipher.encrypt(nonce, data, associated_data)
+
+    def decrypt(self, nonce: bytes, data: bytes, associated_data: bytes | None) -> bytes:
+        return self._cipher.decrypt(nonce, data, associated_data)
+
+
+class Ring(Keyring):
+    """Keys whose ciphers fail."""
+
+    def __init__(self, failing: set[int]) -> None:
+        super().__init__({"new": KeySource(env="NEW")}, KEYS)
+        self._failing = failing
+
+    def cipher(self, name: str) -> Cipher:
+        return Failing(super().cipher(name), self._failing)
+
+
+def failing_plan(rule: Encrypt, *at: int) -> TransformPlan:
+    return TransformPlan(Transforms(rules=(rule,), keys={"new": KeySource(env="NEW")}), keyring=Ring(set(at)))
+
+
+def test_lesson_7_a_failing_encryption_halts_and_never_emits_plaintext() -> None:
+    rows = batch(changed(INSERT, person(1, SECRET)), changed(UPDATE, person(2, SECRET), before=person(2, SECRET)))
+    for at in (1, 2, 3):
+        with pytest.raises(TransformFailed) as raised:
+            failing_plan(ENCRYPT, at).apply(rows)
+        assert SECRET not in str(raised.value)
+        assert raised.value.fields["rule"] == "seal"
+        assert raised.value.__cause__ is None
+
+
+def test_lesson_7_a_failing_encryption_sets_the_row_aside_and_never_emits_plaintext() -> None:
+    rule = ENCRYPT.model_copy(update={"on_error": "dead-letter"})
+    rows = batch(*(changed(INSERT, person(number, SECRET)) for number in range(4)))
+    applied = failing_plan(rule, 2).apply(rows)
+    assert [row[0] for row in values(applied.batches, "id")] == [0, 2, 3]
+    assert SECRET.encode() not in applied.batches[0].data.serialize().to_pybytes()
+    assert [letter.batch.data.column("id").to_pylist() for letter in applied.letters] == [[1]]
+    # Once the cause is mended, what was set aside goes through.
+    assert len(plan_of(rule).apply(applied.letters[0].batch).batches[0]) == 1
+
+
+def test_lesson_7_a_marked_row_has_null_and_the_rules_name_in_the_place_of_the_value() -> None:
+    rule = ENCRYPT.model_copy(update={"on_error": "dead-letter"})
+    found = failing_plan(rule, 1).marking(batch(changed(INSERT, person(1, SECRET, "5"))))
+    row = only(found)[0]
+    assert row["mail"] is None
+    said = [change.failed_rule(cell["text"]) for cell in row[change.UNFIT]]
+    assert said == ["seal: it cannot be applied to the value"]
+    assert SECRET.encode() not in found[0].data.serialize().to_pybytes()
+
+
+@pytest.mark.parametrize("text", ["", "00", "zz" * 32, "é" * 32])
+def test_a_key_that_is_none_is_refused_and_never_shown(text: str) -> None:
+    ring = Keyring({"main": KeySource(env="KEY")}, {"KEY": text})
+    with pytest.raises(ConfigError, match="not 32 bytes") as raised:
+        ring.key("main")
+    assert not text or text not in str(raised.value)
+
+
+def test_a_key_may_lie_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("ERERERERERERERERERERERERERERERERERERERERERE=\n")
+    assert Keyring({"main": KeySource(file=file)}).key("main") == b"\x11" * 32
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keyring({"main": KeySource(file=tmp_path / "none")}).key("main")
+    with pytest.raises(ConfigError, match="is not set"):
+        Keyring({"main": KeySource(env="NO_SUCH")}, {}).key("main")
+
+
+def test_no_key_is_in_what_is_pickled_or_shown() -> None:
+    import pickle
+
+    plan = plan_of(ENCRYPT)
+    plan.transformed_schema(PEOPLE)
+    assert b"\x22" * 32 not in pickle.dumps(plan)
+    assert "22" * 32 not in repr(vars(plan))

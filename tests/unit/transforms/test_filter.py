@@ -1,0 +1,206 @@
+"""Only some rows: what enters is an insert, what leaves a delete, and windows stay densely numbered.
+
+The oracle is a table: applying the filtered changes must leave what filtering the applied changes leaves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tailrace.errors import TransformFailed
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.change import Operation
+from tailrace.model.position import Lsn
+from tailrace.transforms.rules import Filter, Mask, Rule
+from tests.support.transforms import batch, changed, only, person, plan_of, values
+
+INSERT, UPDATE, DELETE, TRUNCATE = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.TRUNCATE
+GERMANS = Filter(name="germans", where="country == 'DE'")
+
+
+def filtered(*rows: dict[str, Any], rule: Rule = GERMANS) -> list[dict[str, Any]]:
+    found = plan_of(rule).apply(batch(*rows)).batches
+    return only(found) if found else []
+
+
+def de(number: int) -> dict[str, Any]:
+    return person(number, "m", "1", "DE")
+
+
+def fr(number: int) -> dict[str, Any]:
+    return person(number, "m", "1", "FR")
+
+
+def test_an_update_that_leaves_is_a_delete_of_the_old_row() -> None:
+    (row,) = filtered(changed(UPDATE, fr(1), before=de(1)))
+    assert (row[change.OP], row["id"], row["country"]) == ("delete", 1, "DE")
+
+
+def test_an_update_that_enters_is_an_insert() -> None:
+    (row,) = filtered(changed(UPDATE, de(1), before=fr(1)))
+    assert (row[change.OP], row["country"], row.get(change.BEFORE)) == ("insert", "DE", None)
+
+
+def test_where_the_old_row_is_not_told_a_row_that_is_unwanted_is_deleted_by_its_key() -> None:
+    gone, stays = filtered(changed(UPDATE, fr(1)), changed(UPDATE, de(2)))
+    assert (gone[change.OP], gone["id"], gone["country"], gone["mail"]) == ("delete", 1, None, None)
+    assert (stays[change.OP], stays["id"]) == ("update", 2)
+
+
+def test_what_never_was_wanted_leaves_no_trace() -> None:
+    assert not filtered(
+        changed(INSERT, fr(1)), changed(UPDATE, fr(1), before=fr(1)), changed(DELETE, fr(1), before=fr(1)),
+        changed(INSERT, person(2)),
+    )  # fmt: skip
+
+
+def test_deletes_of_which_only_the_key_is_told_and_truncates_go_through() -> None:
+    found = filtered(changed(DELETE, person(1)), changed(TRUNCATE, person(0)))
+    assert [row[change.OP] for row in found] == ["delete", "truncate"]
+
+
+def test_a_condition_on_the_key_alone_is_known_of_deletes_too() -> None:
+    rule = Filter(where="id > 5")
+    assert [row["id"] for row in filtered(changed(DELETE, person(1)), changed(DELETE, person(9)), rule=rule)] == [9]
+
+
+def test_a_row_that_enters_with_a_new_key_moved_from_nowhere() -> None:
+    (row,) = filtered(changed(INSERT, de(2), before=fr(1), moved_from={"id": 1}))
+    assert row.get(change.MOVED_FROM) is None
+
+
+def test_a_filter_on_a_value_that_was_not_sent_fails() -> None:
+    with pytest.raises(TransformFailed, match="was not sent"):
+        filtered(changed(UPDATE, person(1, "m"), unchanged=["country"]))
+
+
+@pytest.mark.parametrize("rule", [
+    Filter(name="odd", where="id * 10000000000 > 0"), Mask(name="odd", columns=("mail",), when="id * 10000000000 > 0"),
+    Filter(name="odd", where="country == 'DE'", when="10 / (id - 7) > 0"),
+], ids=["where", "when", "both"])  # fmt: skip
+def test_a_condition_that_cannot_be_computed_of_a_row_fails_at_that_row_alone(rule: Rule) -> None:
+    rows = batch(*(changed(INSERT, person(number, "secret-mail", "1", "DE")) for number in (1, 2, 7, 7 * 10**12, 4)))
+    with pytest.raises(TransformFailed) as raised:
+        plan_of(rule).apply(rows)
+    assert "secret" not in str(raised.value)
+    applied = plan_of(rule.model_copy(update={"on_error": "dead-letter"})).apply(rows)
+    failing = 7 if rule.when and rule.do == "filter" else 7 * 10**12
+    assert [letter.batch.data.column("id").to_pylist() for letter in applied.letters] == [[failing]]
+    assert len(applied.batches[0]) == 4
+
+
+def test_a_filter_with_a_condition_concerns_only_rows_of_which_it_is_true() -> None:
+    rule = Filter(where="amount > 5", when="country == 'DE'")
+    rows = [changed(INSERT, person(number, None, amount, country)) for number, amount, country in [
+        (1, "1", "DE"), (2, "9", "DE"), (3, "1", "FR"), (4, None, "DE"), (5, None, None),
+    ]]  # fmt: skip
+    assert [row["id"] for row in filtered(*rows, rule=rule)] == [2, 3, 5]
+
+
+def test_rows_of_a_window_are_numbered_without_a_gap() -> None:
+    first = batch(*(changed(INSERT, (de if number % 2 else fr)(number)) for number in range(5)))
+    given = Window(start=Lsn(1), end=Lsn(9), batches=(first,), transactions=1, rows=5)
+    found = plan_of(GERMANS).window(given)
+    assert found is not None
+    assert (found.rows, found.batches[0].ends) == (2, (0, 1))
+    assert found.batches[0].data.column(change.SEQ).to_pylist() == [0, 1]
+    assert found.batches[0].data.column(change.TX_INDEX).to_pylist() == [1, 3]
+
+
+def test_a_window_of_which_nothing_is_left_still_moves_the_position() -> None:
+    given = Window(start=Lsn(1), end=Lsn(9), batches=(batch(changed(INSERT, fr(1))),), transactions=1, rows=1)
+    found = plan_of(GERMANS).window(given)
+    assert found is not None
+    assert (found.batches, found.rows, found.start, found.end, found.empty) == ((), 0, Lsn(1), Lsn(9), True)
+
+
+# The oracle.
+
+Row = dict[str, Any]
+steps = st.lists(st.tuples(st.integers(1, 4), st.sampled_from(["DE", "FR", None]), st.sampled_from("wdt")), max_size=25)
+
+
+def history(given: list[tuple[int, str | None, str]], *, full: bool) -> tuple[list[dict[str, Any]], dict[int, Row]]:
+    """The changes that a source would tell of these steps, and the table after them."""
+    table: dict[int, Row] = {}
+    told: list[dict[str, Any]] = []
+    for number, country, what in given:
+        row, old = person(number, f"m{len(told)}", "1", country), table.get(number)
+        if what == "t" and len(told) % 5 == 0:
+            told.append(changed(TRUNCATE, person(0)))
+            table.clear()
+        elif what == "d":
+            if old is not None:
+                told.append(changed(DELETE, old if full else person(number), before=old if full else None))
+                del table[number]
+        elif old is None:
+            told.append(changed(INSERT, row))
+            table[number] = row
+        else:
+            told.append(changed(UPDATE, row, before=old if full else None))
+            table[number] = row
+    return told, table
+
+
+def applied(batches: tuple[ChangeBatch, ...]) -> dict[int, Row]:
+    """The table that a lake has after the changes; a change that a true mirror could not take is a mistake."""
+    table: dict[int, Row] = {}
+    for row in only(batches) if batches else []:
+        values = {name: row[name] for name in ("id", "mail", "country")}
+        match row[change.OP]:
+            case "truncate":
+                table.clear()
+            case "delete":
+                table.pop(row["id"], None)
+            case _:
+                table[row["id"]] = values
+    return table
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps, st.booleans())
+def test_filtering_changes_leaves_what_filtering_the_table_leaves(
+    given: list[tuple[int, str | None, str]], full: bool
+) -> None:
+    told, table = history(given, full=full)
+    if not told:
+        return
+    found = plan_of(GERMANS, Mask(columns=("mail",), keep_last=2)).apply(batch(*told)).batches
+
+    def masked(text: str) -> str:
+        return text if len(text) < 1 else "*" * (len(text) - 2) + text[-2:] if len(text) > 2 else "*" * len(text)
+
+    wanted = {
+        number: {"id": number, "mail": masked(row["mail"]), "country": "DE"}
+        for number, row in table.items() if row["country"] == "DE"
+    }  # fmt: skip
+    assert applied(found) == wanted
+
+
+@settings(max_examples=50, deadline=None)
+@given(steps)
+def test_with_old_rows_told_every_change_fits_the_table_it_comes_to(given: list[tuple[int, str | None, str]]) -> None:
+    told, _ = history(given, full=True)
+    found = plan_of(GERMANS).apply(batch(*told)).batches if told else ()
+    there: set[int] = set()
+    for row in only(found) if found else []:
+        match row[change.OP]:
+            case "truncate":
+                there.clear()
+            case "insert":
+                assert row["id"] not in there
+                there.add(row["id"])
+            case "update":
+                assert row["id"] in there
+            case "delete":
+                assert row["id"] in there
+                there.remove(row["id"])
+
+
+def test_values_helper_is_of_one_batch() -> None:
+    assert values(plan_of(GERMANS).apply(batch(changed(INSERT, de(1)))).batches, "id") == [(1,)]

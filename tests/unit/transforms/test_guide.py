@@ -1,0 +1,40 @@
+"""The guide to transforms shows code and settings that work as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tailrace.pipeline.settings import check_settings, load_settings
+from tailrace.transforms.rules import KINDS
+
+GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "transforms.md").read_text()
+FRAME = "name: shop\nsource: {url: postgresql://a@h/d, tables: ['public.*']}\nlog: ./changes\ntables: {path: ./lake}\n"
+
+
+def test_the_program_of_the_guide_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    program, said = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", GUIDE, re.DOTALL)[0]
+    exec(compile(program, "transforms.md", "exec"), {})
+    assert capsys.readouterr().out == said
+
+
+def test_the_function_of_the_guide_works(capsys: pytest.CaptureFixture[str]) -> None:
+    function = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[1]
+    exec(compile(function, "transforms.md", "exec"), {})
+    assert capsys.readouterr().out == "[{'email': 'example.org'}]\n"
+
+
+def test_the_settings_of_the_guide_are_sound(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    file = tmp_path / "tailrace.yaml"
+    file.write_text(FRAME + block)
+    assert check_settings(file) == []
+    assert [rule.do for rule in load_settings(file).transforms.rules] == ["mask", "encrypt", "filter", "exclude"]
+
+
+def test_the_guide_tells_of_every_rule() -> None:
+    table = GUIDE.partition("## What there is")[2].partition("Types are")[0]
+    named = " ".join(re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", named)) - {"do"} == set(KINDS)

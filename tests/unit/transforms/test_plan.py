@@ -1,0 +1,351 @@
+"""Rules over changes: every image of a row goes through them, and what is absent stays absent."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from tailrace.errors import RuleInvalid, TransformFailed
+from tailrace.model import change
+from tailrace.model.batch import Window
+from tailrace.model.change import Operation
+from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.position import Lsn
+from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.transforms.rules import (
+    Cast,
+    Compute,
+    Copy,
+    Encrypt,
+    Exclude,
+    Function,
+    Hmac,
+    Include,
+    Mask,
+    Null,
+    Redact,
+    Rename,
+    Rule,
+    Set,
+    Sha256,
+    Transforms,
+    Truncate,
+    Unwrap,
+)
+from tailrace.transforms.shape import is_touched
+from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_of, values
+
+INSERT, UPDATE, DELETE, TRUNCATE = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.TRUNCATE
+MAIL = "ann@example.org"
+HIDING = [
+    Mask(columns=("mail",), keep_first=2), Redact(columns=("mail",)), Null(columns=("mail",)),
+    Sha256(columns=("mail",)), Hmac(columns=("mail",), key="old"), Encrypt(columns=("mail",), key="old"),
+    Truncate(columns=("mail",), length=3),
+    Exclude(columns=("mail",)), Include(columns=("id", "amount")), Set(column="mail", value="x"),
+    Compute(column="mail", expression="substring(mail, 1, 2)"), Cast(columns=("mail",), to="binary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", HIDING[:-1], ids=lambda rule: rule.do)
+def test_what_is_hidden_stands_in_no_image_of_the_row(rule: Rule) -> None:
+    rows = batch(
+        changed(INSERT, person(1, MAIL)),
+        changed(UPDATE, person(1, MAIL, "2"), before=person(1, MAIL)),
+        changed(DELETE, person(1, MAIL), before=person(1, MAIL)),
+        changed(INSERT, person(3, MAIL), moved_from={"id": 1}),
+    )
+    found = plan_of(rule).apply(rows).batches
+    assert [row[change.OP] for row in only(found)] == ["insert", "update", "delete", "insert"]
+    assert MAIL.encode() not in found[0].data.serialize().to_pybytes()
+    assert found[0].moves == 1
+
+
+@pytest.mark.parametrize("rule", HIDING, ids=lambda rule: rule.do)
+def test_lesson_8_snapshot_rows_have_the_shape_and_the_values_of_stream_rows(rule: Rule) -> None:
+    plan = plan_of(rule)
+    people = [person(1, MAIL, "10.50", "DE"), person(2, None, None, None), person(3, "é", "-1", "FR")]
+    streamed = plan.apply(batch(*(changed(INSERT, one) for one in people))).batches[0]
+    read = plan.rows(PEOPLE, pa.RecordBatch.from_pylist(people, pa.schema(PEOPLE.row_fields())))
+    target = plan.transformed_schema(PEOPLE)
+    assert streamed.schema is target
+    assert read.schema == pa.schema(target.row_fields())
+    if rule.do != "encrypt":
+        assert read.to_pylist() == streamed.data.select(target.names).to_pylist()
+    assert [column.type for column in target.columns] == [field.type for field in read.schema]
+
+
+def test_the_same_shape_gives_the_same_object() -> None:
+    plan = plan_of(Mask(columns=("mail",)))
+    assert plan.transformed_schema(PEOPLE) is plan.transformed_schema(PEOPLE)
+    assert plan.transformed_schema(PEOPLE).at_source is PEOPLE
+
+
+def test_a_table_that_no_rule_concerns_is_left_alone() -> None:
+    plan = plan_of(Mask(tables=("other.*",), columns=("mail",)))
+    rows = batch(changed(INSERT, person(1, MAIL)))
+    assert plan.apply(rows).batches == (rows,)
+    assert plan.transformed_schema(PEOPLE) is PEOPLE
+
+
+def test_what_the_server_did_not_send_stays_absent_under_its_new_name() -> None:
+    rules = (
+        Mask(columns=("mail",)), Rename(columns={"mail": "address"}), Copy(column="address", to="again"),
+        Compute(column="size", expression="length(address)"),
+    )  # fmt: skip
+    found = plan_of(*rules).apply(batch(changed(UPDATE, person(1, None, "5"), unchanged=["mail"]))).batches
+    row = only(found)[0]
+    assert row[change.UNCHANGED] == ["address", "again", "size"]
+    assert (row["address"], row["again"], row["size"]) == (None, None, None)
+
+
+def test_a_column_that_is_set_or_goes_is_not_absent_any_more() -> None:
+    rows = batch(changed(UPDATE, person(1), unchanged=["mail", "country"]))
+    found = plan_of(Set(column="mail", value="x"), Exclude(columns=("country",))).apply(rows).batches
+    assert change.UNCHANGED not in found[0].data.schema.names
+    assert values(found, "mail") == [("x",)]
+
+
+def test_a_value_made_of_one_that_is_absent_and_one_that_is_not_fails() -> None:
+    rows = batch(changed(UPDATE, person(1, None, None, "DE"), unchanged=["mail"]))
+    with pytest.raises(TransformFailed, match="was not sent"):
+        plan_of(Compute(column="both", expression="concat(mail, country)")).apply(rows)
+
+
+def test_a_condition_on_a_value_that_is_absent_fails_rather_than_guesses() -> None:
+    rows = batch(changed(UPDATE, person(1, MAIL), unchanged=["country"]))
+    rule = Mask(columns=("mail",), when="country == 'DE'", on_error="dead-letter")
+    with pytest.raises(TransformFailed, match="was not sent"):
+        plan_of(rule.model_copy(update={"on_error": "halt"})).apply(rows)
+    found = plan_of(rule).marking(rows)
+    assert only(found)[0]["mail"] is None
+    assert MAIL.encode() not in found[0].data.serialize().to_pybytes()
+
+
+def test_a_condition_chooses_rows_image_by_image() -> None:
+    rows = batch(
+        changed(UPDATE, person(1, MAIL, None, "FR"), before=person(1, MAIL, None, "DE")),
+        changed(UPDATE, person(2, MAIL, None, "DE"), before=person(2, MAIL, None, "FR")),
+        changed(UPDATE, person(3, MAIL, None, None)),
+    )
+    found = plan_of(Redact(columns=("mail",), text="-", when="country == 'DE'")).apply(rows).batches
+    assert [(row["mail"], row[change.BEFORE] and row[change.BEFORE]["mail"]) for row in only(found)] == [
+        (MAIL, "-"), ("-", MAIL), (MAIL, None),
+    ]  # fmt: skip
+
+
+def test_a_condition_with_another_type_keeps_the_others_as_text() -> None:
+    rows = batch(changed(INSERT, person(1, None, "1.50", "DE")), changed(INSERT, person(2, None, "2.50")))
+    found = plan_of(Redact(columns=("amount",), text="-", when="country == 'DE'")).apply(rows).batches
+    assert values(found, "amount") == [("-",), ("2.50",)]
+
+
+def test_a_value_known_only_as_text_is_never_shown_by_a_rule_that_hides_it() -> None:
+    rows = batch(changed(INSERT, person(1, MAIL), unfit={"amount": "NaN", "_before.amount": "NaN"}))
+    with pytest.raises(TransformFailed):
+        plan_of(Sha256(columns=("amount",))).apply(rows)
+    amount = ("amount",)
+    for rule in (Redact(columns=amount), Null(columns=amount), Exclude(columns=amount), Set(column="amount")):
+        found = plan_of(rule).apply(rows).batches
+        assert change.UNFIT not in found[0].data.schema.names, rule.do
+    renamed = plan_of(Rename(columns={"amount": "sum"})).apply(rows).batches
+    assert only(renamed)[0][change.UNFIT] == [{"column": "sum", "text": "NaN"}]
+
+
+# The key.
+
+
+@pytest.mark.parametrize("rule", [
+    Mask(columns=("id",)), Redact(columns=("id",)), Null(columns=("id",)), Encrypt(columns=("id",), key="old"),
+    Exclude(columns=("id",)), Include(columns=("mail",)), Set(column="id", value=1), Copy(column="amount", to="id"),
+    Compute(column="id", expression="id * 2"), Cast(columns=("id",), to="int16"), Cast(columns=("id",), to="float64"),
+    Function(columns=("id",), function=lambda rows: rows),
+    Sha256(columns=("id",), when="country == 'DE'"),
+], ids=lambda rule: rule.do)  # fmt: skip
+def test_a_rule_that_would_destroy_the_key_is_refused_by_name(rule: Rule) -> None:
+    rule = rule.model_copy(update={"name": "the-rule"})
+    with pytest.raises(RuleInvalid, match="key") as raised:
+        plan_of(rule).transformed_schema(PEOPLE)
+    assert raised.value.fields["rule"] == "the-rule"
+    assert str(raised.value.fields["table"]) == "public.people"
+
+
+@pytest.mark.parametrize("rule", [
+    Sha256(columns=("id",)), Hmac(columns=("id",), key="old"), Cast(columns=("id",), to="string"),
+])  # fmt: skip
+def test_a_key_that_stays_one_is_changed_alike_wherever_it_stands(rule: Rule) -> None:
+    rows = batch(
+        changed(INSERT, person(1)), changed(DELETE, person(1)), changed(INSERT, person(2), moved_from={"id": 1}),
+        changed(UPDATE, person(1), before=person(1)),
+    )  # fmt: skip
+    found = plan_of(rule).apply(rows).batches
+    one, gone, two, updated = only(found)
+    assert one["id"] == gone["id"] == two[change.MOVED_FROM]["id"] == updated[change.BEFORE]["id"] != two["id"]
+    assert found[0].schema.key == ("id",)
+
+
+def test_a_renamed_key_is_the_key_still() -> None:
+    rows = batch(changed(INSERT, person(2), moved_from={"id": 1}))
+    found = plan_of(Rename(columns={"id": "number"})).apply(rows).batches
+    assert found[0].schema.key == ("number",)
+    assert only(found)[0][change.MOVED_FROM] == {"number": 1}
+
+
+def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() -> None:
+    keyless = TableSchema(
+        table=PEOPLE.table, relation=4, columns=PEOPLE.columns, key=(), identity=Identity.FULL
+    )
+    mail = ("mail",)
+    for rule in (Encrypt(columns=mail, key="old"), Function(columns=mail, function=lambda rows: rows), Unwrap()):
+        with pytest.raises(RuleInvalid, match="destroy the key"):
+            plan_of(rule).transformed_schema(keyless)
+    assert plan_of(Mask(columns=("mail",))).transformed_schema(keyless).key == ()
+
+
+# What is refused before any row.
+
+
+@pytest.mark.parametrize(("rule", "said"), [
+    (Mask(tables=("public.people",), columns=("emial",)), "does not have"),
+    (Mask(tables=("public.people",), columns=("mail",), when="land == 'DE'"), "names the column"),
+    (Mask(columns=("mail",), when="amount"), "no condition"),
+    (Truncate(columns=("amount",), length=2), "cannot be done"),
+    (Cast(columns=("mail",), to="decimal(60,1)"), "is no type"),
+    (Rename(columns={"mail": "country"}), "one name"),
+    (Exclude(tables=("public.*",), columns=("*",)), "key"),
+    (Function(columns=("mail",), function="no.such:thing"), "cannot be found"),
+    (Function(columns=("mail",), function=lambda rows: 3), "no record batch"),
+    (Set(column="made"), "needs a type"),
+    (Compute(column="wide", expression="amount * amount * amount * amount"), "precision"),
+], ids=lambda value: getattr(value, "do", ""))  # fmt: skip
+def test_what_cannot_work_is_refused_before_a_row_comes(rule: Rule, said: str) -> None:
+    with pytest.raises((RuleInvalid, ValueError), match=said):
+        plan_of(rule).transformed_schema(PEOPLE)
+
+
+def test_rules_that_make_every_row_another_shape_take_no_condition() -> None:
+    with pytest.raises(ValueError, match="makes every row another shape"):
+        Transforms(rules=(Exclude(columns=("mail",), when="amount > 1"),))
+
+
+def test_a_rule_that_never_matched_is_reported() -> None:
+    plan = plan_of(
+        Mask(name="used", columns=("mail",)), Mask(name="elsewhere", tables=("other.*",), columns=("mail",)),
+        Mask(name="misspelt", columns=("emial",)), Redact(name="nobody", columns=("mail",), when="country == 'XX'"),
+    )  # fmt: skip
+    plan.apply(batch(changed(INSERT, person(1, MAIL))))
+    assert {(one.rule, one.no_table) for one in plan.unmatched()} == {
+        ("elsewhere", True), ("misspelt", True), ("nobody", False),
+    }  # fmt: skip
+
+
+# A user's own function.
+
+
+def shout(rows: pa.RecordBatch) -> pa.RecordBatch:
+    loud = pc.utf8_upper(rows.column("mail"))
+    return pa.RecordBatch.from_arrays([loud, pc.utf8_length(loud)], names=["mail", "size"])
+
+
+def picky(rows: pa.RecordBatch) -> pa.RecordBatch:
+    if MAIL in rows.column("mail").to_pylist():
+        raise RuntimeError(f"I do not like {MAIL}")
+    return rows
+
+
+def test_a_function_of_the_users_makes_columns() -> None:
+    rows = batch(changed(UPDATE, person(1, "a"), before=person(1, "b")), changed(UPDATE, person(2), unchanged=["mail"]))
+    found = plan_of(Function(columns=("mail",), function="tests.unit.transforms.test_plan:shout")).apply(rows).batches
+    assert values(found, "mail", "size") == [("A", 1), (None, None)]
+    assert only(found)[0][change.BEFORE]["size"] == 1
+    assert only(found)[1][change.UNCHANGED] == ["mail", "size"]
+
+
+def test_a_function_that_fails_is_told_by_rule_and_never_in_its_own_words() -> None:
+    rows = batch(changed(INSERT, person(1, "a")), changed(INSERT, person(2, MAIL)))
+    with pytest.raises(TransformFailed) as raised:
+        plan_of(Function(name="mine", columns=("mail",), function=picky)).apply(rows)
+    assert MAIL not in str(raised.value)
+    applied = plan_of(Function(name="mine", columns=("mail",), function=picky, on_error="dead-letter")).apply(rows)
+    assert values(applied.batches, "id") == [(1,)]
+    assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("mine", 1)]
+
+
+# Windows.
+
+
+def window(*batches: Any) -> Window:
+    return Window(start=Lsn(1), end=Lsn(9), batches=batches, transactions=1, rows=sum(map(len, batches)))
+
+
+def test_a_window_that_no_rule_touches_is_the_same() -> None:
+    given = window(batch(changed(INSERT, person(1))))
+    assert plan_of(Mask(tables=("other.*",), columns=("mail",))).window(given) is given
+
+
+def test_truncates_go_through() -> None:
+    plan = plan_of(Mask(columns=("mail",)), Set(column="made", value=1))
+    found = plan.apply(batch(changed(TRUNCATE, person(0)))).batches
+    assert found[0].truncates == 1
+
+
+# What is known of the source's columns.
+
+
+def facts(*fills: str | None) -> Facts:
+    columns = tuple(
+        ColumnFacts(number=at + 1, nullable=True, default=None, fill=fill, stamp=1) for at, fill in enumerate(fills)
+    )
+    storage = (Storage(relation=41, name="people", file=1, attached=False),)
+    return Facts(columns=columns, storage=storage, made=4)
+
+
+def test_facts_follow_their_columns_and_tell_no_value_that_was_hidden() -> None:
+    from dataclasses import replace
+
+    known = replace(PEOPLE, facts=facts(None, MAIL, None, "DE"))
+    rules = (Mask(columns=("mail",)), Exclude(columns=("amount",)), Set(column="made", value=1))
+    target = plan_of(*rules).transformed_schema(known)
+    assert target.facts is not None
+    assert [column.number for column in target.facts.columns[:3]] == [1, 2, 4]
+    assert target.facts.columns[3].number < 0
+    assert [column.fill for column in target.facts.columns] == [None, "", "DE", None]
+    assert target.facts.others == (3,)
+    again = TableSchema.from_json(target.to_json())
+    assert (again, again.facts, again.at_source) == (target, target.facts, known)
+    assert MAIL not in str(target.to_json())
+
+
+def test_another_rule_makes_another_shape_and_its_name_does_not() -> None:
+    def shape(**fields: Any) -> TableSchema:
+        return plan_of(Mask(columns=("mail",), **fields)).transformed_schema(PEOPLE)
+
+    assert shape() == shape(name="other", on_error="dead-letter")
+    assert shape() != shape(keep_last=1)
+    assert shape() != PEOPLE
+
+
+def test_what_is_left_out_shows_in_the_shape_so_that_nobody_keeps_it() -> None:
+    shape = plan_of(Exclude(columns=("country",))).transformed_schema(PEOPLE)
+    assert shape.columns[0] != PEOPLE.columns[0]
+    assert not is_touched(shape.columns[0])
+
+
+def test_a_column_named_like_ours_is_kept_apart() -> None:
+    odd = TableSchema(
+        table=PEOPLE.table, relation=5, key=("_op",), identity=Identity.FULL,
+        columns=tuple(Column(name=name, source_type="text", type=pa.string()) for name in ("_op", "_seq_")),
+    )  # fmt: skip
+    row = {"_op_": "k", "_seq__": "v"}
+    stored = batch({change.OP: "update", **row, change.BEFORE: row}, schema=odd)
+    found = only(plan_of(Mask(columns=("_seq_",))).apply(stored).batches)[0]
+    assert (found["_op_"], found["_seq__"], found[change.BEFORE]) == ("k", "*", {"_op_": "k", "_seq__": "*"})
+
+
+def test_decimals_come_out_of_arithmetic_exactly() -> None:
+    rows = batch(changed(INSERT, person(1, None, "0.10")))
+    found = plan_of(Compute(column="tax", expression="amount * 0.19", type="decimal(20,4)")).apply(rows).batches
+    assert values(found, "tax") == [(Decimal("0.0190"),)]
