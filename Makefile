@@ -39,7 +39,7 @@ bench: setup ## Measure against pg_recvlogical and Debezium; writes docs/benchma
 matrix: setup ## Run the tests that talk to a server on every PostgreSQL at hand (VERSIONS="15 16 18")
 	@TAILRACE_THOROUGH=1 $(PY) tools/matrix.py $(VERSIONS) -- $(ARGS)
 
-engines: setup ## Hold Spark's Delta connector to the tests of lake tables, in an environment of its own (.venv-spark)
+engines: setup ## Hold Spark's connectors to the tests of lake tables, each in an environment of its own (.venv-spark, .venv-iceberg)
 	@$(PY) tools/engines.py $(ARGS)
 
 soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other readers at length
@@ -58,4 +58,4 @@ clean: ## Remove caches and build leftovers; .venv stays
 	@find src tests benchmarks tools -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too
-	@rm -rf .venv .venv-debezium .venv-spark
+	@rm -rf .venv .venv-debezium .venv-spark .venv-iceberg

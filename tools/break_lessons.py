@@ -38,8 +38,8 @@ BREAKS = (
         "5",
         "a window is confirmed to the server before it is durable",
         "runtime/loop.py",
-        "    sink.append(window)  # data and position in one atomic commit\n",
-        "    stream.confirm(window.end)\n    sink.append(window)\n",
+        "            rejected = sink.write(batch)\n",
+        "            self._intake.confirm(batch.end)\n            rejected = sink.write(batch)\n",
     ),
     Break(
         "6",

@@ -1,8 +1,9 @@
-"""Run the tests of lake tables with Spark's Delta connector: `engines.py [pytest's arguments]`.
+"""Run the tests of lake tables with Spark's connectors: `engines.py [spark|iceberg] [pytest's arguments]`.
 
-There is no connector for the Spark that everything else is tested with, so this makes an environment of its own,
-`.venv-spark`, with one that has. Where that, or the connector's jars, cannot be had, the last line says so and the rest
-passes: what is skipped never counts as a pass. Tests learn of the engine from TAILRACE_TEST_ENGINE.
+There is no connector for the Spark that everything else is tested with, so each gets an environment of its own,
+`.venv-spark` for Delta's and `.venv-iceberg` for Iceberg's, with one that has. Where that, or the connector's jars,
+cannot be had, the last line says so and the rest passes: what is skipped never counts as a pass. Tests learn of the
+engine from TAILRACE_TEST_ENGINE.
 """
 
 from __future__ import annotations
@@ -12,62 +13,112 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = Path(os.environ.get("TAILRACE_SPARK_VENV", ROOT / ".venv-spark"))
-PYTHON = VENV / "bin" / "python"
-SPARK = "pyspark>=4.2,<4.3"
-TESTS = (
+SPARK_TESTS = (
     "tests/integration/test_spark_engine.py", "tests/integration/test_delta_table.py",
     "tests/integration/test_spark_modes.py", "tests/contract/test_table_forms.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/unit/spark/test_folding.py",
     "tests/unit/spark/test_folding_forms.py",
     "tests/integration/test_spark_features.py", "tests/integration/test_delivery.py",
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
+    "tests/contract/test_partitions.py", "tests/integration/test_partitions.py",
+    "tests/integration/test_spark_partitions.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
+)  # fmt: skip
+ICEBERG_TESTS = (
+    "tests/integration/test_iceberg_table.py", "tests/integration/test_iceberg_pipeline.py",
+    "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py",
 )  # fmt: skip
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
     "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter", "tests/contract/test_table_forms.py",
+    "tests/contract/test_partitions.py",
 )  # fmt: skip
 """Once more, with tables that have these features."""
 PROBE = "from tests.support.engines import session; session().sql('select 1').collect()"
 INSTALL_SECONDS_MAX, PROBE_SECONDS_MAX = 1800, 600
 
 
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """Who writes the tables under test, and what that needs."""
+
+    name: str
+    """As TAILRACE_TEST_ENGINE says it."""
+    connector: str
+    venv: Path
+    needs: tuple[str, ...]
+    tests: tuple[str, ...]
+    featured: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    """For pytest."""
+
+    @property
+    def python(self) -> Path:
+        return self.venv / "bin" / "python"
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            name="spark", connector="Delta", needs=("pyspark>=4.2,<4.3",), tests=SPARK_TESTS, featured=FEATURED,
+            venv=Path(os.environ.get("TAILRACE_SPARK_VENV", ROOT / ".venv-spark")),
+        ),
+        Engine(
+            name="iceberg", connector="Iceberg", needs=("pyspark>=4.1,<4.2", "pyiceberg>=0.12,<0.13"),
+            venv=Path(os.environ.get("TAILRACE_ICEBERG_VENV", ROOT / ".venv-iceberg")), tests=ICEBERG_TESTS,
+            # PySpark 4.1 leaves the socket of a `collect` to the garbage collector.
+            flags=("-W", "ignore:unclosed <socket:ResourceWarning"),
+        ),
+    )
+}  # fmt: skip
+
+
 def main(arguments: list[str]) -> int:
     """0 if every test passed, or if there is nothing to run them with."""
-    if not _have(["-c", "import pyspark, tailrace, pytest"], 120) and not _install():
-        return _skipped(f"no environment with {SPARK} could be made at {VENV}")
-    if not _have(["-c", PROBE], PROBE_SECONDS_MAX):
-        return _skipped("Spark's Delta connector could not be loaded: are its jars to be had?")
+    named = [ENGINES[name] for name in arguments[:1] if name in ENGINES]
+    return max(_held(engine, arguments[len(named) :]) for engine in named or ENGINES.values())
+
+
+def _held(engine: Engine, arguments: Sequence[str]) -> int:
+    """One engine, held to the tests."""
+    if not _have(engine, ["-c", "import pyspark, tailrace, pytest"], 120) and not _install(engine):
+        return _skipped(engine, f"no environment with {', '.join(engine.needs)} could be made at {engine.venv}")
+    if not _have(engine, ["-c", PROBE], PROBE_SECONDS_MAX):
+        return _skipped(engine, f"Spark's {engine.connector} connector could not be loaded: are its jars to be had?")
     if any(argument.startswith("tests/") for argument in arguments):
-        return _test(arguments)
-    return max(_test([*TESTS, *arguments]), _test([*FEATURED, *arguments], TAILRACE_TEST_FEATURES=FEATURES))
+        return _test(engine, arguments)
+    code = _test(engine, [*engine.tests, *arguments])
+    if engine.featured:
+        code = max(code, _test(engine, [*engine.featured, *arguments], TAILRACE_TEST_FEATURES=FEATURES))
+    return code
 
 
-def _test(arguments: Sequence[str], **environment: str) -> int:
-    command: list[str | Path] = [PYTHON, "-m", "pytest", "--timeout=1800", *arguments]
-    return subprocess.run(command, cwd=ROOT, env={**_environment(), **environment}, check=False).returncode
+def _test(engine: Engine, arguments: Sequence[str], **environment: str) -> int:
+    command: list[str | Path] = [engine.python, "-m", "pytest", "--timeout=1800", *engine.flags, *arguments]
+    return subprocess.run(command, cwd=ROOT, env={**_environment(engine), **environment}, check=False).returncode
 
 
-def _install() -> bool:
-    print(f"engines: making {VENV} (about 900 MB)", file=sys.stderr, flush=True)
-    target = [f"--editable={ROOT}[demo,test]", SPARK]
+def _install(engine: Engine) -> bool:
+    print(f"engines: making {engine.venv} (about 900 MB)", file=sys.stderr, flush=True)
+    target = [f"--editable={ROOT}[demo,test]", *engine.needs]
     commands: list[list[str | Path]]
     if uv := shutil.which("uv"):
         commands = [
-            [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, VENV],
-            [uv, "pip", "install", "--quiet", "--python", PYTHON, *target],
+            [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, engine.venv],
+            [uv, "pip", "install", "--quiet", "--python", engine.python, *target],
         ]
     else:
         base = getattr(sys, "_base_executable", sys.executable)
         commands = [
-            [base, "-m", "venv", VENV],
-            [PYTHON, "-m", "pip", "install", "--quiet", "--root-user-action=ignore", "--no-input", *target],
+            [base, "-m", "venv", engine.venv],
+            [engine.python, "-m", "pip", "install", "--quiet", "--root-user-action=ignore", "--no-input", *target],
         ]
     return all(_run(command) for command in commands)
 
@@ -79,22 +130,23 @@ def _run(command: list[str | Path]) -> bool:
         return False
 
 
-def _have(arguments: list[str], seconds: float) -> bool:
+def _have(engine: Engine, arguments: list[str], seconds: float) -> bool:
+    command: list[str | Path] = [engine.python, *arguments]
     try:
         done = subprocess.run(
-            [PYTHON, *arguments], cwd=ROOT, env=_environment(), timeout=seconds, check=False, capture_output=True
+            command, cwd=ROOT, env=_environment(engine), timeout=seconds, check=False, capture_output=True
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "TAILRACE_TEST_ENGINE": "spark", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+def _environment(engine: Engine) -> dict[str, str]:
+    return {**os.environ, "TAILRACE_TEST_ENGINE": engine.name, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 
 
-def _skipped(why: str) -> int:
-    left = "\n".join(f"  {name}" for name in dict.fromkeys((*TESTS, *FEATURED)))
+def _skipped(engine: Engine, why: str) -> int:
+    left = "\n".join(f"  {name}" for name in dict.fromkeys((*engine.tests, *engine.featured)))
     print(f"\nengines: these were not run:\n{left}\nengines: SKIPPED, NOT TESTED: {why}", file=sys.stderr, flush=True)
     return 0
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from deltalake import DeltaTable
 from hypothesis import strategies as st
 
 from tailrace.model import change
@@ -19,6 +18,7 @@ from tailrace.tables.base import Applied, Cursor, LakeTable
 from tailrace.tables.formed import fold_into, loaded
 from tailrace.tables.forms import Form, Origin
 from tailrace.tables.staging import stage
+from tests.support import engines
 from tests.support.changes import SHOP, Change, Model, changes, record_batches
 
 OpenTable = Callable[[Path, Form], LakeTable]
@@ -98,7 +98,7 @@ class Formed:
 
     def content(self, *names: str) -> list[Row]:
         """All rows, or these columns of them, in the order of their values."""
-        rows = pa.table(DeltaTable(str(self.folder.resolve())).scan()).to_pylist()
+        rows = engines.rows_of(self.folder).to_pylist()
         return ordered({name: row[name] for name in names or row} for row in rows)
 
     def tuples(self, *names: str) -> list[tuple[Any, ...]]:
@@ -117,7 +117,8 @@ def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) ->
     """What a load does that finds the table there."""
     origin = Origin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
     batches = loaded(table.form, table.schema, record_batches(table.schema, rows), origin)
-    files = stage(table.folder, name, table.form.stored(table.schema), batches, table.form.partition_by)
+    staging = engines.staging(table.folder)
+    files = stage(staging, name, table.form.stored(table.schema), batches, table.form.partition_by)
     here, table.seq = table.seq, table.seq + 1
     for _ in range(2):  # a task may be run twice
         table.table.refresh(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)

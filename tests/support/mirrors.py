@@ -1,19 +1,16 @@
-"""A real Delta table of the shop, and a hand that applies changes to it one after the other."""
+"""A real lake table of the shop, and a hand that applies changes to it one after the other."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-from deltalake import DeltaTable
-
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.fold import fold
 from tests.support.changes import SHOP, Change, changes, record_batches
-from tests.support.engines import open_table
+from tests.support.engines import commits_of, open_table, rows_of
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
 BIG = ("big",)
@@ -40,7 +37,7 @@ class Mirror:
 
     @property
     def version(self) -> int:
-        return DeltaTable(str(self.folder.resolve())).version()
+        return commits_of(self.folder)
 
     def apply(self, *rows: Change, reread: Reread | None = None) -> Applied:
         seq = self.seq
@@ -52,8 +49,7 @@ class Mirror:
 
 
 def content(folder: Path, schema: TableSchema) -> list[dict[str, Any]]:
-    rows = pa.table(DeltaTable(str(folder.resolve())).scan())
-    return [dict(zip(schema.names, row.values(), strict=True)) for row in rows.to_pylist()]
+    return [dict(zip(schema.names, row.values(), strict=True)) for row in rows_of(folder).to_pylist()]
 
 
 def by_id(rows: list[dict[str, Any]]) -> dict[Any, Any]:

@@ -30,9 +30,9 @@ from tailrace.model import change
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.system import MESSAGE_STREAM
-from tailrace.runtime.loop import CdcRuntime
 from tests.support.oracle_decoding import UNSENT, Told, ToldTransaction, Tuple, Value
 from tests.support.oracle_values import Unfit, expected, plain, same
+from tests.support.runtimes import LogLoop
 from tests.support.workload import RENAMED, Look
 from tests.support.workload_tables import Table
 
@@ -94,7 +94,7 @@ class Capture:
     def catch_up(self) -> None:
         """Read everything that is committed by now, with the loop that a pipeline runs."""
         self._close_stream()
-        runtime = CdcRuntime(self.capture.live, self._log, target=self.capture.horizon())
+        runtime = LogLoop(self.capture.live, self._log, target=self.capture.horizon())
         runtime.run(lambda: runtime.caught_up or self._watch.waited)
         assert not self._watch.waited, "the capture waited for a lock that an open transaction holds"
 

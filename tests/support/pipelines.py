@@ -25,7 +25,7 @@ from tailrace.demo.compare import TableVerdict, compare
 from tailrace.model import change
 from tailrace.model.system import SCHEMA_STREAM
 
-RUN_SECONDS_MAX = 900.0 if os.environ.get("TAILRACE_TEST_ENGINE") == "spark" else 240.0
+RUN_SECONDS_MAX = 900.0 if os.environ.get("TAILRACE_TEST_ENGINE") in ("spark", "iceberg") else 240.0
 
 
 class Pipeline:

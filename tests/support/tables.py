@@ -17,7 +17,7 @@ from tailrace.capture.base import Stream
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.model.batch import Event
+from tailrace.model.event import Event
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system

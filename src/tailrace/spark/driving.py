@@ -1,4 +1,4 @@
-"""Work on lake tables that Spark's Delta connector writes: driven from here, one job after the other for each table.
+"""Work on lake tables that one of Spark's connectors writes: driven from here, one job after the other for each table.
 
 The work and its outcome are those of `tasks`; only who does it differs. There a task does a table's work by itself,
 here the driver has Spark do it, tables side by side in threads, each with a session of its own. Rows are read, folded
@@ -27,22 +27,29 @@ from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.spark.aside import KeepWork, keep_aside
-from tailrace.spark.delta_engine import Given, SparkDeltaTable
+from tailrace.spark.delta_engine import SparkDeltaTable
 from tailrace.spark.folding import FoldedFiles, fold_stretch
+from tailrace.spark.iceberg_engine import SparkIcebergTable
+from tailrace.spark.merging import Given
 from tailrace.spark.redelivery import DeliverWork, StageWork, deliver_letters, stage_letters
 from tailrace.spark.seeds import Seeds
 from tailrace.spark.tasks import (
     ApplyWork,
     EvolveWork,
+    LandWork,
     Outcome,
     RefreshWork,
+    TendWork,
     advance_table,
     as_ours,
     change_batches,
+    land_table,
     read_again,
     refresh_table,
+    tend_table,
 )
 from tailrace.tables.base import Applied
+from tailrace.tables.catalogs import Catalog
 from tailrace.tables.fold import key_ordinals
 from tailrace.tables.forms import TableMode
 from tailrace.tables.layout import Place
@@ -51,18 +58,24 @@ TABLES_AT_ONCE_MAX = 4
 """Tables whose jobs are under way side by side."""
 
 
-class SparkEngine:
-    """Does the work of tables that the connector writes."""
+WrittenTable = SparkDeltaTable | SparkIcebergTable
 
-    def __init__(self, spark: SparkSession) -> None:
+
+class SparkEngine:
+    """Does the work of tables that a connector writes."""
+
+    def __init__(self, spark: SparkSession, catalog: Catalog | None = None) -> None:
         self._spark = spark
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
             advance_table: self._advance, refresh_table: self._refresh, deliver_letters: self._deliver,
         }  # fmt: skip
+        if catalog is not None:
+            self._ways |= {land_table: self._land, tend_table: self._tend}
+        self._opened: dict[Path, SparkIcebergTable] = {}
 
     def does(self, task: Callable[..., Outcome]) -> bool:
-        """Whether this is work that changes rows; reading the source and joining files are done in tasks, whoever
-        writes."""
+        """Whether this is work of the connector's: what changes rows, and of Iceberg tables every commit. Reading the
+        source and joining a Delta table's files are done in tasks, whoever writes."""
         return task in self._ways
 
     def run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
@@ -73,8 +86,26 @@ class SparkEngine:
     def _in_tasks(self, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequence[Any]:
         return self._spark.sparkContext.parallelize(works, len(works)).map(task).collect()
 
-    def _table(self, place: Place) -> SparkDeltaTable:
-        return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features)
+    def _table(self, place: Place) -> WrittenTable:
+        if place.catalog is None:
+            return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features)
+        if place.path not in self._opened:  # each has a session with a catalog, which takes its time to open
+            opened = SparkIcebergTable(self._spark, place.path, place.log_id, place.catalog, place.form)
+            self._opened[place.path] = opened
+        return self._opened[place.path]
+
+    def _land(self, work: LandWork) -> Outcome:
+        return _timed(work.schema.table, partial(self._landed, work))
+
+    def _landed(self, work: LandWork) -> Outcome:
+        rows = self._table(work.place).land(work.schema, work.files, work.cursor, origin=work.origin)
+        return Outcome(table=work.schema.table, rows=rows, cursor=work.cursor, schema=work.schema)
+
+    def _tend(self, work: TendWork) -> Outcome:
+        def tended() -> Outcome:
+            return Outcome(table=work.table, tended=self._table(work.place).tend(work.upkeep, work.expected))
+
+        return _timed(work.table, tended)
 
     def _advance(self, work: ApplyWork | EvolveWork) -> Outcome:
         return self._evolve(work) if isinstance(work, EvolveWork) else self._apply(work)
@@ -116,7 +147,7 @@ class SparkEngine:
         return done
 
     def _attempted(
-        self, work: ApplyWork, table: SparkDeltaTable, scratch: Path, *, sifts: bool = False
+        self, work: ApplyWork, table: WrittenTable, scratch: Path, *, sifts: bool = False
     ) -> tuple[FoldedFiles, Applied]:
         scratch.mkdir()
         folded = fold_stretch(work, scratch, self._in_tasks, sifts=sifts)
@@ -128,7 +159,7 @@ class SparkEngine:
         applied = table.apply_files(work.shape, folded, work.expected, work.cursor, touch=True, given=given)
         return folded, applied
 
-    def _given(self, work: ApplyWork, table: SparkDeltaTable, scratch: Path) -> Given:
+    def _given(self, work: ApplyWork, table: WrittenTable, scratch: Path) -> Given:
         """Rows that a task reads from the source again; the keys and the rows pass through files."""
 
         def rows(keys: DataFrame) -> DataFrame:

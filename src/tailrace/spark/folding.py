@@ -14,9 +14,9 @@ dealt out to every bucket at its place, and with it what a bucket cannot know: t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from tailrace.tables.forms import TableMode
 from tailrace.tables.history import LATEST, latest_times
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.limits import refuse_far_dates
+from tailrace.tables.partitions import partition_texts, refuse_misfits
 
 ROWS_AT_ONCE_MAX = 1 << 18
 """Changes that one task folds."""
@@ -48,6 +49,8 @@ BUCKETS_MAX = 512
 BATCH_ROWS_MAX = 1 << 12
 """Changes that are dealt out together."""
 GROUP_ROWS_MAX = 1 << 17
+PARTITIONS_MAX = 100
+"""Of those that changes are about, by name."""
 _SEED = 0
 
 Run = Callable[[Callable[[Any], Any], Sequence[Any]], Sequence[Any]]
@@ -72,6 +75,9 @@ class FoldedFiles:
     clock: int | None = None
     aside: tuple[Aside, ...] = ()
     """What was left out, for the table cannot take it."""
+    partitions: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    """Of columns that are part of the key and that the table is partitioned by, the values that there are, as text;
+    None if they are many."""
 
     @property
     def empty(self) -> bool:
@@ -89,20 +95,29 @@ def file_fields(schema: TableSchema) -> pa.Schema:
     return fields if schema.key else fields.remove(fields.get_field_index("base"))
 
 
-def write_folded(path: Path, schema: TableSchema, folded: Folded) -> FoldedFiles:
-    """One file of folded rows; none if there are no rows."""
+def write_folded(path: Path, schema: TableSchema, folded: Folded, partition_by: Sequence[str]) -> FoldedFiles:
+    """One file of folded rows, for a table that is partitioned so; none if there are no rows."""
     rows = folded.rows
     if not rows.num_rows:
         return FoldedFiles(truncated=folded.truncated, ended=folded.ended, clock=folded.clock)
     upserts = pc.equal(rows.column("op"), UPSERT)
-    refuse_far_dates(schema, rows.filter(upserts).columns[: len(schema.columns)])
+    _refuse_unheld(schema, rows.filter(upserts), partition_by)
     pq.write_table(rows.select(file_fields(schema).names), path, row_group_size=GROUP_ROWS_MAX, store_schema=False)
     came = int(pc.sum(upserts, min_count=0).as_py())
     absent = pc.unique(rows.column("absent").combine_chunks().flatten()).to_pylist()
     return FoldedFiles(
         files=(path,), truncated=folded.truncated, upserts=came, deletes=rows.num_rows - came,
         absent=frozenset(absent), ended=folded.ended, clock=folded.clock,
+        partitions={name: partition_texts(rows.column(f"c{i}"), PARTITIONS_MAX) for i, name in enumerate(schema.names)
+                    if name in partition_by and name in schema.key},
     )  # fmt: skip
+
+
+def _refuse_unheld(schema: TableSchema, rows: pa.Table, partition_by: Sequence[str]) -> None:
+    """Refuse rows that come with a value that the table cannot hold."""
+    own = rows.select(range(len(schema.columns))).rename_columns(schema.names)
+    refuse_far_dates(schema, own.columns)
+    refuse_misfits(schema, partition_by, own)
 
 
 def fold_stretch(
@@ -200,7 +215,15 @@ def _joined(pieces: Iterable[FoldedFiles]) -> FoldedFiles:
         ended=next((item.ended for item in found if item.ended is not None), None),
         clock=max((item.clock for item in found if item.clock is not None), default=None),
         aside=tuple(some for item in found for some in item.aside),
+        partitions={name: _all([item.partitions[name] for item in found if name in item.partitions])
+                    for item in found for name in item.partitions},
     )  # fmt: skip
+
+
+def _all(partitions: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
+    known = [some for some in partitions if some is not None]
+    found = frozenset[str]().union(*known)
+    return found if len(known) == len(partitions) and len(found) <= PARTITIONS_MAX else None
 
 
 def _parts(work: ApplyWork, scratch: Path, rows_max: int) -> Iterator[_Part]:
@@ -237,7 +260,8 @@ def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, 
         aside = () if some is None else (some,)
     form = work.place.form
     folded = fold_into(form, work.shape, changes)
-    return replace(write_folded(scratch / f"{name}.parquet", form.stored(work.shape), folded), aside=aside)
+    done = write_folded(scratch / f"{name}.parquet", form.stored(work.shape), folded, form.partition_by)
+    return replace(done, aside=aside)
 
 
 def _fold_each(part: _Part) -> FoldedFiles | TailraceError:
@@ -250,7 +274,7 @@ def _fold_each(part: _Part) -> FoldedFiles | TailraceError:
             for batch in part.batches():
                 rows, size = rows + batch.num_rows, size + batch.nbytes
                 folded = fold_into(form, shape, pa.Table.from_batches([batch])).rows
-                refuse_far_dates(stored, folded.columns[: len(stored.columns)])
+                _refuse_unheld(stored, folded, form.partition_by)
                 writer.write_table(folded.select(file_fields(stored).names))
     except Exception as error:  # the task's boundary
         return as_ours(error)

@@ -6,7 +6,6 @@ The rows are those that `tables/formed.py` makes, of the lake table's own shape.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import pyarrow as pa
 from pyspark.sql import Column as SparkColumn
@@ -15,7 +14,7 @@ from pyspark.sql import functions as f
 
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.spark.frames import all_of, bits, merge_statement, named, own_columns, quoted, table_at
+from tailrace.spark.frames import all_of, bits, merge_statement, named, own_columns, quoted, spark_schema
 from tailrace.tables.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
 from tailrace.tables.forms import CURRENT, DELETED, VALID_FROM, VALID_TO, Form, TableMode
 from tailrace.tables.refresh import Keeping
@@ -25,32 +24,34 @@ BACK = "back"
 
 
 def merge_for(
-    form: Form, stored: TableSchema, folder: Path, view: str, kept: Collection[int],
-    emptied: Collection[str] = (), ended: Ended | None = None,
+    form: Form, stored: TableSchema, target: str, view: str, kept: Collection[int],
+    emptied: Collection[str] = (), ended: Ended | None = None, also: str = "",
 ) -> str:  # fmt: skip
-    """The merge of a view's rows into a table of the form; `kept` and `emptied` are as `merge_statement` has them."""
+    """The merge of a view's rows into a table of the form; `kept`, `emptied` and `also` are as `merge_statement` has
+    them."""
     if form.mode is TableMode.HISTORY:
-        return _merge_versions(stored, folder, view, ended)
+        return _merge_versions(stored, target, view, ended, also)
     if not form.soft_delete:
-        return merge_statement(stored, folder, view, kept, emptied)
+        return merge_statement(stored, target, view, kept, emptied, also=also)
     there = f"NOT t.{quoted(DELETED)}"
     said = {column.name: f"s.c{stored.names.index(column.name)}" for column in form.added}
     marks = f" WHEN MATCHED AND s.op = {MARK} AND {there} THEN UPDATE SET {_assigned(said)}"
-    statement = merge_statement(stored, folder, view, kept, emptied, matched=marks)
+    statement = merge_statement(stored, target, view, kept, emptied, matched=marks, also=also)
     if ended is not None:
         statement += f" WHEN NOT MATCHED BY SOURCE AND {there} THEN UPDATE SET {_assigned(_literals(ended.values))}"
     return statement
 
 
-def _merge_versions(stored: TableSchema, folder: Path, view: str, ended: Ended | None) -> str:
+def _merge_versions(stored: TableSchema, target: str, view: str, ended: Ended | None, also: str) -> str:
     """What comes in stands beside what is there; of that only current versions end, or go if what ends them is the
     transaction that they are from."""
     places = {name: f"s.c{i}" for i, name in enumerate(stored.names)}
     keys = [stored.names[i] for i in key_ordinals(stored)]
     tx, current = f"t.{quoted(change.TX)}", f"t.{quoted(CURRENT)}"
     statement = (
-        f"MERGE INTO {table_at(folder)} t USING {view} s"
-        f" ON {' AND '.join(f't.{quoted(name)} = {places[name]}' for name in keys)} AND {current} AND s.op = {CLOSE}"
+        f"MERGE INTO {target} t USING {view} s"
+        f" ON {' AND '.join(f't.{quoted(name)} = {places[name]}' for name in keys)}"
+        f" AND {current} AND s.op = {CLOSE}{also}"
         f" WHEN MATCHED AND {tx} = {places[change.TX]} THEN DELETE"
         f" WHEN MATCHED THEN UPDATE SET {_assigned({VALID_TO: places[VALID_TO], CURRENT: 'false'})}"
         f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(map(quoted, places))})"
@@ -62,6 +63,21 @@ def _merge_versions(stored: TableSchema, folder: Path, view: str, ended: Ended |
             f" WHEN NOT MATCHED BY SOURCE AND {current} THEN UPDATE SET {_assigned(_literals(ended.values))}"
         )
     return statement
+
+
+def in_partitions(stored: TableSchema, partitions: Mapping[str, Collection[str] | None]) -> str:
+    """What else is true of rows of the table that a merge is about, as a condition to follow others: Spark passes over
+    partitions that do not meet it, which it does not find out by itself from the rows that come."""
+    kinds = {field.name: field.dataType.simpleString() for field in spark_schema(pa.schema(stored.row_fields()))}
+    return "".join(
+        f" AND t.{quoted(name)} IN ({', '.join(_typed(text, kinds[name]) for text in sorted(texts))})"
+        for name, texts in partitions.items() if texts
+    )  # fmt: skip
+
+
+def _typed(text: str, kind: str) -> str:
+    """A value by its text, whatever that holds."""
+    return f"CAST(CAST(X'{text.encode().hex()}' AS STRING) AS {kind})"
 
 
 def _assigned(values: Mapping[str, str]) -> str:

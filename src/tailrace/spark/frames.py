@@ -64,11 +64,12 @@ def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
 
 
 def merge_statement(
-    schema: TableSchema, folder: Path, view: str, kept: Collection[int], emptied: Collection[str] = (), *,
-    matched: str = "",
+    schema: TableSchema, target: str, view: str, kept: Collection[int], emptied: Collection[str] = (), *,
+    matched: str = "", also: str = "",
 ) -> str:  # fmt: skip
-    """The merge of a view's rows `c0…cN` and `op`; where a flag `k<i>` is set the table's own row keeps its value.
-    Columns that are emptied have null in rows that change. `matched` is what else is done with rows that are there."""
+    """The merge of a view's rows `c0…cN` and `op` into a table; where a flag `k<i>` is set its own row keeps its value.
+    Columns that are emptied have null in rows that change. `matched` is what else is done with rows that are there,
+    `also` what else is known of them."""
     names = [quoted(column.name) for column in schema.columns]
     over = ", ".join(
         f"{name} = CASE WHEN s.k{i} THEN t.{name} ELSE s.c{i} END" if i in kept else f"{name} = s.c{i}"
@@ -76,8 +77,8 @@ def merge_statement(
     )
     over += "".join(f", {quoted(name)} = NULL" for name in emptied)
     return (
-        f"MERGE INTO {table_at(folder)} t USING {view} s"
-        f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}"
+        f"MERGE INTO {target} t USING {view} s"
+        f" ON {' AND '.join(f't.{names[i]} = s.c{i}' for i in key_ordinals(schema))}{also}"
         f" WHEN MATCHED AND s.op = {DELETE} THEN DELETE"
         f" WHEN MATCHED AND s.op = {UPSERT} THEN UPDATE SET {over}{matched}"
         f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(names)})"

@@ -21,9 +21,10 @@ import pyarrow as pa
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import FOLDER, Bundle, Letters
 from tailrace.changelog.published import token
-from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit, kind_of
+from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit, kind_of
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
@@ -48,7 +49,7 @@ GONE_HINT = "If the source has no row of this key, drop the letter: `tailrace de
 class RereadWork:
     """Read the rows of a table's open letters again."""
 
-    log: Path
+    log: LogPath
     shape: TableSchema
     expected: Cursor
     reader: SnapshotReader
@@ -60,7 +61,7 @@ class RereadWork:
 class DeliverWork:
     """Put the rows that were read into the table, which has passed what the reading saw."""
 
-    log: Path
+    log: LogPath
     place: Place
     shape: TableSchema
     expected: Cursor
@@ -116,9 +117,9 @@ def _read(work: RereadWork, keys: pa.Table, some: Any, transactions: Sequence[in
         return
     try:
         rows, seen = read_rows(work.reader, work.shape, keys.take(pa.array(some)), transactions)
-    except ValueUnfit as error:
+    except (ValueUnfit, TransformFailed) as error:
         if some.size == 1:
-            into.failed[int(some[0])] = ValueUnfit(error.message, hint=REPLAY_HINT, **error.fields)
+            into.failed[int(some[0])] = type(error)(error.message, hint=REPLAY_HINT, **error.fields)
             return
         half = some.size // 2
         _read(work, keys, some[:half], transactions, into)
@@ -143,7 +144,7 @@ def _judge(work: RereadWork, rows: pa.Table, answers: Any, read: _Read) -> None:
             )
 
 
-def _path(log: Path, table: TableId) -> Path:
+def _path(log: LogPath, table: TableId) -> LogPath:
     return log / FOLDER / token(table) / NAME
 
 
@@ -199,14 +200,14 @@ def stage_letters(asked: StageWork) -> FoldedFiles | TailraceError:
         ready, _ = _ready(work.shape, rows, keys, set(stored["seqs"]))
         form = work.place.form
         whole = rows_to_put(form, work.shape, ready, work.expected)
-        return write_folded(asked.path, form.stored(work.shape), whole)
+        return write_folded(asked.path, form.stored(work.shape), whole, form.partition_by)
     except Exception as error:  # the task's boundary
         return as_ours(error)
 
 
-def _kept(path: Path) -> tuple[pa.Table, dict[str, Any]]:
+def _kept(path: LogPath) -> tuple[pa.Table, dict[str, Any]]:
     """What was read, and what was noted of it."""
-    with pa.OSFile(str(path)) as handle:
+    with files.mapped(path) as handle:
         rows = pa.ipc.open_file(handle).read_all()
     return rows, json.loads(rows.schema.metadata[_META])
 

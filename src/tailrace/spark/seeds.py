@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import enum
 import json
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import Noted
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.published import token
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
@@ -161,7 +160,7 @@ class StagedChunk:
 class Seeds:
     """The records of one log. Plain: a task may have one too."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: LogPath) -> None:
         self._path = log / FOLDER
 
     # Loads.
@@ -175,7 +174,7 @@ class Seeds:
         """Every load that has begun and is not over, oldest first. One that cannot be read is none."""
         return sorted(_read_all(self._path, "*/plan.json", Seed.from_json), key=lambda seed: seed.made_at)
 
-    def folder(self, seed: str) -> Path:
+    def folder(self, seed: str) -> LogPath:
         return self._path / seed
 
     def stage(self, seed: str, staged: StagedChunk) -> None:
@@ -215,17 +214,17 @@ class Seeds:
         """The load is over, or is given up. Without its plan it is none, whatever else is left of it."""
         with suppress(FileNotFoundError):
             (self.folder(seed.id) / "plan.json").unlink()
-        shutil.rmtree(self.folder(seed.id), ignore_errors=True)
+        files.delete_folder(self.folder(seed.id))
 
     def sweep(self) -> None:
         """Remove what is left of loads that are over. Only for the one who begins loads."""
         for record in self._path.glob("landed/*.json"):
             with suppress(OSError):
-                if record.stat().st_mtime < time.time() - REMEMBERED_SECONDS:
+                if files.modified_at(record) < time.time() - REMEMBERED_SECONDS:
                     record.unlink()
         for folder in self._path.glob("*/"):
             if folder.name not in ("wishes", "held", "retries", "landed") and not (folder / "plan.json").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+                files.delete_folder(folder)
 
     # Wishes and holds.
 
@@ -268,7 +267,7 @@ class Seeds:
             (self._path / "retries" / f"{token(table)}.json").unlink()
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: LogPath, content: dict[str, Any]) -> None:
     with files.explained(path):
         files.replace_durably(path, json.dumps(content).encode())
 
@@ -285,8 +284,15 @@ def _table(stored: dict[str, Any]) -> TableId:
     return TableId.from_json(stored)
 
 
-def _read_all(folder: Path, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:
+def _read_all(folder: LogPath, pattern: str, parse: Callable[[dict[str, Any]], Record]) -> Iterator[Record]:
     """The records of a kind. One that cannot be read is none: what it stood for is done again."""
-    for path in sorted(folder.glob(pattern)):
-        with suppress(OSError, ValueError, KeyError, TypeError, ConfigError):
-            yield parse(json.loads(path.read_bytes()))
+    with files.store_explained(folder):
+        found = files.matching(folder, pattern)
+    for path in found:
+        try:
+            record = parse(json.loads(path.read_bytes()))
+        except files.STORE_TROUBLE as error:
+            raise files.told(error, path) from error
+        except (OSError, ValueError, KeyError, TypeError, ConfigError):
+            continue
+        yield record

@@ -7,13 +7,13 @@ clears are open until it is made. While nothing is wrong and no letter is open t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from tailrace import failpoints
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import Bundle, Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
 from tailrace.model import change
@@ -39,7 +39,7 @@ STOPPED_HINT = (
 class Step:
     """One stretch of changes for one table."""
 
-    log: Path
+    log: LogPath
     schema: TableSchema
     form: Form
     expected: Cursor

@@ -24,6 +24,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position, upto_position
@@ -56,7 +57,7 @@ class ChunkWork:
     reader: SnapshotReader
     condition: str | None
     lake: Path
-    log: Path
+    log: LogPath
     seed: str
     progress: Path
     """Where to note how many rows are in."""
@@ -64,6 +65,19 @@ class ChunkWork:
     """Of the lake table,"""
     origin: Origin = NOWHERE
     """and what its rows then say of where they come from."""
+    numbered: bool = False
+    """Whether the columns of the files are known by numbers, as Iceberg has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandWork:
+    """Make staged files all that a lake table holds."""
+
+    schema: TableSchema
+    place: Place
+    files: tuple[StagedFile, ...]
+    cursor: Cursor
+    origin: Origin | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +86,7 @@ class RefreshWork:
 
     schema: TableSchema
     place: Place
-    log: Path
+    log: LogPath
     seed: str
     partial: bool
     """Whether only rows that fulfil a condition were read, beside all keys."""
@@ -85,7 +99,7 @@ class ApplyWork:
     """Apply one table's slices of the log, in order, in one commit of its lake table."""
 
     table: TableId
-    log: Path
+    log: LogPath
     place: Place
     slices: tuple[Slice, ...]
     """Which rows; where they lie is looked up when they are read, for the log may be sealed meanwhile."""
@@ -159,7 +173,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
             rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
             stored = work.form.stored(work.schema)
             own = loaded(work.form, work.schema, rows, work.origin)
-            staged = stage(work.lake, name, stored, own, work.form.partition_by)
+            staged = stage(work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered)
             keys: tuple[StagedFile, ...] = ()
             if work.condition is not None:
                 key = _key_shape(work.schema)
@@ -194,6 +208,15 @@ def refresh_table(work: RefreshWork) -> Outcome:
         table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
         cursor=applied.cursor, schema=work.schema,
     )  # fmt: skip
+
+
+def land_table(work: LandWork) -> Outcome:
+    """One commit of what a load has staged."""
+    try:
+        rows = work.place.open().land(work.schema, work.files, work.cursor, origin=work.origin)
+    except Exception as error:  # the task's boundary
+        return Outcome(table=work.schema.table, error=as_ours(error))
+    return Outcome(table=work.schema.table, rows=rows, cursor=work.cursor, schema=work.schema)
 
 
 def _key_shape(schema: TableSchema) -> TableSchema:

@@ -36,6 +36,11 @@ class Cursor:
     load: str | None = None
     """The load that the table came from, if that has a name; applying keeps it."""
 
+    def covers(self, other: Cursor) -> bool:
+        """Whether a table that stands here has all that one has which stands there. The number alone does not tell: a
+        point inside a commit has that of the commit before."""
+        return self.seq >= other.seq and self.position >= other.position
+
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:

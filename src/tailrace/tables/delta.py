@@ -1,28 +1,30 @@
-"""Delta tables written by delta-rs: no jar, no JVM, one machine.
+"""Delta tables of one machine: no jar, no JVM. The files are ours, the commits delta-rs's.
 
 Every commit is a compare-and-swap on the version that was read, and carries our position; there is no other
-way to write in here. Whatever can be refused is refused before the commit. An object holds two names and a form
+way to write in here. (Only another partitioning, which replaces all rows, is looked at first and then committed.)
+Whatever can be refused is refused before the commit. An object holds two names and a form
 and nothing else, so Spark may send it to its workers.
 
 Callers speak of the source's shape; what is written has the table's own, which its form makes of it (`stored`).
 
-The file is longer than most because everything that commits stands in it.
+The file is longer than most because whatever a commit may be refused for stands in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import CommitProperties, DeltaTable, TableFeatures, write_deltalake
+from deltalake import CommitProperties, DeltaTable, TableFeatures
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
@@ -30,8 +32,6 @@ from deltalake.transaction import AddAction, RemoveAction
 from tailrace import failpoints
 from tailrace.errors import (
     ForeignWrite,
-    FormChanged,
-    SchemaChanged,
     TableUnusable,
     TailraceError,
     Unsupported,
@@ -47,9 +47,9 @@ from tailrace.tables.deltalog import (
     file_names,
     is_ours,
     last_position,
-    make_durable,
     position_of,
     source_of,
+    sync_commit,
 )
 from tailrace.tables.deltashape import (
     NTZ,
@@ -57,8 +57,10 @@ from tailrace.tables.deltashape import (
     create_table,
     delta_fields,
     is_naive,
+    named_oddly,
     parts_of,
     refuse_features,
+    remove_actions,
     repartition,
 )
 from tailrace.tables.evolving import Recast
@@ -67,19 +69,29 @@ from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
-from tailrace.tables.forms import CURRENT, DELETED, PLAIN, Form, Origin, TableMode
+from tailrace.tables.forms import DELETED, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
-from tailrace.tables.limits import refuse_far_dates, refuse_names
-from tailrace.tables.lookup import held, with_bases, without
-from tailrace.tables.merge import only_new, operations, rows_to_put, upserts_of
-from tailrace.tables.partitions import Parts, refuse_misfits, texts_of, values_of
+from tailrace.tables.limits import refuse_names
+from tailrace.tables.lookup import held, with_bases
+from tailrace.tables.merge import operations, rows_to_put
+from tailrace.tables.partitions import Parts, values_of
 from tailrace.tables.paths import anothers
-from tailrace.tables.pump import pump
 from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
 from tailrace.tables.refresh import all_rows, compare
+from tailrace.tables.refusals import (
+    elsewhere,
+    not_loaded,
+    overtaken,
+    refuse_elsewhere,
+    refuse_form,
+    strangers,
+)
 from tailrace.tables.rewriting import plan
 from tailrace.tables.staging import StagedFile, discard, stage
 from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +101,24 @@ class Opened:
     folder: Path
     table: DeltaTable
     position: Position
+
+    @property
+    def following(self) -> int:
+        """The version that the next commit makes: it is refused if it does not."""
+        return self.table.version() + 1
+
+
+def _explained(method: Callable[Concatenate[DeltaRsTable, P], T]) -> Callable[Concatenate[DeltaRsTable, P], T]:
+    """Files that cannot be read or written are told as an error of ours."""
+
+    @functools.wraps(method)
+    def explained(table: DeltaRsTable, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(table, *args, **kwargs)
+        except (DeltaError, OSError, pa.ArrowException) as exc:
+            raise unreadable(table._path, exc) from exc
+
+    return explained
 
 
 class DeltaRsTable:
@@ -134,15 +164,11 @@ class DeltaRsTable:
         stored = self._form.stored(schema)
         refuse_names(stored)
         table = self._own_table(schema.table)
-        name = f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        rows = loaded(self._form, schema, batches, origin)
-        files = stage(self._path, name, stored, rows, self._form.partition_by)
-        try:
+        with self._staging("load") as name:
+            rows = loaded(self._form, schema, batches, origin)
+            files = stage(self._path, name, stored, rows, self._form.partition_by)
             return self._land(table, schema, files, cursor, origin)
-        except TailraceError:
-            self._discard(name)
-            raise
 
     def land(
         self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
@@ -166,7 +192,7 @@ class DeltaRsTable:
         stored = self._form.stored(schema)
         stored = replace(stored, columns=(*stored.columns, *kept), facts=None) if kept else stored
         position = self._position(schema, cursor, origin.read_at if origin else 0)
-        properties, adds = position.properties(), self._adds_of(folder, files)
+        adds = self._adds_of(folder, files)
         wanted = self._features or PLAIN_FILES
         if wanted.any or (table is not None and features_of(table).any):
             if table is not None:
@@ -177,28 +203,34 @@ class DeltaRsTable:
             return rows
         if table is None:
             fields = delta_fields(stored)
-            self._commit(lambda: create_table(folder, fields, adds, self._form.partition_by, properties))
+            self._commit(lambda: create_table(folder, fields, adds, position))
             self._make_durable(folder, 0)
             return rows
-        self._swap(folder, table, stored, files, properties)
+        self._swap(folder, table, stored, files, position)
         # The object does not follow its own commit, but that one can only be the next.
         self._make_durable(folder, table.version() + 1)
         return rows
 
     def _swap(
         self, folder: Path, table: DeltaTable, schema: TableSchema, files: Sequence[StagedFile],
-        properties: CommitProperties, mode: Literal["append", "overwrite"] = "overwrite",
+        position: Position, mode: Literal["append", "overwrite"] = "overwrite",
     ) -> None:  # fmt: skip
         """Make the files all that the table holds, with these columns; or add them."""
         adds, by = self._adds_of(folder, files), self._form.partition_by
+        if mode == "overwrite" and named_oddly(table):
+            refuse_unknown(self._path, table)
+            featured = Featured(folder=folder, table=table)
+            self._commit(lambda: featured.land(PLAIN_FILES, schema, adds, position))
+            return
         if table.metadata().partition_columns != list(by):
             assert mode == "overwrite", "a table of another form is replaced as a whole"
-            self._commit(lambda: repartition(folder, table, delta_fields(schema), adds, by, properties))
+            self._commit(lambda: repartition(folder, table, delta_fields(schema), adds, position))
             return
         self.add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
-                [*adds], mode=mode, schema=delta_fields(schema), partition_by=list(by), commit_properties=properties
+                [*adds], mode=mode, schema=delta_fields(schema), partition_by=list(by),
+                commit_properties=position.properties(),
             )
         )
 
@@ -228,46 +260,45 @@ class DeltaRsTable:
         )
         self._make_durable(folder, table.version())
 
+    @_explained
     def apply(
         self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
         reread: Reread | None = None,
     ) -> Applied:  # fmt: skip
         opened = self.opened()
         here = opened.position.cursor
-        if here.seq >= cursor.seq or (folded.empty and not touch):
+        if here.covers(cursor) or (folded.empty and not touch):
             return Applied(committed=False, cursor=here)
         self.refuse_elsewhere(opened.position, schema, expected)
         stored, clock = self._form.stored(schema), opened.position.clock
         folded = timed(stored, folded, clock)
-        if not folded.truncated:
-            only = CURRENT if self._form.mode is TableMode.HISTORY else None
+        # A version is never read again: what it comes from is of the past. Otherwise the write finds what is missing.
+        if reread is not None and self._form.mode is not TableMode.HISTORY and not folded.truncated:
             marks = DELETED if self._form.soft_delete else None
-            rows = with_bases(stored, opened.table, folded.rows, None if only else reread, only=only, marks=marks)
-            folded = replace(folded, rows=rows)
-        self._write(opened, stored, folded, self._properties(schema, cursor, folded.clock or clock))
-        version = opened.table.version()
-        written = self._make_durable(opened.folder, version)
+            folded = replace(folded, rows=with_bases(stored, opened.table, folded.rows, reread, marks=marks))
+        written = self._write(opened, stored, folded, self._position(schema, cursor, folded.clock or clock))
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
         return Applied(
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
-            bytes=written.bytes, version=version,
+            bytes=written.bytes, version=opened.following,
         )  # fmt: skip
 
+    @_explained
     def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
         stored = self._form.stored(schema)
         return held(stored, self.opened().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
 
+    @_explained
     def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
         opened = self.opened()
         self.refuse_elsewhere(opened.position, schema, expected)
         whole = rows_to_put(self._form, schema, rows, expected)
-        self._write(opened, self._form.stored(schema), whole, opened.position.properties())
-        version = opened.table.version()
-        written = self._make_durable(opened.folder, version)
+        written = self._write(opened, self._form.stored(schema), whole, opened.position)
         return Applied(
-            committed=True, cursor=expected, upserted=rows.num_rows, bytes=written.bytes, version=version
+            committed=True, cursor=expected, upserted=rows.num_rows, bytes=written.bytes, version=opened.following
         )
 
+    @_explained
     def refresh(
         self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
         keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
@@ -276,34 +307,28 @@ class DeltaRsTable:
         if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
         opened = self.opened()
-        here, clock, before = opened.position.cursor, opened.position.clock, opened.table.version()
-        if (here != expected and here.seq >= cursor.seq) or (appends and _holds(opened.table, files)):
+        here, clock = opened.position.cursor, opened.position.clock
+        if (here != expected and here.covers(cursor)) or (appends and _holds(opened.table, files)):
             return Applied(committed=False, cursor=here)
         self.refuse_elsewhere(opened.position, schema, expected)
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        properties = self._properties(schema, cursor, max(clock, origin.read_at))
+        position = self._position(schema, cursor, max(clock, origin.read_at))
         if appends:
-            self._swap(opened.folder, opened.table, self._form.stored(schema), files, properties, mode="append")
-            self._make_durable(opened.folder, before + 1)
+            self._swap(opened.folder, opened.table, self._form.stored(schema), files, position, mode="append")
+            self._make_durable(opened.folder, opened.table.version() + 1)
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
         refuse_features(self._path, opened.table, self._form.partition_by)
-        shape, others = compared(self._form, schema)
-        try:
-            found = compare(
-                opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
-                keys=None if keys is None else [file.path for file in keys],
-                kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
-                keeping=keeping(self._form, origin, clock), parts=self._parts(opened, schema, files),
-            )  # fmt: skip
-            if not found.empty:
-                self._exchange(opened, found.stored, [found.rows()], found.kept, properties, changes_rows=True)
-            elif cursor != here:
-                self._append(opened.table, pa.schema(shape.row_fields()).empty_table(), properties)
-            else:
-                return Applied(committed=False, cursor=here)
-        except (OSError, pa.ArrowException) as exc:
-            raise unreadable(self._path, exc) from exc
-        self._make_durable(opened.folder, before + 1)
+        (shape, others), parts = compared(self._form, schema), self._parts(opened, schema, files)
+        found = compare(
+            opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
+            keys=None if keys is None else [file.path for file in keys],
+            kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
+            keeping=keeping(self._form, origin, clock), parts=parts,
+        )  # fmt: skip
+        if found.empty and cursor == here:
+            return Applied(committed=False, cursor=here)
+        rows, gone = ([], []) if found.empty else ([found.rows()], list(found.kept))
+        self._exchange(opened, found.stored, rows, gone, parts, position)
         upserted, deleted = found.counts()
         return Applied(committed=True, cursor=cursor, upserted=upserted, deleted=deleted)
 
@@ -315,35 +340,42 @@ class DeltaRsTable:
         return {**parts_of(opened.table), **{file.path: values_of(file.values, columns) for file in staged}}
 
     def _exchange(
-        self, opened: Opened, stored: TableSchema, parts: Iterable[Iterable[pa.RecordBatch]], gone: Iterable[str],
-        properties: CommitProperties, *, changes_rows: bool,
-    ) -> None:  # fmt: skip
-        """Swap some files for others with these rows, those of each part in files of their own."""
-        folder, now = opened.folder, time.time_ns() // 1_000_000
-        name, by = f"{EXCHANGE}-{uuid.uuid4().hex}", self._form.partition_by
-        fields, there = delta_fields(stored), parts_of(opened.table)
-        try:
-            staged = [stage(self._path, f"{name}-{n}", stored, rows, by) for n, rows in enumerate(parts)]
+        self, opened: Opened, stored: TableSchema, rows: Iterable[Iterable[pa.RecordBatch]], gone: Sequence[str],
+        parts: Parts, position: Position, *, changes_rows: bool = True,
+    ) -> Written:  # fmt: skip
+        """Swap some files for others, each of the rows' parts in files of their own. Without any the position moves."""
+        folder, by = opened.folder, self._form.partition_by
+        with self._staging(EXCHANGE) as name:
+            staged = [stage(self._path, f"{name}-{n}", stored, some, by) for n, some in enumerate(rows)]
             adds = self._adds_of(folder, [file for files in staged for file in files])
-            actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
-            actions += [
-                RemoveAction(old, changes_rows, now, (folder / old).stat().st_size, texts_of(there.get(old, {})))
-                for old in gone
-            ]
-            self._commit(
-                lambda: opened.table.create_write_transaction(
-                    actions, mode="append", schema=fields, partition_by=list(by), commit_properties=properties
+            if named_oddly(opened.table):
+                refuse_unknown(self._path, opened.table)
+                featured = Featured(folder=folder, table=opened.table)
+                self._commit(lambda: featured.exchange(gone, adds, position, changes_rows=changes_rows))
+            else:
+                actions: list[AddAction | RemoveAction] = [replace(add, data_change=changes_rows) for add in adds]
+                actions += remove_actions(folder, gone, parts, changes_rows=changes_rows)
+                fields, said = delta_fields(stored), position.properties()
+                self._commit(
+                    lambda: opened.table.create_write_transaction(
+                        actions, mode="append", schema=fields, partition_by=list(by), commit_properties=said
+                    )
                 )
-            )
+        self._make_durable(folder, opened.following)
+        return Written(len(adds), len(gone), sum(add.size for add in adds))
+
+    @contextlib.contextmanager
+    def _staging(self, kind: str) -> Iterator[str]:
+        """A name for files that are to become part of the table: what fails leaves none of them."""
+        name = f"{kind}-{uuid.uuid4().hex}"
+        try:
+            yield name
         except BaseException:
-            self._discard(name)
+            with contextlib.suppress(TailraceError):  # the first error is the one to tell
+                discard(self._path, name)
             raise
 
-    def _discard(self, name: str) -> None:
-        """Leave no strays of what has failed; where that fails too the first error is the one to tell."""
-        with contextlib.suppress(TailraceError):
-            discard(self._path, name)
-
+    @_explained
     def evolve(self, recast: Recast, expected: Cursor) -> Applied:
         opened = self.opened()
         here, old = opened.position.cursor, opened.position.schema
@@ -352,33 +384,28 @@ class DeltaRsTable:
         if here != expected:
             raise self.elsewhere(here, expected)
         refuse_features(self._path, opened.table, self._form.partition_by)
-        before = opened.table.version()
         own = recast_into(self._form, recast)
         laid = lay_out(opened.table, own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
         refuse_names(shape)
-        properties = self._properties(recast.schema, here, opened.position.clock)
+        position = self._position(recast.schema, here, opened.position.clock)
+        self.add_features(opened.folder, opened.table, shape)
+        before = opened.table.version()
         if not only_adds(opened.table, laid):
-            self._recast(opened, shape, laid, properties)
+            self._recast(opened, shape, laid, position)
         elif laid.added:
-            self.add_features(opened.folder, opened.table, shape)
-            before = opened.table.version()
             fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
-            self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=properties))
+            self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=position.properties()))
         else:
-            self._append(opened.table, laid.fields.empty_table(), properties)
+            self._exchange(opened, shape, [], [], {}, position)
         self._make_durable(opened.folder, before + 1)
         return Applied(committed=True, cursor=here)
 
-    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, properties: CommitProperties) -> None:
+    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, position: Position) -> None:
         """Write every row anew, and swap the files."""
-        name = f"{RECAST}-{uuid.uuid4().hex}"
-        files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
-        try:
-            self._swap(opened.folder, opened.table, shape, files, properties)
-        except TailraceError:
-            self._discard(name)
-            raise
+        with self._staging(RECAST) as name:
+            files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
+            self._swap(opened.folder, opened.table, shape, files, position)
 
     def lay(self, opened: Opened, shape: TableSchema, laid: Laid, schema: TableSchema) -> None:
         """Give a table with column mapping these columns, of which none has other values; no file is touched."""
@@ -388,28 +415,29 @@ class DeltaRsTable:
         self._commit(lambda: featured.lay(shape, laid, after))
         self._make_durable(opened.folder, featured.following)
 
+    @_explained
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
-        opened = self.opened()
-        if opened.position.cursor != expected:
-            raise self.elsewhere(opened.position.cursor, expected)
-        table, properties = opened.table, opened.position.properties()
+        opened = self._at(expected)
+        table = opened.table
         if features_of(table).any:
             return self._tend_featured(opened, upkeep)
         done = Tended()
-        adds, parts = pa.table(table.get_add_actions(flatten=True)), parts_of(table)
+        adds = pa.table(table.get_add_actions(flatten=True))
+        parts = parts_of(table, adds)
         names = map(data_path, adds.column("path").to_pylist())
         sizes = dict(zip(names, adds.column("size_bytes").to_pylist(), strict=True))
         if upkeep.file_bytes is not None and (some := to_join(sizes, upkeep.file_bytes, parts)):
             refuse_features(self._path, table, self._form.partition_by)
-            shape, before = self._form.stored(opened.position.schema), table.version()
+            shape = self._form.stored(opened.position.schema)
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
             rows = all_rows(opened.folder, some, stored.columns, parts)
-            self._exchange(opened, stored, [rows], some, properties, changes_rows=False)
-            written = self._make_durable(opened.folder, before + 1)
+            written = self._exchange(
+                opened, stored, [rows], some, parts, opened.position, changes_rows=False
+            )
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
         if (age := upkeep.remove_after_seconds) is not None:
-            table.update_incremental()
-            removed, before = list[int](), table.version()
+            table = self._at(expected).table
+            removed, before, properties = list[int](), table.version(), opened.position.properties()
             self._commit(lambda: removed.append(remove_files(opened.folder, table, age, properties)))
             table.update_incremental()
             for version in range(before + 1, table.version() + 1):
@@ -420,139 +448,77 @@ class DeltaRsTable:
     def _tend_featured(self, opened: Opened, upkeep: Upkeep) -> Tended:
         refuse_unknown(self._path, opened.table)
         featured, done = Featured(folder=opened.folder, table=opened.table), Tended()
-        if upkeep.file_bytes is not None and (some := to_join(featured.sizes(), upkeep.file_bytes)):
+        parts = featured.parts()
+        if upkeep.file_bytes is not None and (some := to_join(featured.sizes(), upkeep.file_bytes, parts)):
             shape = self._form.stored(opened.position.schema)
             stored = replace(shape, columns=(*shape.columns, *kept_columns(opened.table, shape)), facts=None)
-            own, name = featured.in_files(stored), f"exchange-{uuid.uuid4().hex}"
-            adds = self._adds_of(opened.folder, stage(self._path, name, own, featured.rows_of(some, own.columns)))
-            try:
-                self._commit(lambda: featured.exchange(some, adds, opened.position))
-            except TailraceError:
-                self._discard(name)
-                raise
-            written = self._make_durable(opened.folder, featured.following)
-            done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
-            opened.table.update_incremental()
+            own, by = featured.in_files(stored), featured.names_in_files(self._form.partition_by)
+            with self._staging(EXCHANGE) as name:
+                files = stage(self._path, name, own, featured.rows_of(some, own.columns, parts), by)
+                adds = self._adds_of(opened.folder, files)
+                self._commit(lambda: featured.exchange(some, adds, opened.position, changes_rows=False))
+            self._make_durable(opened.folder, featured.following)
+            done = Tended(joined=len(some), made=len(adds), bytes=sum(add.size for add in adds))
         if (age := upkeep.remove_after_seconds) is not None:
-            self._commit(lambda: featured.remember(age, opened.position))
+            opened = self._at(opened.position.cursor)
+            later = Featured(folder=opened.folder, table=opened.table)
+            self._commit(lambda: later.remember(age, opened.position))
             opened.table.update_incremental()
-            try:
-                done = replace(done, removed=featured.remove(age))
-            except (DeltaError, OSError) as exc:
-                raise unreadable(self._path, exc) from exc
+            done = replace(done, removed=later.remove(age))
         return done
+
+    def _at(self, expected: Cursor) -> Opened:
+        """The table as it stands; refuses one that is elsewhere."""
+        opened = self.opened()
+        if opened.position.cursor != expected:
+            raise self.elsewhere(opened.position.cursor, expected)
+        return opened
 
     def opened(self) -> Opened:
         """The table as it stands; refuses where `cursor` is None."""
         opened = self._open()
         if opened is None:
-            raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
+            raise not_loaded(self._path)
         return opened
 
     def refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
         """Refuse to go on from another position, or with rows of another shape."""
-        if position.cursor != expected:
-            raise self.elsewhere(position.cursor, expected)
-        if not position.schema.same_rows(schema):
-            raise SchemaChanged(
-                "the table was loaded with other columns", table=schema.table, path=self._path, hint=REPLACE_HINT
-            )
+        refuse_elsewhere(self._path, position, schema, expected)
 
     def elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
         """What an apply that starts from another position is told."""
-        return ForeignWrite(
-            "the table is not where this apply starts from", path=self._path, expected_seq=expected.seq,
-            found_seq=here.seq, hint=ONE_APPLIER,
-        )  # fmt: skip
+        return elsewhere(self._path, here, expected)
 
     def _write(
-        self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
-    ) -> None:
-        """One commit, in the cheapest way that is exact."""
+        self, opened: Opened, schema: TableSchema, folded: Folded, position: Position
+    ) -> Written:
+        """One commit: the files that hold a row concerned are exchanged, and rows that come in are added."""
         if self._features is not None:
             refuse_for_delta_rs(self._path, features_of(opened.table), ours=True)
-        table = opened.table
-        if schema.key and not folded.truncated and not only_new(self._form, folded):
-            self._put(opened, schema, folded, properties)
-            return
-        upserts = upserts_of(schema, folded)
-        refuse_far_dates(schema, upserts.columns)
-        refuse_misfits(schema, self._form.partition_by, upserts)
-        if folded.truncated:
-            self._commit(
-                # The columns that are kept stay, empty.
-                lambda: write_deltalake(
-                    table, upserts, mode="overwrite", schema_mode="merge", commit_properties=properties
-                )
-            )
-        elif (operations(folded) == UPSERT).all():
-            self._append(table, upserts, properties)
-        else:
-            self._rewrite(opened, schema, folded, upserts, properties)
-
-    def _put(
-        self, opened: Opened, schema: TableSchema, folded: Folded, properties: CommitProperties
-    ) -> None:
-        """Change the rows that rows with a key are about, and bring in those of keys that are not there."""
         refuse_features(self._path, opened.table, self._form.partition_by)
-        try:
-            found = plan(self._form, schema, opened.folder, opened.table, folded)
-            if found.files or found.fresh.size:
-                self._exchange(opened, found.stored, found.parts(), found.files, properties, changes_rows=True)
-                opened.table.update_incremental()
-            else:  # nothing changes, but the position has moved all the same
-                self._append(opened.table, pa.schema(schema.row_fields()).empty_table(), properties)
-        except (OSError, pa.ArrowException) as exc:
-            raise unreadable(self._path, exc) from exc
+        found = plan(self._form, schema, opened.folder, opened.table, folded)
+        return self._exchange(opened, found.stored, found.parts(), found.gone, found.shared, position)
 
-    def _append(self, table: DeltaTable, rows: pa.Table, properties: CommitProperties) -> None:
-        self._commit(
-            lambda: write_deltalake(
-                table, rows, mode="append", schema_mode="merge", commit_properties=properties
-            )
-        )
-
-    def _rewrite(
-        self, opened: Opened, schema: TableSchema, folded: Folded, upserts: pa.Table, properties: CommitProperties
-    ) -> None:  # fmt: skip
-        """Everything but the rows to be removed, then the rows to be added."""
-        reading = DeltaTable(str(opened.folder), version=opened.table.version())
-        removals = folded.rows.filter(pc.less(folded.rows.column("copies"), 0))
-
-        def rows() -> Iterator[pa.RecordBatch]:
-            yield from without(schema, reading, removals)
-            yield from upserts.to_batches()
-
-        def write(kept: pa.RecordBatchReader) -> None:
-            write_deltalake(opened.table, kept, mode="overwrite", commit_properties=properties)
-
-        pump(upserts.schema, rows(), lambda reader: self._commit(lambda: write(reader), streams=True))
-
-    def _commit(self, write: Callable[[], object], *, streams: bool = False) -> None:
-        """Run the one call that commits. A stream passes the first failpoint itself, at its end."""
-        if not streams:
-            failpoints.hit("table.before_commit")
+    def _commit(self, write: Callable[[], object]) -> None:
+        """Run the one call that commits."""
+        failpoints.hit("table.before_commit")
         try:
             write()
         except CommitFailedError as exc:
-            raise ForeignWrite(
-                "someone else committed to the table at the same time", path=self._path, hint=ONE_APPLIER
-            ) from exc
+            raise overtaken(self._path) from exc
         except (DeltaError, OSError) as exc:
             raise unreadable(self._path, exc) from exc
         failpoints.hit("table.after_commit")
 
-    def _make_durable(self, folder: Path, version: int) -> Written:
+    def _make_durable(self, folder: Path, version: int) -> None:
+        """Push a commit to the disk, where the files that it adds are already."""
         try:
-            return make_durable(folder, version)
+            sync_commit(folder, version)
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
     def _position(self, schema: TableSchema, cursor: Cursor, clock: int) -> Position:
         return Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
-
-    def _properties(self, schema: TableSchema, cursor: Cursor, clock: int) -> CommitProperties:
-        return self._position(schema, cursor, clock).properties()
 
     def _newest(self) -> tuple[Path, DeltaTable] | None:
         folder = find_folder(self._path)
@@ -568,11 +534,8 @@ class DeltaRsTable:
     def _open(self) -> Opened | None:
         """The table at its newest version; None if it holds no position of this log."""
         opened = self._open_any()
-        if opened is not None and not self._form.alike(opened.position.form, opened.position.schema):
-            raise FormChanged(
-                "the table was made in another form than the settings ask for", path=self._path,
-                made=opened.position.form.described, asked=self._form.described, hint=_FORM_HINT,
-            )  # fmt: skip
+        if opened is not None:
+            refuse_form(self._path, self._form, opened.position)
         return opened
 
     def _open_any(self) -> Opened | None:
@@ -587,7 +550,7 @@ class DeltaRsTable:
         if self._features is None and (found := features_of(table)).any:
             refuse_for_delta_rs(self._path, found, ours=is_ours(folder, table.version(), self._log_id))
         position = position_of(folder, table.version(), self._log_id)
-        if position.cursor.seq != seq:
+        if position.cursor.seq > seq:  # a number that is ahead is left by a refresh with Spark that went back
             raise ForeignWrite(
                 "the table's position and its transaction number differ", path=self._path, hint=REPLACE_HINT
             )
@@ -601,11 +564,7 @@ class DeltaRsTable:
         folder, table = newest
         if table.transaction_version(app_id(self._log_id)) is None:
             other = last_position(folder, table.version())
-            raise ForeignWrite(
-                "a table that this change log did not make already stands here", path=self._path,
-                **({"log": other.log} if other else {}),
-                hint="Move it away, or choose another `tables.path` or `tables.names`.",
-            )  # fmt: skip
+            raise strangers(self._path, other.log if other else None)
         if (made_of := source_of(folder, table.version())) not in (None, source):
             raise anothers(self._path, made_of, source)
         return table
@@ -614,8 +573,6 @@ class DeltaRsTable:
 EXCHANGE, RECAST = "exchange", "recast"
 UNCOMMITTED = (EXCHANGE, RECAST)
 """How files are called that only a commit makes part of the table; who alone writes it may discard them."""
-ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
-_FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 
 
 def _holds(table: DeltaTable, files: Sequence[StagedFile]) -> bool:

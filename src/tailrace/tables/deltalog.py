@@ -198,15 +198,20 @@ class Written(NamedTuple):
 
 
 def make_durable(folder: Path, version: int) -> Written:
-    """Push a commit and the files it adds to the disk: delta-rs leaves them in the operating system's cache."""
+    """Push a commit and the files it adds to the disk: Spark leaves them in the operating system's cache."""
     commit = _Commit.read(folder, version)
     names = (*commit.adds, *commit.vectors) if commit else ()
     for name in names:
         fsync(folder / name)
     sync_folders(folder, names)
+    sync_commit(folder, version)
+    return Written(len(commit.adds), len(commit.gone), commit.bytes) if commit else Written()
+
+
+def sync_commit(folder: Path, version: int) -> None:
+    """Push a commit to the disk."""
     fsync(_commit_path(folder, version))
     fsync(folder / "_delta_log")
-    return Written(len(commit.adds), commit.removes, commit.bytes) if commit else Written()
 
 
 def sync_folders(folder: Path, names: Iterable[str]) -> None:
@@ -216,14 +221,22 @@ def sync_folders(folder: Path, names: Iterable[str]) -> None:
         fsync(folder / parent)
 
 
-def added_since(folder: Path, mtime_ns: int) -> set[str]:
-    """The names of the files that commits made at this time or later have added, as far as the log holds them."""
+def named_since(folder: Path, mtime_ns: int) -> set[str]:
+    """The names of the files that commits made at this time or later have added or removed: some version has, or had,
+    each of them. What the log no longer holds is no reader's any more, but for what a later commit removes."""
     log, added = folder / "_delta_log", set[str]()
     for entry in log.iterdir() if log.is_dir() else ():
         if entry.suffix == ".json" and entry.stem.isdigit() and entry.stat().st_mtime_ns >= mtime_ns:
             commit = _Commit.read(folder, int(entry.stem))
-            added |= set(commit.adds) if commit else set()
+            added |= {*commit.adds, *commit.gone} if commit else set()
     return added
+
+
+def newest_commit_ns(folder: Path) -> int:
+    """When the newest commit was made; 0 if there is none."""
+    log = folder / "_delta_log"
+    names = [entry.name for entry in log.glob("*.json")] if log.is_dir() else []
+    return (log / max(names)).stat().st_mtime_ns if names else 0
 
 
 def file_names(table: DeltaTable) -> list[str]:
@@ -244,7 +257,7 @@ class _Commit:
     adds: tuple[str, ...]
     vectors: tuple[str, ...]
     """The files with deletion vectors of those that it adds."""
-    removes: int
+    gone: tuple[str, ...]
     bytes: int
     """Of the files that it adds; of one that only gets another deletion vector, of that."""
     stats: dict[str, str]
@@ -275,7 +288,7 @@ class _Commit:
             position=position,
             adds=tuple(data_path(file["path"]) for file in added),
             vectors=tuple(name for vector in vectors if (name := vector_file(vector)) is not None),
-            removes=len(removed),
+            gone=tuple(data_path(file["path"]) for file in removed),
             bytes=sum(file.get("size", 0) for file in added if file["path"] not in stayed)
             + sum(vector["sizeInBytes"] for vector in vectors),
             stats={data_path(file["path"]): file["stats"] for file in added if file.get("stats")},

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable
+from deltalake import DeltaTable
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError
-from deltalake.transaction import AddAction, create_table_with_add_actions
+from deltalake.transaction import AddAction, RemoveAction, create_table_with_add_actions
 
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.deltalog import REPLACE_HINT, data_path, has_commits
+from tailrace.tables.deltalog import REPLACE_HINT, Position, data_path, has_commits
 from tailrace.tables.folder import unreadable
-from tailrace.tables.partitions import Parts
+from tailrace.tables.partitions import Parts, texts_of
 from tailrace.tables.staging import StagedFile
 
 NTZ = "timestampNtz"
 """The feature that a table with timestamps without a zone has."""
 
 
-def create_table(
-    folder: Path, fields: DeltaSchema, adds: list[AddAction], partition_by: Sequence[str], properties: CommitProperties
-) -> None:
+def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], position: Position) -> None:
     """A new table; one that was made meanwhile is not overwritten."""
     try:
         create_table_with_add_actions(
-            str(folder), fields, adds, mode="error", partition_by=list(partition_by), commit_properties=properties
-        )
+            str(folder), fields, adds, mode="error", partition_by=list(position.form.partition_by),
+            commit_properties=position.properties(),
+        )  # fmt: skip
     except DeltaError as exc:
         if has_commits(folder):
             raise CommitFailedError("a table was made here meanwhile") from exc
@@ -37,26 +37,45 @@ def create_table(
 
 
 def repartition(
-    folder: Path, table: DeltaTable, fields: DeltaSchema, adds: list[AddAction], partition_by: Sequence[str],
-    properties: CommitProperties,
-) -> None:  # fmt: skip
-    """Make the files all that a table holds that was partitioned otherwise: no other commit changes that."""
+    folder: Path, table: DeltaTable, fields: DeltaSchema, adds: list[AddAction], position: Position
+) -> None:
+    """Make the files all that a table holds that was partitioned otherwise: no other commit changes that, and this one
+    compares with nothing."""
+    if DeltaTable(str(folder)).version() != table.version():
+        raise CommitFailedError("someone committed to the table meanwhile")
     create_table_with_add_actions(
-        str(folder), fields, adds, mode="overwrite", partition_by=list(partition_by),
-        configuration=table.metadata().configuration, commit_properties=properties,
+        str(folder), fields, adds, mode="overwrite", partition_by=list(position.form.partition_by),
+        configuration=table.metadata().configuration, commit_properties=position.properties(),
     )  # fmt: skip
 
 
-def parts_of(table: DeltaTable) -> Parts:
+def parts_of(table: DeltaTable, adds: pa.Table | None = None) -> Parts:
     """What the rows of every data file of the version that was opened have in the columns that it is partitioned by;
-    nothing for a table that is not."""
+    nothing for a table that is not. `adds`: the list of the files, for those who have it."""
     names = table.metadata().partition_columns
     if not names:
         return {}
-    adds = pa.table(table.get_add_actions(flatten=True))
+    adds = pa.table(table.get_add_actions(flatten=True)) if adds is None else adds
     columns = {name: adds.column(f"partition.{name}") for name in names}
     paths = map(data_path, adds.column("path").to_pylist())
     return {path: {name: column[i] for name, column in columns.items()} for i, path in enumerate(paths)}
+
+
+def named_oddly(table: DeltaTable) -> bool:
+    """Whether delta-rs would not find a file of the table again to take it out. It does so by the name in the log, and
+    would write one otherwise that Spark's connector has written: with letters of any alphabet, as they are."""
+    if not table.metadata().partition_columns:
+        return False
+    return not all(map(str.isascii, pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()))
+
+
+def remove_actions(
+    folder: Path, gone: Iterable[str], parts: Parts, *, changes_rows: bool
+) -> Iterator[RemoveAction]:
+    """What takes files out of a table whose files have these values in common."""
+    now = time.time_ns() // 1_000_000
+    for name in gone:
+        yield RemoveAction(name, changes_rows, now, (folder / name).stat().st_size, texts_of(parts.get(name, {})))
 
 
 def delta_fields(schema: TableSchema) -> DeltaSchema:

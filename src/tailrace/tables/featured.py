@@ -1,9 +1,10 @@
-"""Commits to tables with deletion vectors or column mapping that need no Spark: landing files, joining them, and
-changing columns where no file changes.
+"""Commits to tables that delta-rs must not write, and that need no Spark: landing files, joining them, and changing
+columns where no file changes. These are tables with deletion vectors or column mapping, and those with files whose
+names delta-rs would write otherwise than they stand in the log.
 
 Each is one file that is linked to the number after the version that was looked at, which fails if that is taken: a
-compare-and-swap. It states the position. What it removes it names as the log does, with the deletion vector: a reader
-takes a file with another vector for another file.
+compare-and-swap. It states the position. What it removes it names as the log does, to the letter, with the deletion
+vector: a reader takes a file with another name or vector for another file. Here files are called as on disk.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from tailrace.tables.deltalog import (
     Position,
     actions_of,
     app_id,
+    data_path,
     has_commits,
     vector_file,
 )
+from tailrace.tables.deltashape import parts_of
 from tailrace.tables.features import (
     Features,
     features_of,
@@ -45,6 +48,7 @@ from tailrace.tables.features import (
     protocol_of,
 )
 from tailrace.tables.fold import Flags
+from tailrace.tables.partitions import Parts
 from tailrace.tables.recast import Laid
 from tailrace.tables.refresh import read_rows
 from tailrace.tables.upkeep import REMEMBERED, remembered
@@ -68,7 +72,6 @@ class Featured:
     def land(self, features: Features, schema: TableSchema, adds: Sequence[AddAction], position: Position) -> None:
         """Make these files all that the table holds, with these columns and features."""
         by, fields = position.form.partition_by, landed_fields(self.table, features, schema)
-        assert not (by and features.any), "no table is partitioned where Spark's connector writes"
         gone = () if self.table is None else live_files(self.folder, self.table.version()).values()
         self._commit("WRITE", position, [
             {"protocol": protocol_of(features, schema.columns)},
@@ -89,25 +92,36 @@ class Featured:
     def sizes(self) -> dict[str, int]:
         """Of the table's files, as far as rows of theirs are still the table's: with many gone it is worth joining."""
         rows = pa.table(self._there().get_add_actions(flatten=True))
-        counts = dict(zip(rows.column("path").to_pylist(), rows.column("num_records").to_pylist(), strict=True))
+        names = map(data_path, rows.column("path").to_pylist())
+        counts = dict(zip(names, rows.column("num_records").to_pylist(), strict=True))
         found = {}
         for name, add in live_files(self.folder, self._there().version()).items():
             gone = (add.get("deletionVector") or {}).get("cardinality", 0)
             found[name] = add["size"] * max(counts[name] - gone, 0) // max(counts[name], 1)
         return found
 
-    def exchange(self, gone: Iterable[str], adds: Sequence[AddAction], position: Position) -> None:
-        """Swap files for others with the same rows."""
+    def exchange(
+        self, gone: Iterable[str], adds: Sequence[AddAction], position: Position, *, changes_rows: bool
+    ) -> None:
+        """Swap files for others, with the same rows or not."""
         live = live_files(self.folder, self._there().version())
-        removes = _removes([live[name] for name in gone], changes_rows=False)
-        self._commit("OPTIMIZE", position, [*removes, *(_add(replace(add, data_change=False)) for add in adds)])
+        removes = _removes([live[name] for name in gone], changes_rows=changes_rows)
+        came = (_add(replace(add, data_change=changes_rows)) for add in adds)
+        self._commit("WRITE" if changes_rows else "OPTIMIZE", position, [*removes, *came])
 
-    def rows_of(self, names: Sequence[str], columns: Sequence[Column]) -> Iterator[pa.RecordBatch]:
+    def parts(self) -> Parts:
+        """As `parts_of`, by the names of columns in the files."""
+        names = physical_names(self._there())
+        return {
+            file: {names[name]: value for name, value in said.items()} for file, said in parts_of(self._there()).items()
+        }
+
+    def rows_of(self, names: Sequence[str], columns: Sequence[Column], parts: Parts) -> Iterator[pa.RecordBatch]:
         """The rows that the table still has of these files, in columns that are called as they are there."""
         stays = _staying(self._there(), set(names))
         for name in names:
             kept, start = stays.get(name, np.empty(0, np.bool_)), 0
-            for batch in read_rows(self.folder / name, columns, {}):
+            for batch in read_rows(self.folder / name, columns, parts.get(name, {})):
                 flags = kept[start : start + batch.num_rows]
                 # A vector ends with the last row that is gone.
                 rest = np.ones(batch.num_rows - flags.size, np.bool_)
@@ -118,7 +132,12 @@ class Featured:
         """The columns as they are called in the table's files."""
         names = physical_names(self._there())
         columns = tuple(replace(column, name=names[column.name]) for column in schema.columns)
-        return replace(schema, columns=columns, key=tuple(names[name] for name in schema.key), facts=None)
+        return replace(schema, columns=columns, key=self.names_in_files(schema.key), facts=None)
+
+    def names_in_files(self, columns: Iterable[str]) -> tuple[str, ...]:
+        """What these are called there."""
+        names = physical_names(self._there())
+        return tuple(names[name] for name in columns)
 
     def remember(self, after_seconds: float, position: Position) -> None:
         """Have the table keep in mind which files it no longer needs, unless it does already."""
@@ -183,8 +202,8 @@ def live_files(folder: Path, version: int) -> dict[str, Action]:
         actions = actions_of(folder, number)
         for action in actions:
             if "remove" in action:
-                found.pop(action["remove"]["path"], None)
-        found |= {action["add"]["path"]: action["add"] for action in actions if "add" in action}
+                found.pop(data_path(action["remove"]["path"]), None)
+        found |= {data_path(action["add"]["path"]): action["add"] for action in actions if "add" in action}
     return found
 
 
@@ -210,8 +229,9 @@ def _checkpoint(folder: Path, version: int) -> tuple[int, dict[str, Action]]:
     found: dict[str, Action] = {}
     for path in parts[last]:
         with pq.ParquetFile(path) as file:
-            table = file.read(columns=["add.path", "add.size", "add.deletionVector"])
-        found |= {add["path"]: add for add in table.column("add").to_pylist() if add and add["path"]}
+            table = file.read(columns=["add.path", "add.size", "add.deletionVector", "add.partitionValues"])
+        adds = (add for add in table.column("add").to_pylist() if add and add["path"])
+        found |= {data_path(add["path"]): {**add, "partitionValues": dict(add["partitionValues"])} for add in adds}
     return last, found
 
 
@@ -221,7 +241,7 @@ def _staying(table: DeltaTable, names: Collection[str]) -> Mapping[str, Flags]:
     for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()):
         paths, flags = batch.column("filepath"), batch.column("selection_vector")
         for i, uri in enumerate(paths.to_pylist()):
-            name = next((name for name in names if uri.endswith(f"/{name}")), None)
+            name = next((name for name in names if data_path(uri).endswith(f"/{name}")), None)
             if name is not None:
                 found[name] = flags[i].values.to_numpy(zero_copy_only=False)
     return found
@@ -229,7 +249,7 @@ def _staying(table: DeltaTable, names: Collection[str]) -> Mapping[str, Flags]:
 
 def _names(action: Action) -> Iterator[str]:
     """The files that an action speaks of."""
-    yield action["path"]
+    yield data_path(action["path"])
     if (vector := vector_file(action.get("deletionVector"))) is not None:
         yield vector
 
@@ -242,7 +262,7 @@ def _naive_stays(table: DeltaTable, schema: TableSchema) -> list[Column]:
 
 def _add(add: AddAction) -> Action:
     return {"add": {
-        "path": quote(add.path), "partitionValues": dict(add.partition_values), "size": add.size,
+        "path": quote(add.path, safe="/="), "partitionValues": dict(add.partition_values), "size": add.size,
         "modificationTime": add.modification_time,
         "dataChange": add.data_change, "stats": add.stats,
     }}  # fmt: skip
@@ -253,7 +273,7 @@ def _removes(adds: Iterable[Action], *, changes_rows: bool) -> Iterator[Action]:
         vector = add.get("deletionVector")
         yield {"remove": {
             "path": add["path"], "deletionTimestamp": _now(), "dataChange": changes_rows,
-            "extendedFileMetadata": True, "partitionValues": {}, "size": add["size"],
+            "extendedFileMetadata": True, "partitionValues": add["partitionValues"], "size": add["size"],
             **({"deletionVector": vector} if vector else {}),
         }}  # fmt: skip
 

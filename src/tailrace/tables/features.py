@@ -102,13 +102,16 @@ def protocol_of(features: Features, columns: Sequence[Column]) -> dict[str, Any]
 
 def metadata_of(
     table: DeltaTable | None, features: Features, fields: Sequence[Field], now: int,
-    partition_by: Sequence[str] = (), **configuration: str,
+    partition_by: Sequence[str] | None = None, **configuration: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """What a table is, with these columns; what is known of it and does not concern the features stays."""
+    """What a table is, with these columns; what is known of it and does not concern the features stays, and so does
+    what it is partitioned by unless that is said."""
     was = None if table is None else table.metadata()
     settings = {} if was is None else {
         name: value for name, value in was.configuration.items() if name not in (_ENABLED, _MODE, _LAST_ID)
     }  # fmt: skip
+    if partition_by is None:
+        partition_by = () if was is None else was.partition_columns
     if features.deletion_vectors:
         settings[_ENABLED] = "true"
     if features.column_mapping:

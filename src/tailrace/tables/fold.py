@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, ValueUnfit
+from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, TailraceError, TransformFailed, ValueUnfit
 from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
@@ -41,6 +41,10 @@ NOWHERE = -1
 _UNFIT_HINT = (
     "Exclude the table, or change the column's type to one without a limit, such as text or plain numeric, "
     "then reload the table. `tables.on_bad_row: dead-letter` lets it go on without such rows."
+)
+_RULE_HINT = (
+    "Mend the row at the source or the rule, then reload the table. `tables.on_bad_row: dead-letter` lets it go on "
+    "without such rows."
 )
 _TEXT_HINT = (
     "The text is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
@@ -390,8 +394,15 @@ def _refuse_unfit_moves(batch: Batch, rows: Ints, names: Any) -> None:
         raise _unfit(batch, int(rows[at]), str(names[at].as_py()))
 
 
-def _unfit(batch: Batch, row: int, column: str) -> ValueUnfit:
+def _unfit(batch: Batch, row: int, column: str) -> TailraceError:
     own = column.rpartition(".")[2]
+    unfit = batch.optional(change.UNFIT)
+    for cell in (unfit[row].as_py() if unfit is not None else None) or ():
+        if (rule := change.failed_rule(cell["text"])) is not None and cell["column"] == column:
+            return TransformFailed(
+                "a rule could not be applied", rule=rule, table=batch.schema.table, column=column,
+                position=batch.position(row), hint=_RULE_HINT,
+            )  # fmt: skip
     is_text = any(
         item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns
     )

@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.errors import TableUnusable
+from tailrace.errors import TableUnusable, Unsupported
 from tailrace.model import change
 from tailrace.model.position import ZERO
-from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.partitions import refuse_columns
 
 
@@ -129,6 +129,14 @@ class Form:
     def partitions_of(self, schema: TableSchema) -> dict[str, str]:
         """Columns of the source that the lake table is partitioned by: their names there, and in the lake."""
         return {name: own for name in schema.names if (own := self.name_of(name)) in self.partition_by}
+
+    def refuse_part(self, table: TableId) -> None:
+        """Refuse to read a part of the table again where every change or version is kept."""
+        if self.exact:
+            raise Unsupported(
+                f"a part of a table in `mode: {self.mode.value}` cannot be read again", table=table,
+                hint="Ask without --where: the whole table is read.",
+            )  # fmt: skip
 
     def _refuse_keyless(self, schema: TableSchema) -> None:
         if self.mode is TableMode.APPEND:

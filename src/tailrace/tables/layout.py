@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from tailrace.model.schema import TableId
+from tailrace.tables.catalogs import Catalog
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.features import PLAIN_FILES, Features
 from tailrace.tables.forms import PLAIN, Form
+from tailrace.tables.iceberg import STAGED, IcebergTable
 from tailrace.tables.paths import TEMPLATE, table_path
 
 Engine = Literal["delta-rs", "spark"]
@@ -27,11 +29,25 @@ class Place:
     engine: Engine = "delta-rs"
     features: Features = PLAIN_FILES
     """What it gets when it is loaded; only Spark's connector can write it then."""
+    catalog: Catalog | None = None
+    """Of an Iceberg table; None: it is a Delta table."""
+
+    @property
+    def staging(self) -> Path:
+        """The folder of files that a load writes, before they are part of the table."""
+        return self.path if self.catalog is None else self.path / STAGED
 
     def open(self) -> DeltaRsTable:
-        """The table, whether it is there or not. What needs no rows is the same for every engine; with another than
-        delta-rs, work that changes rows is done by `spark/driving.py`."""
+        """The Delta table, whether it is there or not. What needs no rows is the same for every engine; with another
+        than delta-rs, work that changes rows is done by `spark/driving.py`."""
+        assert self.catalog is None, "an Iceberg table's commits are made by Spark"
         return DeltaRsTable(self.path, self.log_id, self.form, self.features if self.engine == "spark" else None)
+
+    def look(self) -> DeltaRsTable | IcebergTable:
+        """The table, to be asked where it stands."""
+        if self.catalog is None:
+            return self.open()
+        return IcebergTable(self.path, self.log_id, self.catalog, self.form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +62,13 @@ class Layout:
     pipeline: str = ""
     engine: Engine = "delta-rs"
     features_of: Callable[[TableId], Features] = lambda _: PLAIN_FILES
+    catalog: Catalog | None = None
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
         return Place(
             path=self.path(table), log_id=log_id, form=self.form_of(table), engine=self.engine,
-            features=self.features_of(table),
+            features=self.features_of(table), catalog=self.catalog,
         )  # fmt: skip
 
     def path(self, table: TableId) -> Path:

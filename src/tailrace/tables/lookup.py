@@ -19,30 +19,23 @@ from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
 from tailrace.tables.base import Reread
 from tailrace.tables.fold import MARK, Flags, as_type, key_ordinals
-from tailrace.tables.identity import Ints, image_numbers, key_numbers
+from tailrace.tables.identity import Ints, key_numbers
 
 CHUNK_ROWS_MIN = 65_536
 CHUNK_BYTES_MAX = 64 << 20
 
 
 def with_bases(
-    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread | None = None, *, only: str | None = None,
-    marks: str | None = None,
-) -> pa.Table:  # fmt: skip
+    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread, *, marks: str | None = None
+) -> pa.Table:
     """The folded rows, once it is known that every row they take values from stands in the table.
 
     Where one does not, the row that needs it is taken whole from `reread`, which is asked for the key that it has
-    after the batch, or left out if it is not given; without `reread` that is an error. Costs a scan of the key's
-    columns. With `only`, a flag among the columns, rows of the table count only where it is set. With `marks`, a flag
-    too, a row that has it and is not given is not left out: whatever of it stands in the table is marked.
+    after the batch, or left out if it is not given. Costs a scan of the key's columns. With `marks`, a flag among the
+    columns, a row that has it and is not given is not left out: whatever of it stands in the table is marked.
     """
     partial = _Partial.of(schema, rows)
     if partial is None:
-        return rows
-    if reread is None:
-        # What a row that moved takes is fetched later, and missed then.
-        still = pa.array(partial.still)
-        find_rows(schema, table, [column.filter(still) for column in partial.bases], [], only=only)
         return rows
     # Of a row that moved nothing in the table can be trusted: it may have been read after the move, when another
     # row already had the old key. A row that kept its key is brought up to date by the changes still to come.
@@ -101,10 +94,10 @@ def _replaced(
 def merge_source(
     schema: TableSchema, table: DeltaTable, rows: pa.Table, *, only: str | None = None
 ) -> tuple[pa.Table, set[int]]:
-    """The folded rows as a merge takes them: `c0…cN`, `op`, and a flag `k<i>` for each column in the returned
-    set, true where the table's own row keeps its value. Values of rows that moved are fetched. Bases are known to
-    be there (`with_bases`). With `only`, a flag among the columns, the table's rows count only where it is set, and
-    rows that come stand beside them: then all values are fetched."""
+    """The folded rows as a merge takes them: `c0…cN`, `op`, and a flag `k<i>` for each column in the returned set, true
+    where the table's own row keeps its value; that there is one is for whoever puts it there to see. Values of rows
+    that moved are fetched. With `only`, a flag among the columns, the table's rows count only where it is set, and rows
+    that come stand beside them: then all values are fetched."""
     plain = rows.select([*(f"c{i}" for i in range(len(schema.columns))), "op"])
     partial = _Partial.of(schema, rows)
     if partial is None:
@@ -175,11 +168,11 @@ def find_rows(
     """The named columns of the rows with these keys, in the keys' order."""
     located = _locate(schema, table, wanted, ordinals, only)
     if (located.found < 0).any():
-        raise _missing(schema, located.found >= 0)
+        raise missing(schema, located.found >= 0)
     return located.rows.take(pa.array(located.found))
 
 
-def _missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
+def missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
     return BaseRowMissing(
         "a partial change arrived for a row that the table does not hold",
         table=schema.table, rows=int(np.count_nonzero(~there)), hint=LOAD_ANEW_HINT,
@@ -224,36 +217,6 @@ def held(schema: TableSchema, table: DeltaTable, keys: pa.Table) -> Flags:
     columns = [as_type(keys.column(schema.columns[i].name), schema.columns[i].type) for i in key_ordinals(schema)]
     found: Flags = _locate(schema, table, columns, []).found >= 0
     return found
-
-
-def without(schema: TableSchema, table: DeltaTable, removals: pa.Table) -> Iterator[pa.RecordBatch]:
-    """The table's rows less `-copies` of each image in `removals`; too few of one is an error, at the end."""
-    left = -removals.column("copies").to_numpy()
-    images = [removals.column(f"c{i}") for i in range(len(schema.columns))]
-    for chunk in _chunks(table, schema, schema.names, left.size):
-        both = [_joined(image, column) for image, column in zip(images, chunk.columns, strict=True)]
-        numbered = image_numbers(both)
-        image_of = np.full(numbered.limit, -1, np.int64)
-        image_of[numbered.numbers[: left.size]] = np.arange(left.size)
-        image = image_of[numbered.numbers[left.size :]]
-        dropped = _first_copies(image, left)
-        left = left - np.bincount(image[dropped], minlength=left.size)
-        yield from (chunk.filter(pa.array(~dropped)) if dropped.any() else chunk).to_batches()
-    if left.any():
-        raise BaseRowMissing(
-            "rows to be removed are not in the table", table=schema.table, rows=int(left.sum()), hint=LOAD_ANEW_HINT
-        )
-
-
-def _first_copies(image: Ints, left: Ints) -> Any:
-    """Which rows go: of each image the first `left`."""
-    hits = np.flatnonzero(image >= 0)
-    order = hits[np.argsort(image[hits], kind="stable")]
-    sorted_images = image[order]
-    starts = np.searchsorted(sorted_images, sorted_images, side="left")
-    dropped = np.zeros(image.size, np.bool_)
-    dropped[order[np.arange(order.size) - starts < left[sorted_images]]] = True
-    return dropped
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> Any:

@@ -15,25 +15,9 @@ from tailrace.tables.formed import loaded
 from tailrace.tables.forms import Form, Origin, TableMode
 
 
-def only_new(form: Form, folded: Folded) -> bool:
-    """Whether no row of the table is touched: rows with a key may be there already, new versions are not."""
-    if folded.ended is not None:
-        return False
-    new = form.mode is TableMode.HISTORY and bool((operations(folded) == UPSERT).all()) and not folded.partial
-    return new or not folded.rows.num_rows
-
-
 def operations(folded: Folded) -> Any:
     """What is done with each row."""
     return folded.rows.column("op").to_numpy()
-
-
-def upserts_of(schema: TableSchema, folded: Folded) -> pa.Table:
-    """The rows that come in, as the table's own columns; a keyless row as often as it came."""
-    copies = np.where(operations(folded) == UPSERT, folded.rows.column("copies").to_numpy(), 0)
-    places = pa.array(np.repeat(np.arange(copies.size), copies))
-    rows = folded.rows.select(range(len(schema.columns))).take(places)
-    return pa.Table.from_arrays(rows.columns, schema=pa.schema(schema.row_fields()))
 
 
 def rows_to_put(form: Form, schema: TableSchema, rows: pa.Table, here: Cursor) -> Folded:

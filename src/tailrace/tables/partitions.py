@@ -33,9 +33,9 @@ Parts = Mapping[str, Mapping[str, pa.Scalar]]
 
 NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 """Where rows with null lie; a text that says this is taken for null."""
-_DAYS = (-719_162, 2_932_896)
+DAYS = (-719_162, 2_932_896)
 """The years from 1 to 9999: others are not written alike."""
-_DAY_MICROS = 86_400_000_000
+DAY_MICROS = 86_400_000_000
 _NAMEABLE = re.compile(r"\w[\w .-]*")
 
 _OTHER_HINT = (
@@ -86,9 +86,17 @@ def refuse_misfits(schema: TableSchema, names: Sequence[str], rows: pa.Table | p
     """Refuse rows, the table's own columns, with a value that cannot be read back."""
     for name in names:
         if misfits(name, rows.column(name)).any():
-            raise ValueUnfit(
-                "a value cannot be that of a partition", table=schema.table, column=name, hint=_MISFIT_HINT
-            )
+            raise misfit(schema, name)
+
+
+def misfit(schema: TableSchema, name: str) -> ValueUnfit:
+    """What is told of a value in this column that cannot be read back."""
+    return ValueUnfit("a value cannot be that of a partition", table=schema.table, column=name, hint=_MISFIT_HINT)
+
+
+def room_for(name: str) -> int:
+    """How many bytes are left for a value's text, encoded, in the name of a folder."""
+    return NAME_BYTES_MAX - len(name.encode()) - 1
 
 
 def misfits(name: str, values: Any) -> npt.NDArray[np.bool_]:
@@ -96,7 +104,7 @@ def misfits(name: str, values: Any) -> npt.NDArray[np.bool_]:
     none: npt.NDArray[np.bool_] = np.zeros(len(values), np.bool_)
     if pa.types.is_string(values.type):
         sizes = pc.fill_null(pc.binary_length(values), 1).to_numpy()
-        room = NAME_BYTES_MAX - len(name.encode()) - 1
+        room = room_for(name)
         flags: npt.NDArray[np.bool_] = sizes == 0
         # Encoded a text is at most three times as long.
         for at in np.flatnonzero((sizes * 3 > room) | (sizes == len(NULL_FOLDER))).tolist():
@@ -105,9 +113,9 @@ def misfits(name: str, values: Any) -> npt.NDArray[np.bool_]:
         return flags
     if pa.types.is_date32(values.type):
         days = values.cast(pa.int32())
-        return _outside(days, *_DAYS)
+        return _outside(days, *DAYS)
     if pa.types.is_timestamp(values.type):
-        return _outside(values.cast(pa.int64()), _DAYS[0] * _DAY_MICROS, (_DAYS[1] + 1) * _DAY_MICROS - 1)
+        return _outside(values.cast(pa.int64()), DAYS[0] * DAY_MICROS, (DAYS[1] + 1) * DAY_MICROS - 1)
     return none
 
 
@@ -126,6 +134,12 @@ def _text(value: pa.Scalar) -> str | None:
     if not value.is_valid:
         return None
     return str(value.cast(pa.string()).as_py())
+
+
+def partition_texts(values: Any, most: int) -> frozenset[str] | None:
+    """The different values of a column, but for null; None if there are more."""
+    some = pc.unique(values)
+    return None if len(some) > most else frozenset(text for value in some if (text := _text(value)) is not None)
 
 
 def values_of(texts: Texts, columns: Iterable[Column]) -> dict[str, pa.Scalar]:

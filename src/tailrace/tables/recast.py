@@ -1,4 +1,4 @@
-"""How the columns of a Delta table come to be those of a new shape.
+"""How the columns of a lake table come to be those of a new shape.
 
 A table may hold more columns than its shape has: those that the source dropped and the policy keeps. They stay under
 their names, beside the source's own; one whose name is needed again is put aside under another.
@@ -6,7 +6,7 @@ their names, beside the source's own; one whose name is needed again is put asid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +35,18 @@ class Laid:
         return tuple(column for column, old in zip(self.columns, self.taken, strict=True) if old is None)
 
 
-def stored_fields(table: DeltaTable) -> dict[str, pa.DataType]:
+Held = DeltaTable | Mapping[str, pa.DataType]
+"""A table whose columns are to be known, or these."""
+
+
+def stored_fields(table: Held) -> dict[str, pa.DataType]:
     """The columns that the table holds, in its own order."""
+    if isinstance(table, Mapping):
+        return dict(table)
     return {field.name: field.type for field in pa.schema(table.schema().to_arrow())}
 
 
-def kept_columns(table: DeltaTable, schema: TableSchema) -> tuple[Column, ...]:
+def kept_columns(table: Held, schema: TableSchema) -> tuple[Column, ...]:
     """The columns that the table holds beside those of its shape."""
     names = set(schema.names)
     return tuple(
@@ -50,7 +56,7 @@ def kept_columns(table: DeltaTable, schema: TableSchema) -> tuple[Column, ...]:
     )
 
 
-def lay_out(table: DeltaTable, recast: Recast) -> Laid:
+def lay_out(table: Held, recast: Recast) -> Laid:
     """What becomes of every column."""
     new = recast.schema
     comes_from = {now: was for was, now in recast.renamed}
@@ -73,7 +79,7 @@ def lay_out(table: DeltaTable, recast: Recast) -> Laid:
     return Laid(columns=tuple(columns), taken=tuple(taken), filled=dict(recast.filled))
 
 
-def only_adds(table: DeltaTable, laid: Laid) -> bool:
+def only_adds(table: Held, laid: Laid) -> bool:
     """Whether every column that the table holds stays as it is, and rows have null in those that are new."""
     held = {name: _plain(kind) for name, kind in stored_fields(table).items()}
     pairs = zip(laid.columns, laid.taken, strict=True)
@@ -81,10 +87,13 @@ def only_adds(table: DeltaTable, laid: Laid) -> bool:
 
 
 def only_names(table: DeltaTable, laid: Laid) -> bool:
-    """Whether no value changes: columns come empty, go, or have other names."""
+    """Whether no file changes: columns come empty, go, or have other names. What the table is partitioned by is in no
+    file, so it must stay what it is."""
     held = {name: _plain(kind) for name, kind in stored_fields(table).items()}
-    pairs = zip(laid.columns, laid.taken, strict=True)
-    return all(held[old] == column.type for column, old in pairs if old is not None) and not laid.filled
+    pairs, apart = list(zip(laid.columns, laid.taken, strict=True)), table.metadata().partition_columns
+    if laid.filled or any({column.name, old} & {*apart} and column.name != old for column, old in pairs):
+        return False
+    return all(held[old] == column.type for column, old in pairs if old is not None)
 
 
 def recast_rows(table: DeltaTable, laid: Laid) -> Iterator[pa.RecordBatch]:

@@ -211,8 +211,10 @@ def read_rows(path: Path, columns: Sequence[Column], said: Mapping[str, pa.Scala
     with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
         # A name with a dot in it would be taken for a path.
         some = None if any("." in name for name in fields.names) else fields.names
-        for batch in file.iter_batches(READ_ROWS, columns=some):
-            yield pa.RecordBatch.from_arrays([_column(batch, column, said) for column in columns], schema=fields)
+        # One group at a time: the reader would join them, however large their rows are.
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(READ_ROWS, row_groups=[group], columns=some):
+                yield pa.RecordBatch.from_arrays([_column(batch, column, said) for column in columns], schema=fields)
 
 
 def _column(batch: pa.RecordBatch, column: Column, said: Mapping[str, pa.Scalar]) -> Any:

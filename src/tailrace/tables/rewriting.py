@@ -3,11 +3,13 @@
 Two passes. The first reads the key's columns alone, of those files whose bounds do not exclude every key, and finds
 what becomes of which row; the second copies the rows of the files where there is any such. Memory holds the folded
 rows, the numbers of the rows concerned and a few row groups. Sameness of keys is what `identity` says, as in the fold.
+Without a key rows are told apart by all they hold; where every row comes in besides no file is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
+from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model import change
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.deltalog import data_path
 from tailrace.tables.deltashape import parts_of
 from tailrace.tables.fold import CLOSE, MARK, UPSERT, Ended, Flags, Folded, key_ordinals
 from tailrace.tables.forms import CURRENT, DELETED, VALID_TO, Form, TableMode
-from tailrace.tables.identity import Ints, integer_bits, key_numbers
-from tailrace.tables.lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, merge_source
+from tailrace.tables.identity import Ints, image_numbers, integer_bits, key_numbers
+from tailrace.tables.lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, merge_source, missing
+from tailrace.tables.merge import operations
 from tailrace.tables.partitions import Parts
 from tailrace.tables.recast import kept_columns
 from tailrace.tables.refresh import READ_ROWS, read_rows
@@ -63,6 +67,8 @@ class Rewriting:
     source: _Source
     files: Mapping[str, _Concerned]
     """Those to be written anew, smallest first,"""
+    gone: Sequence[str]
+    """all that the table then holds no more,"""
     fresh: Ints
     """and the source's rows that come in besides."""
     shared: Parts
@@ -72,7 +78,7 @@ class Rewriting:
         """What to write: the rows of each file, and with the first those that come in."""
         for number, (name, concerned) in enumerate(self.files.items()):
             yield self._copied(name, concerned, with_fresh=number == 0)
-        if not self.files:
+        if self.fresh.size and not self.files:
             yield self._fresh()
 
     def _copied(self, name: str, concerned: _Concerned, *, with_fresh: bool) -> Iterator[pa.RecordBatch]:
@@ -122,6 +128,12 @@ class _Source:
             ended=None if folded.ended is None else rows.num_rows,
         )
 
+    @classmethod
+    def plain(cls, schema: TableSchema, folded: Folded) -> _Source:
+        """Rows that take no value from the table."""
+        own = folded.rows.select(range(len(schema.columns))).combine_chunks()
+        return cls(own=own, operations=operations(folded), keeps={}, added=frozenset(), ended=None)
+
     def put_into(self, batch: pa.RecordBatch, concerned: _Concerned) -> pa.RecordBatch:
         """The rows of a file's batch as they are to be."""
         lives = concerned.fates != _GONE
@@ -161,12 +173,19 @@ def _ended_row(schema: TableSchema, fields: pa.Schema, ended: Ended) -> pa.Table
 
 def plan(form: Form, schema: TableSchema, folder: Path, table: DeltaTable, folded: Folded) -> Rewriting:
     """Find the rows that rows of the table's own shape concern. The files are as the table was opened."""
-    source = _Source.of(form, schema, table, folded)
-    rules = _Versions(schema, source, folded) if form.mode is TableMode.HISTORY else _Rows(form, schema, source)
+    rules: _Rows | _Versions | _Copies
+    if folded.truncated or not schema.key:
+        rules = _Copies(schema, _Source.plain(schema, folded), folded)
+    elif form.mode is TableMode.HISTORY:
+        rules = _Versions(schema, _Source.of(form, schema, table, folded), folded)
+    else:
+        rules = _Rows(form, schema, _Source.of(form, schema, table, folded))
     adds = pa.table(table.get_add_actions(flatten=True)).sort_by("size_bytes")
-    maybe = np.ones(adds.num_rows, np.bool_) if source.ended is not None else _may_hold(adds, schema, rules.sought)
-    files, parts = {}, parts_of(table)
-    for name in map(data_path, adds.column("path").filter(pa.array(maybe)).to_pylist()):
+    source, parts = rules.source, parts_of(table, adds)
+    names = list(map(data_path, adds.column("path").to_pylist()))
+    files = dict[str, _Concerned]()
+    maybe = np.ones(adds.num_rows, np.bool_) if source.ended is not None else _may_hold(adds, rules.sought)
+    for name in itertools.compress(names, maybe):
         shared = parts.get(name, {})
         if rules.may_concern(shared) and (concerned := _look_at(folder / name, rules, shared)) is not None:
             files[name] = concerned
@@ -175,12 +194,13 @@ def plan(form: Form, schema: TableSchema, folder: Path, table: DeltaTable, folde
         stored=replace(schema, columns=(*schema.columns, *kept_columns(table, schema)), facts=None),
         source=source,
         files=files,
+        gone=names if folded.truncated else list(files),
         fresh=rules.fresh(),
         shared=parts,
     )
 
 
-def _look_at(path: Path, rules: _Rows | _Versions, said: Mapping[str, pa.Scalar]) -> _Concerned | None:
+def _look_at(path: Path, rules: _Rows | _Versions | _Copies, said: Mapping[str, pa.Scalar]) -> _Concerned | None:
     """The rows of one file that are concerned; None if there are none."""
     found, start = list[tuple[Ints, Any, Ints]](), 0
     for piece in _pieces(read_rows(path, rules.columns, said), rules.sought.count):
@@ -227,6 +247,27 @@ class _Sought:
         return found
 
 
+class _Images:
+    """Rows to be found by all that they hold."""
+
+    key: Sequence[Column] = ()
+
+    def __init__(self, rows: pa.Table) -> None:
+        self.count = rows.num_rows
+        self.values = rows.columns
+
+    def find(self, piece: pa.Table) -> Ints:
+        """For each row the number of the image that it is; -1 if it is none."""
+        numbered = image_numbers([
+            pa.chunked_array([*wanted.chunks, *there.chunks], wanted.type)
+            for wanted, there in zip(self.values, piece.columns, strict=True)
+        ])  # fmt: skip
+        image_of = np.full(numbered.limit, -1, np.int64)
+        image_of[numbered.numbers[: self.count]] = np.arange(self.count)
+        found: Ints = image_of[numbered.numbers[self.count :]]
+        return found
+
+
 class _Rows:
     """A mirror: one row for each key."""
 
@@ -234,8 +275,9 @@ class _Rows:
         self.sought = _Sought(schema, source.own, np.arange(source.operations.size))
         self._marks = form.soft_delete
         self.columns = [*self.sought.key, *(c for c in schema.columns if self._marks and c.name == DELETED)]
-        self._source = source
+        self.source = source
         self._seen = np.zeros(source.operations.size, np.bool_)
+        self._schema = schema
 
     def may_concern(self, _shared: Mapping[str, pa.Scalar]) -> bool:
         """Whether rows with these values in common may be concerned."""
@@ -243,7 +285,7 @@ class _Rows:
 
     def fates(self, piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
         rows = np.flatnonzero(at >= 0)
-        operations = self._source.operations[at[rows]]
+        operations = self.source.operations[at[rows]]
         self._seen[at[rows]] = True
         fate_of = np.array([_REPLACED, _GONE, 0, _AMENDED], np.int8)
         fates, sources = fate_of[operations], at[rows]
@@ -252,12 +294,17 @@ class _Rows:
         there = ~piece.column(DELETED).to_numpy()
         counts = (operations != MARK) | there[rows]
         rows, fates, sources = rows[counts], fates[counts], sources[counts]
-        if (ended := self._source.ended) is None:
+        if (ended := self.source.ended) is None:
             return rows, fates, sources
         return _also(rows, fates, sources, np.flatnonzero(there & (at < 0)), _AMENDED, ended)
 
     def fresh(self) -> Ints:
-        return np.flatnonzero((self._source.operations == UPSERT) & ~self._seen)
+        """A row that keeps values of one that is not there is an error."""
+        size = self.source.operations.size
+        partial = np.logical_or.reduce([flags[:size] for flags in self.source.keeps.values()], initial=False)
+        if (lost := partial & ~self._seen).any():
+            raise missing(self._schema, ~lost)
+        return np.flatnonzero((self.source.operations == UPSERT) & ~self._seen)
 
 
 class _Versions:
@@ -267,7 +314,7 @@ class _Versions:
     def __init__(self, schema: TableSchema, source: _Source, folded: Folded) -> None:
         self.sought = _Sought(schema, source.own, np.flatnonzero(source.operations == CLOSE))
         self.columns = [*self.sought.key, *(c for c in schema.columns if c.name in (CURRENT, change.TX))]
-        self._source, self._ended = source, folded.ended
+        self.source, self._ended = source, folded.ended
         self._txs = source.own.column(schema.names.index(change.TX)).to_numpy()
 
     def may_concern(self, shared: Mapping[str, pa.Scalar]) -> bool:
@@ -278,14 +325,55 @@ class _Versions:
         current, txs = piece.column(CURRENT).to_numpy(), piece.column(change.TX).to_numpy()
         rows = np.flatnonzero(current & (at >= 0))
         fates = np.where(txs[rows] == self._txs[at[rows]], _GONE, _AMENDED)
-        if self._ended is None or self._source.ended is None:
+        if self._ended is None or self.source.ended is None:
             return rows, fates, at[rows]
         others = np.flatnonzero(current & (at < 0))
         last = np.where(txs[others] == self._ended.tx, _GONE, _AMENDED)
-        return _also(rows, fates, at[rows], others, last, self._source.ended)
+        return _also(rows, fates, at[rows], others, last, self.source.ended)
 
     def fresh(self) -> Ints:
-        return np.flatnonzero(self._source.operations == UPSERT)
+        return np.flatnonzero(self.source.operations == UPSERT)
+
+
+class _Copies:
+    """A table without a key: so many copies of a row go, whichever. Or one that rows come into, and nothing else."""
+
+    def __init__(self, schema: TableSchema, source: _Source, folded: Folded) -> None:
+        copies = folded.rows.column("copies").to_numpy()
+        goes = (copies < 0) & (not folded.truncated)
+        self.columns, self.source = schema.columns, source
+        self.sought = _Images(source.own.filter(pa.array(goes)))
+        self._table, self._left, self._copies = schema.table, -copies[goes], copies
+
+    def may_concern(self, _shared: Mapping[str, pa.Scalar]) -> bool:
+        """Whether rows with these values in common may be concerned."""
+        return bool(self._left.any())
+
+    def fates(self, _piece: pa.Table, at: Ints) -> tuple[Ints, Any, Ints]:
+        rows = np.flatnonzero(_first_copies(at, self._left))
+        self._left = self._left - np.bincount(at[rows], minlength=self._left.size)
+        return rows, np.full(rows.size, _GONE), at[rows]
+
+    def fresh(self) -> Ints:
+        """Too few copies of what goes is an error."""
+        if self._left.any():
+            raise BaseRowMissing(
+                "rows to be removed are not in the table", table=self._table, rows=int(self._left.sum()),
+                hint=LOAD_ANEW_HINT,
+            )  # fmt: skip
+        comes = self.source.operations == UPSERT
+        return np.repeat(np.flatnonzero(comes), self._copies[comes])
+
+
+def _first_copies(image: Ints, left: Ints) -> Flags:
+    """Which rows go: of each image the first `left`."""
+    hits = np.flatnonzero(image >= 0)
+    order = hits[np.argsort(image[hits], kind="stable")]
+    sorted_images = image[order]
+    starts = np.searchsorted(sorted_images, sorted_images, side="left")
+    dropped = np.zeros(image.size, np.bool_)
+    dropped[order[np.arange(order.size) - starts < left[sorted_images]]] = True
+    return dropped
 
 
 def _also(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source: int) -> tuple[Ints, Any, Ints]:
@@ -297,8 +385,10 @@ def _also(rows: Ints, fates: Any, sources: Ints, others: Ints, fate: Any, source
     return all_rows[order], all_fates[order], all_sources[order]
 
 
-def _may_hold(adds: pa.Table, schema: TableSchema, sought: _Sought) -> Flags:
+def _may_hold(adds: pa.Table, sought: _Sought | _Images) -> Flags:
     """Which files may hold one of the keys, as the bounds of the key's first column tell, and the partitions."""
+    if not sought.count or not sought.key:
+        return np.full(adds.num_rows, sought.count > 0)
     maybe = np.ones(adds.num_rows, np.bool_)
     for key, values in zip(sought.key, sought.values, strict=True):
         if (shared := f"partition.{key.name}") in adds.column_names:
@@ -306,8 +396,6 @@ def _may_hold(adds: pa.Table, schema: TableSchema, sought: _Sought) -> Flags:
             maybe &= pc.is_in(there, value_set=values.combine_chunks()).to_numpy()
     name, wanted = sought.key[0].name, sought.values[0]
     bounds = [f"{end}.{name}" for end in ("min", "max")]
-    if not sought.count:
-        return np.zeros(adds.num_rows, np.bool_)
     if not pa.types.is_integer(sought.key[0].type) or not set(bounds) <= set(adds.column_names):
         return maybe
     values = integer_bits(wanted.combine_chunks())

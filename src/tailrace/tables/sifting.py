@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit
+from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit
 from tailrace.kernels import kernel
 from tailrace.model import change
 from tailrace.model.change import OPERATION_NAMES, Operation
@@ -276,6 +276,11 @@ def _cause(
     if why == _UNFIT:
         said = rows.column(change.UNFIT)[row].as_py() or []
         own = [entry["column"] for entry in said if entry["column"] in schema.names]
+        if by_rule := [rule for entry in said if (rule := change.failed_rule(entry["text"])) is not None]:
+            return TransformFailed(
+                "a rule could not be applied", rule=by_rule[0], table=schema.table, column=", ".join(own),
+                position=position, hint=REPLAY_HINT,
+            )  # fmt: skip
         found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
         message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
         return ValueUnfit(

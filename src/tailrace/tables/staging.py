@@ -25,8 +25,9 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace.model.schema import TableSchema
-from tailrace.tables.deltalog import added_since, file_names, sync_folders
+from tailrace.tables.deltalog import file_names, named_since, newest_commit_ns, sync_folders
 from tailrace.tables.folder import existing_folder, find_folder, is_partition, make_folder, unreadable
+from tailrace.tables.icebergshape import file_fields
 from tailrace.tables.limits import own_batches, refuse_names
 from tailrace.tables.partitions import Partition, Texts, apart, folder_of, inside, refuse_misfits
 from tailrace.tables.stats import FloatBounds, delta_stats, footer_columns
@@ -72,18 +73,21 @@ class StagedFile:
 
 
 def stage(
-    path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch], partition_by: Sequence[str] = ()
-) -> tuple[StagedFile, ...]:
+    path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch], partition_by: Sequence[str] = (), *,
+    numbered: bool = False,
+) -> tuple[StagedFile, ...]:  # fmt: skip
     """Write rows, the table's own columns, to files in its folder; none for no rows.
 
     `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
     two row groups: one is written while the next is read; and of a table that is partitioned, rows that wait. An
-    exception out of `batches` is raised unchanged, and nothing is left of what was written.
+    exception out of `batches` is raised unchanged, and nothing is left of what was written. With `numbered` the
+    columns have numbers in the files, as Iceberg knows them by.
     """
     refuse_names(schema)
     _refuse_token(name)
     find_folder(path)  # refuses a place that holds something else
-    parts = _Partitions(path, name, schema, partition_by) if partition_by else _Parts(path, name, schema)
+    fields = file_fields(schema) if numbered else None
+    parts = _Partitions(path, name, schema, partition_by) if partition_by else _Parts(path, name, schema, fields=fields)
     try:
         _write_behind(parts, _groups(own_batches(schema, batches)))
         return parts.close()
@@ -92,8 +96,9 @@ def stage(
         raise
 
 
-def discard(path: Path, prefix: str) -> int:
-    """Remove the staged files of a name, or of all names that begin with it and a dash; return how many.
+def discard(path: Path, prefix: str, *, last: bool = False) -> int:
+    """Remove the staged files of a name, or of all names that begin with it and a dash; return how many. With `last`,
+    only those written after the newest commit: what the one that was to follow it has left.
 
     A file that the table holds, or that a commit made since it was written has added, stays.
     """
@@ -101,9 +106,12 @@ def discard(path: Path, prefix: str) -> int:
     try:
         folder = existing_folder(path)
         found = {} if folder is None else _written(folder, prefix)
+        if folder is not None and last:
+            newest = newest_commit_ns(folder)
+            found = {name: at for name, at in found.items() if at > newest}
         if folder is None or not found:
             return 0
-        kept = added_since(folder, min(found.values()))
+        kept = named_since(folder, min(found.values()))
         if find_folder(path) is not None:
             kept |= set(file_names(DeltaTable(str(folder))))
         strays = [name for name in found if name not in kept]
@@ -187,12 +195,14 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 class _Parts:
     """The files of one name, written one after the other; those of a partition in its folder."""
 
-    def __init__(self, path: Path, name: str, schema: TableSchema, values: Texts | None = None) -> None:
+    def __init__(
+        self, path: Path, name: str, schema: TableSchema, values: Texts | None = None, fields: pa.Schema | None = None
+    ) -> None:
         self._path, self._name, self._schema = path, name, schema
         self._values = values or {}
         self._inside = folder_of(self._values) + "/" if values else ""
         self._folder = path
-        self._fields = pa.schema(schema.row_fields())
+        self._fields = fields or pa.schema(schema.row_fields())
         self._floats = self._no_floats()
         self._made: list[Path] = []
         self._done: list[StagedFile] = []

@@ -165,6 +165,20 @@ def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
     assert lake.content() == sorted(map(str, ALL)) != expected
 
 
+def test_a_table_that_went_on_meanwhile_is_refreshed_to_where_the_rows_are_from_and_goes_on_from_there(
+    lake: Lake,
+) -> None:
+    changed = fold(SHOP, changes(SHOP, update(3, big="new", name=None, n=None), first=11))
+    lake.table.apply(SHOP, changed, at(0), at(20))
+    staged = lake.stage([*ALL, row(99)])
+    assert lake.table.refresh(SHOP, staged, at(20), at(10)).committed
+    assert (lake.table.cursor(), lake.content()) == (at(10), sorted(map(str, [*ALL, row(99)])))
+    for upto in (15, 20):
+        lake.table.apply(SHOP, changed, at(10 if upto == 15 else 15), at(upto))
+        assert lake.table.cursor() == at(upto)
+    assert str(row(3, "new")) in lake.content()
+
+
 def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None:
     lake.refresh(ALL[:45])
     lines = (lake.path / "_delta_log" / f"{1:020d}.json").read_text().splitlines()

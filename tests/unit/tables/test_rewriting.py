@@ -11,14 +11,24 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.errors import TableUnusable
+from tailrace.errors import BaseRowMissing, TableUnusable
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import Identity, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import stage
-from tests.support.changes import SHOP, Change, changes, delete, insert, record_batches, table_schema, update
+from tests.support.changes import (
+    SHOP,
+    Change,
+    changes,
+    delete,
+    insert,
+    record_batches,
+    table_schema,
+    truncate,
+    update,
+)
 
 LOG = "a-log"
 TEXT_KEYS = table_schema({"id": pa.string(), "big": pa.string()})
@@ -156,3 +166,27 @@ def test_no_bounds_are_told_of_floats_with_a_nan_among_them(tmp_path: Path) -> N
     told = {low: stats for name in lake.files() if (stats := lake.stats(name)) and (low := stats["minValues"]["id"])}
     assert "a" not in told[11]["maxValues"]
     assert told[1]["maxValues"]["a"] == 1.0
+
+
+def test_nor_where_rows_only_come_in(tmp_path: Path) -> None:
+    lake = Lake(tmp_path / "t", ODD)
+    lake.apply(insert(31, a=float("nan")), insert(32, a=2.0))
+    lake.apply(truncate(), insert(1, a=float("nan")))
+    (after,) = lake.files()
+    assert "a" not in lake.stats(after)["maxValues"]
+    loose = table_schema({"id": pa.int64(), "a": pa.float64()}, key=(), identity=Identity.FULL)
+    keyless = Lake(tmp_path / "k", loose)
+    keyless.apply(insert(31, a=float("nan")), insert(32, a=2.0))
+    (came,) = set(keyless.files()) - set(keyless.names)
+    assert "a" not in keyless.stats(came)["maxValues"]
+
+
+def test_without_a_key_only_files_with_a_copy_that_goes_are_written(tmp_path: Path) -> None:
+    lake = Lake(tmp_path / "t", table_schema({"id": pa.int64(), "name": pa.string()}, key=(), identity=Identity.FULL))
+    lake.apply(delete({"id": 15, "name": "n15"}), insert(40, name="new"))
+    assert set(lake.names) - set(lake.files()) == {lake.names[1]}
+    assert sorted(lake.content()) == [*(i for i in range(1, 31) if i != 15), 40]
+    before = lake.files()
+    with pytest.raises(BaseRowMissing):
+        lake.apply(delete({"id": 3, "name": "n3"}), delete({"id": 3, "name": "other"}))
+    assert lake.files() == before

@@ -1,0 +1,240 @@
+"""Commits of an Iceberg table that are ours alone: each is a compare-and-swap on the snapshot that was looked at.
+
+Iceberg's own operations start from the newest metadata and try again on it when someone else was first, which is what
+most writers want and we do not. So an operation is only used to work out what the table would be; that is then
+committed by the table's catalog as what follows the metadata that we know, and nothing else. The catalog refuses it if
+there is other metadata by now: by a file's number, by a row in a database, or by what the server knows of the branch.
+
+What Spark writes is *staged* first: a snapshot that is in the table's metadata and on no branch, which readers do not
+see. It is published as the newest if it follows the one that was looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
+from tailrace.tables.deltalog import Written, fsync
+from tailrace.tables.iceberglog import TOKEN, Metadata
+from tailrace.tables.icebergshape import Field, schema_json
+
+DATA = "data"
+"""The folder of a table's data files, as the connector has it."""
+
+_MAIN = "main"
+_COUNTS = ("added-data-files", "deleted-data-files", "added-files-size")
+
+
+class Overtaken(Exception):
+    """Someone else committed since the table was looked at."""
+
+
+class Commits:
+    """One table, as Iceberg's own objects in Spark's Java process have it; opened anew for each commit."""
+
+    def __init__(self, session: SparkSession, catalog: Catalog, path: Path) -> None:
+        self._session, self._catalog, self._path = session, catalog, path
+        self._levels = catalog.levels(path)
+
+    # What Iceberg has.
+
+    @property
+    def _iceberg(self) -> Any:
+        return self._session._jvm.org.apache.iceberg  # type: ignore[union-attr] # py4j's
+
+    def _listed(self) -> Any:
+        # A catalog is looked for in the settings of whichever session the thread was last at work for.
+        spark = self._session._jvm.org.apache.spark.sql  # type: ignore[union-attr] # py4j's
+        spark.classic.SparkSession.setActiveSession(self._session._jsparkSession)
+        return self._iceberg.spark.Spark3Util.loadIcebergCatalog(self._session._jsparkSession, SPARK_CATALOG)
+
+    def _texts(self, values: Sequence[str]) -> Any:
+        gateway = self._session.sparkContext._gateway
+        array = gateway.new_array(gateway.jvm.java.lang.String, len(values))  # type: ignore[union-attr] # py4j's
+        for at, value in enumerate(values):
+            array[at] = value
+        return array
+
+    def _identifier(self) -> Any:
+        return self._iceberg.catalog.TableIdentifier.of(self._texts(self._levels))
+
+    def _schema(self, fields: Sequence[Field]) -> Any:
+        return self._iceberg.SchemaParser.fromJson(schema_json(fields))
+
+    def _table(self) -> Any:
+        return self._listed().loadTable(self._identifier())
+
+    # Commits.
+
+    def create(
+        self, fields: Sequence[Field], files: Sequence[Path], properties: Mapping[str, str], summary: Mapping[str, str]
+    ) -> int:
+        """Make the table, with these files, if there is none; the number of its first snapshot."""
+        listed, identifier = self._listed(), self._identifier()
+        if self._catalog.kind != "hadoop" and not listed.namespaceExists(identifier.namespace()):
+            listed.createNamespace(identifier.namespace())
+        making = listed.buildTable(identifier, self._schema(fields))
+        for name, value in properties.items():
+            making = making.withProperty(name, value)
+        if self._catalog.kind != "hadoop":
+            making = making.withLocation(f"file://{self._path}")
+        transaction = making.createTransaction()
+        added = transaction.newAppend()
+        for file in files:
+            added.appendFile(self._data_file(transaction.table(), file))
+        _say(added, summary)
+        number: int = transaction.currentMetadata().currentSnapshot().snapshotId()
+        self.sync(number, transaction.table())
+        transaction.commitTransaction()
+        self._sync_metadata(self._table().operations())
+        return number
+
+    def replace(
+        self, seen: Metadata, fields: Sequence[Field], files: Sequence[Path], properties: Mapping[str, str],
+        summary: Mapping[str, str],
+    ) -> int:  # fmt: skip
+        """Make these files all that the table holds, with these columns."""
+
+        def overwrite(transaction: Any) -> None:
+            change = transaction.newOverwrite().overwriteByRowFilter(self._iceberg.expressions.Expressions.alwaysTrue())
+            for file in files:
+                change.addFile(self._data_file(transaction.table(), file))
+            _say(change, summary)
+
+        return self._change(seen, fields, properties, overwrite)
+
+    def state(
+        self, seen: Metadata, properties: Mapping[str, str], summary: Mapping[str, str],
+        fields: Sequence[Field] | None = None,
+    ) -> int:  # fmt: skip
+        """A snapshot without a change of rows, which says something else; the columns may be others."""
+        return self._change(seen, fields, properties, lambda transaction: _say(transaction.newFastAppend(), summary))
+
+    def _change(
+        self, seen: Metadata, fields: Sequence[Field] | None, properties: Mapping[str, str],
+        change: Callable[[Any], None],
+    ) -> int:  # fmt: skip
+        table = self._table()
+        operations, base = table.operations(), self._base(table, seen)
+        builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))
+        if fields is not None:
+            schema = self._schema(fields)
+            builder = builder.setCurrentSchema(schema, max(base.lastColumnId(), schema.highestFieldId()))
+        transaction = self._iceberg.Transactions.replaceTableTransaction(table.name(), operations, builder.build())
+        change(transaction)
+        updated = transaction.currentMetadata()
+        number: int = updated.currentSnapshot().snapshotId()
+        self.sync(number, transaction.table())
+        operations.commit(base, updated)
+        self._sync_metadata(operations)
+        return number
+
+    def _base(self, table: Any, seen: Metadata) -> Any:
+        """The newest metadata, if it is still what was looked at."""
+        base = table.operations().current()
+        now = base.currentSnapshot()
+        if (None if now is None else now.snapshotId()) != seen.snapshot:
+            raise Overtaken
+        if base.currentSchemaId() != seen.said["current-schema-id"]:
+            raise Overtaken
+        return base
+
+    def staged(self, token: str) -> int:
+        """The number of the snapshot that was staged with this token."""
+        snapshots = _each(self._table().snapshots())
+        found = [item.snapshotId() for item in snapshots if item.summary().get(TOKEN) == token]
+        if len(found) != 1:
+            raise Overtaken  # another has tidied it away
+        number: int = found[0]
+        return number
+
+    def publish(self, seen: Metadata, number: int, properties: Mapping[str, str]) -> None:
+        """Make a staged snapshot the newest, if it follows the one that was looked at and that is the newest still."""
+        table = self._table()
+        base = self._base(table, seen)
+        if base.snapshot(number) is None or base.snapshot(number).parentId() != seen.snapshot:
+            raise Overtaken
+        builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))
+        builder = builder.setBranchSnapshot(number, _MAIN)
+        left = [base.snapshot(stray) for stray in seen.strays() if base.snapshot(stray) is not None]
+        if left:
+            builder = builder.removeSnapshots(left)
+        table.operations().commit(base, builder.build())
+        self._sync_metadata(table.operations())
+
+    def _data_file(self, table: Any, file: Path) -> Any:
+        """What the table says of a Parquet file, from its footer."""
+        source = table.io().newInputFile(f"file://{file}" if self._catalog.kind != "hadoop" else str(file))
+        config = self._iceberg.MetricsConfig.forTable(table)
+        builder = self._iceberg.DataFiles.builder(table.spec()).withPath(source.location()).withFormat("PARQUET")
+        builder = builder.withFileSizeInBytes(file.stat().st_size)
+        return builder.withMetrics(self._iceberg.parquet.ParquetUtil.fileMetrics(source, config)).build()
+
+    # On disk.
+
+    def sync(self, number: int, table: Any = None) -> Written:
+        """Push what a snapshot has written to the disk, before anyone may see it."""
+        table = table or self._table()
+        snapshot, io = table.snapshot(number), table.io()
+        manifests = [item.path() for item in _each(snapshot.allManifests(io)) if item.snapshotId() == number]
+        added = [item.location() for item in _each(snapshot.addedDataFiles(io))]
+        added += [item.location() for item in _each(snapshot.addedDeleteFiles(io))]
+        files = [local_path(name) for name in (*manifests, *added, snapshot.manifestListLocation())]
+        for file in files:
+            fsync(file)
+        for folder in {file.parent for file in files}:
+            fsync(folder)
+        summary = snapshot.summary()
+        return Written(*(int(summary.get(name) or 0) for name in _COUNTS))
+
+    def _sync_metadata(self, operations: Any) -> None:
+        location = operations.refresh().metadataFileLocation()
+        if location:
+            file = local_path(location)
+            fsync(file)
+            fsync(file.parent)
+
+    # Upkeep.
+
+    def join(self, file_bytes: int, least: int) -> tuple[int, int, int]:
+        """Write small files anew as larger ones: how many there were, how many there are, and their bytes."""
+        action = self._iceberg.spark.actions.SparkActions.get(self._session._jsparkSession)
+        action = action.rewriteDataFiles(self._table())
+        options = {"target-file-size-bytes": file_bytes, "min-input-files": least, "delete-file-threshold": least}
+        for name, value in options.items():
+            action = action.option(name, str(value))
+        done = action.execute()
+        return done.rewrittenDataFilesCount(), done.addedDataFilesCount(), done.rewrittenBytesCount()
+
+    def expire(self, older_than_ms: int) -> None:
+        """Forget snapshots of before a time, and remove the files that only they have."""
+        self._table().expireSnapshots().expireOlderThan(older_than_ms).retainLast(1).commit()
+
+
+def _each(found: Any) -> Iterator[Any]:
+    """What one of Java's own goes through."""
+    passing = found.iterator()
+    while passing.hasNext():
+        yield passing.next()
+
+
+def _say(change: Any, summary: Mapping[str, str]) -> None:
+    for name, value in summary.items():
+        change.set(name, value)
+    change.commit()
+
+
+def linked(staged: Path, folder: Path) -> Path:
+    """A staged file under its other name, as one of the table's own; what was staged may then be removed."""
+    inside = folder / DATA
+    inside.mkdir(parents=True, exist_ok=True)
+    file = inside / staged.name
+    with contextlib.suppress(FileExistsError):  # by an earlier try
+        os.link(staged, file)
+    return file

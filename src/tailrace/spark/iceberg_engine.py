@@ -1,0 +1,341 @@
+"""Iceberg tables written by Spark's connector, merge-on-read: a row that changes is struck out where it lies.
+
+The position stands in the summary of each snapshot (`tables/iceberglog.py`), and a commit is a compare-and-swap
+(`spark/iceberg_commits.py`): what Spark writes is staged where no reader sees it, and published only if nobody else has
+committed since the table was looked at. Commits without rows, and those of files that tasks have written, need no
+staging. Everything that is known of the table without Java is asked of `tables/iceberg.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from tailrace import failpoints
+from tailrace.errors import ForeignWrite, TailraceError
+from tailrace.model.schema import Column, TableId, TableSchema
+from tailrace.spark.connector import catalog_settings
+from tailrace.spark.frames import named, quoted
+from tailrace.spark.iceberg_commits import Commits, Overtaken, linked
+from tailrace.spark.merging import SCRATCH, MergedTable
+from tailrace.spark.rows import recast_rows
+from tailrace.tables.base import Applied, Cursor
+from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
+from tailrace.tables.deltalog import Position, Written
+from tailrace.tables.evolving import Recast
+from tailrace.tables.folder import unreadable
+from tailrace.tables.formed import loaded, recast_into
+from tailrace.tables.forms import PLAIN, Form, Origin
+from tailrace.tables.iceberg import STAGED, IcebergTable, OpenedIceberg
+from tailrace.tables.iceberglog import TOKEN, Metadata, Properties, Summary, said_of
+from tailrace.tables.icebergshape import (
+    Field,
+    columns_of,
+    fresh_fields,
+    laid_fields,
+    refuse_iceberg_names,
+)
+from tailrace.tables.recast import kept_columns, lay_out
+from tailrace.tables.staging import StagedFile, discard, stage
+from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
+
+LANDED = "tailrace.landed"
+"""In a summary: which staged files a load has made all that the table holds."""
+
+_SAID = "spark.sql.iceberg.snapshot-property."
+_STAGES = "spark.wap.id"
+_OVERTAKEN = re.compile(r"iceberg\.exceptions\.(CommitFailed|AlreadyExists|Validation)Exception")
+_PROPERTIES = {
+    "write.merge.mode": "merge-on-read",
+    "write.update.mode": "merge-on-read",
+    "write.delete.mode": "merge-on-read",
+    # What Spark writes is staged, and published by us.
+    "write.wap.enabled": "true",
+    "write.distribution-mode": "none",
+    # Each commit writes the table's metadata anew; without this every one would stay.
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "20",
+}
+"""Of every table of ours."""
+
+
+class SparkIcebergTable(MergedTable[OpenedIceberg]):
+    """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
+
+    connector = "Spark's Iceberg connector"
+
+    def __init__(
+        self, spark: SparkSession, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN
+    ) -> None:
+        super().__init__(spark, path, form)
+        for name, value in catalog_settings(catalog).items():
+            self.session.conf.set(name, value)
+        self._log_id, self._version = log_id, catalog.version
+        self._last = 0, Written()
+        self._plain = IcebergTable(path, log_id, catalog, form)
+        self._commits = Commits(self.session, catalog, self._path)
+        self._name = ".".join(map(quoted, (SPARK_CATALOG, *catalog.levels(self._path))))
+
+    def cursor(self) -> Cursor | None:
+        return self._plain.cursor()
+
+    def shape(self) -> TableSchema | None:
+        return self._plain.shape()
+
+    def rows(self) -> int:
+        return self._plain.rows()
+
+    def version(self) -> int | None:
+        return self._plain.version()
+
+    def files(self) -> list[str]:
+        """The data files of the newest version, by name."""
+        if self._plain.metadata() is None:
+            return []
+        found = self.session.sql(f"SELECT file_path FROM {self._name}.files WHERE content = 0").collect()
+        return [row["file_path"].rpartition("/")[2] for row in found]
+
+    def refuse_foreign(self, table: TableId) -> None:
+        self._plain.refuse_foreign(table)
+
+    # Loading.
+
+    def load(
+        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
+        stored = self._form.stored(schema)
+        refuse_iceberg_names(stored)
+        self._plain.refuse_foreign(schema.table)
+        seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
+        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        files = stage(
+            self._path / STAGED, name, stored, loaded(self._form, schema, batches, origin), numbered=True
+        )
+        try:
+            return self._land(seen, schema, files, cursor, origin)
+        finally:
+            self._discard(name)
+
+    def land(
+        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        kept: Sequence[Column] = (),
+    ) -> int:  # fmt: skip
+        refuse_iceberg_names(self._form.stored(schema))
+        self._plain.refuse_foreign(schema.table)
+        return self._land(self._plain.metadata(), schema, files, cursor, origin, kept)
+
+    def _land(
+        self, seen: Metadata | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
+        origin: Origin | None, kept: Sequence[Column] = (),
+    ) -> int:  # fmt: skip
+        """Swap what was there when the table was looked at for these files."""
+        rows, names = sum(file.rows for file in files), "\n".join(sorted(file.path for file in files))
+        landed = hashlib.sha256(names.encode()).hexdigest() if files else ""
+        if seen is not None and landed and seen.says(LANDED, landed):
+            return rows
+        stored = self._form.stored(schema)
+        clock = origin.read_at if origin else 0
+        position = Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
+        self._replace(seen, fresh_fields((*stored.columns, *kept)), files, position, {LANDED: landed} if landed else {})
+        return rows
+
+    def _replace(
+        self, seen: Metadata | None, fields: Sequence[Field], files: Sequence[StagedFile], position: Position,
+        more: Summary,
+    ) -> int:  # fmt: skip
+        """Make these staged files, whose columns are numbered as the fields are, all that the table holds."""
+        try:
+            paths = [linked(self._path / STAGED / file.path, self._path) for file in files]
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+
+        def commit(summary: Summary, properties: Properties) -> int:
+            said, given = {**summary, **more}, {**_PROPERTIES, **properties}
+            if seen is None:
+                return self._commits.create(fields, paths, {**given, "format-version": str(self._version)}, said)
+            return self._commits.replace(seen, fields, paths, given, said)
+
+        try:
+            return self._made(position, commit)
+        except ForeignWrite:  # so that nothing of them is in the table
+            for path in paths:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _discard(self, name: str) -> None:
+        with contextlib.suppress(TailraceError):
+            discard(self._path / STAGED, name)
+
+    # Shape and upkeep.
+
+    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+        table = self._opened()
+        here, old = table.position.cursor, table.position.schema
+        if here == expected and old.same_as(recast.schema):
+            return Applied(committed=False, cursor=here)
+        if here != expected:
+            raise self._plain.elsewhere(here, expected)
+        seen, own = table.metadata, recast_into(self._form, recast)
+        laid = lay_out(columns_of(seen.fields), own)
+        shape = replace(own.schema, columns=laid.columns, facts=None)
+        refuse_iceberg_names(shape)
+        after = replace(table.position, schema=recast.schema)
+        fields = laid_fields(seen.fields, laid, seen.last_number)
+        if fields is not None:  # one entry in the table's metadata: no file is touched
+            self._made(after, lambda said, given: self._commits.state(seen, given, said, fields))
+            return Applied(committed=True, cursor=here)
+        with self.scratch() as folder:
+            rows, name = recast_rows(self._read(table), laid, folder), f"recast-{uuid.uuid4().hex}"
+            rows.write.parquet(str(folder / "recast"))
+            try:
+                files = self._numbered(shape, folder / "recast", name)
+                self._replace(seen, fresh_fields(shape.columns), files, after, {})
+            finally:
+                self._discard(name)
+        return Applied(committed=True, cursor=here)
+
+    def _numbered(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
+        """Rows in Parquet files of Spark's, which does not number what is in a list, as files that the table can
+        have."""
+        works = [
+            _Anew(shape=shape, file=file, path=self._path / STAGED, name=f"{name}-{number:06d}")
+            for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
+        ]
+        done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_write_anew).collect()
+        return [file for files in done for file in files]
+
+    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+        table = self._opened()
+        if table.position.cursor != expected:
+            raise self._plain.elsewhere(table.position.cursor, expected)
+        done = Tended()
+        with self._told():
+            if upkeep.file_bytes is not None:
+                joined, made, size = self._commits.join(upkeep.file_bytes, FILES_MIN)
+                done = Tended(joined=joined, made=made, bytes=size)
+        if done.joined:
+            # Iceberg's own commit does not state the position; whoever forgets old snapshots must not lose it.
+            table = self._opened()
+            self._made(table.position, lambda said, given: self._commits.state(table.metadata, given, said))
+        if (age := upkeep.remove_after_seconds) is not None:
+            with self._told():
+                self._commits.expire(int((time.time() - age) * 1000))
+        return done
+
+    # What is Iceberg's own.
+
+    def _opened(self) -> OpenedIceberg:
+        return self._plain.opened()
+
+    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
+        self._plain.refuse_elsewhere(position, schema, expected)
+
+    def _target(self, table: OpenedIceberg) -> str:
+        return self._name
+
+    def _kept(self, table: OpenedIceberg, schema: TableSchema) -> Sequence[Column]:
+        return kept_columns(columns_of(table.metadata.fields), schema)
+
+    def _staging(self, table: OpenedIceberg) -> Path:
+        return self._path / STAGED
+
+    def _scratch(self) -> Path:
+        return self._path / SCRATCH
+
+    def _was_overtaken(self, said: str) -> bool:
+        return _OVERTAKEN.search(said) is not None
+
+    def _read(self, table: OpenedIceberg) -> DataFrame:
+        return self.session.sql(f"SELECT * FROM {self._name} VERSION AS OF {table.metadata.snapshot}")
+
+    def _save(self, table: OpenedIceberg, rows: DataFrame, mode: str) -> None:
+        there = self.session.table(self._name).schema
+        columns = [
+            named(field.name) if field.name in rows.columns else f.lit(None).cast(field.dataType).alias(field.name)
+            for field in there
+        ]
+        writer = rows.select(*columns).writeTo(self._name)
+        if mode == "append":
+            writer.append()
+        else:
+            writer.overwrite(f.lit(True))
+
+    # Commits.
+
+    def _commit(self, table: OpenedIceberg, position: Position, write: Callable[[], None]) -> int:
+        def commit(summary: Summary, properties: Properties) -> int:
+            with self._staging_as(summary) as token:
+                try:
+                    write()
+                except (PySparkException, Py4JError) as exc:
+                    if self._plain.version() != table.metadata.snapshot:
+                        raise Overtaken from exc  # whoever was first has tidied up after us, too
+                    raise
+                number = self._commits.staged(token)
+            self._last = number, self._commits.sync(number)
+            self._commits.publish(table.metadata, number, properties)
+            return number
+
+        return self._made(position, commit)
+
+    def _made(self, position: Position, commit: Callable[[Summary, Properties], int]) -> int:
+        """Make the one commit that says the position; the number of its snapshot."""
+        failpoints.hit("table.before_commit")
+        summary, properties = said_of(position, uuid.uuid4().hex)
+        try:
+            with self._told():
+                number = commit(summary, properties)
+        except Overtaken as exc:
+            raise self._overtaken() from exc
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+        failpoints.hit("table.after_commit")
+        return number
+
+    @contextlib.contextmanager
+    def _staging_as(self, summary: Summary) -> Iterator[str]:
+        """What is written meanwhile is staged, and says this."""
+        conf, token = self.session.conf, summary[TOKEN]
+        said = {**{_SAID + name: value for name, value in summary.items()}, _STAGES: token}
+        for name, value in said.items():
+            conf.set(name, value)
+        try:
+            yield token
+        finally:
+            for name in said:
+                conf.unset(name)
+
+    def _make_durable(self, version: int) -> Written:
+        number, written = self._last
+        assert number == version, "what was just committed, and on disk before it was published"
+        return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Anew:
+    """A file whose rows are to be written once more."""
+
+    shape: TableSchema
+    file: Path
+    path: Path
+    name: str
+
+
+def _write_anew(work: _Anew) -> tuple[StagedFile, ...]:
+    fields = pa.schema(work.shape.row_fields())
+    with pq.ParquetFile(work.file) as source:
+        rows = (pa.Table.from_batches([batch]).cast(fields).to_batches() for batch in source.iter_batches())
+        return stage(work.path, work.name, work.shape, (batch for some in rows for batch in some), numbered=True)

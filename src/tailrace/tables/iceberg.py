@@ -1,0 +1,92 @@
+"""What an Iceberg table says of itself, without Java: where it stands, what it holds, and whose it is.
+
+Rows and commits are the connector's business (`spark/iceberg_engine.py`): it alone writes in here, and whatever it
+commits is a compare-and-swap on what was looked at. An object holds names and a form and nothing else, so Spark may
+send it to its workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tailrace.errors import ForeignWrite
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.tables.base import Cursor
+from tailrace.tables.catalogs import Catalog
+from tailrace.tables.deltalog import Position
+from tailrace.tables.forms import PLAIN, Form
+from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.paths import anothers
+from tailrace.tables.refusals import elsewhere, not_loaded, refuse_elsewhere, refuse_form, strangers
+
+STAGED = "_staged"
+"""Below a table's folder: files that a load has written, and that the table gets by their other name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenedIceberg:
+    """The table as it stood after one commit."""
+
+    metadata: Metadata
+    position: Position
+
+
+class IcebergTable:
+    """The reading half of a table of one change log."""
+
+    def __init__(self, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN) -> None:
+        self._path, self._log_id, self._form = path.absolute(), log_id, form
+        self._catalog = catalog
+
+    def cursor(self) -> Cursor | None:
+        return None if (opened := self._open()) is None else opened.position.cursor
+
+    def shape(self) -> TableSchema | None:
+        return None if (opened := self._open()) is None else opened.position.schema
+
+    def rows(self) -> int:
+        return 0 if (found := self.metadata()) is None else found.rows()
+
+    def version(self) -> int | None:
+        """The number of the newest snapshot, by which readers ask for it; None if there is no table."""
+        return None if (found := self.metadata()) is None else found.snapshot
+
+    def refuse_foreign(self, table: TableId) -> None:
+        """Raise what a load of this source table would raise before it begins."""
+        found = self.metadata()
+        if found is None:
+            return
+        if found.owner != self._log_id:
+            raise strangers(self._path, found.owner)
+        if (made_of := found.source()) not in (None, table):
+            raise anothers(self._path, made_of, table)
+
+    def metadata(self) -> Metadata | None:
+        """What its newest commit made of it; None if there is no table."""
+        found = self._catalog.metadata(self._path)
+        return None if found is None else Metadata(self._path, found)
+
+    def opened(self) -> OpenedIceberg:
+        """The table as it stands; refuses where `cursor` is None."""
+        opened = self._open()
+        if opened is None:
+            raise not_loaded(self._path)
+        return opened
+
+    def refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
+        """Refuse to go on from another position, or with rows of another shape."""
+        refuse_elsewhere(self._path, position, schema, expected)
+
+    def elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
+        """What an apply that starts from another position is told."""
+        return elsewhere(self._path, here, expected)
+
+    def _open(self) -> OpenedIceberg | None:
+        """The table as it is now; None if it holds no position of this log."""
+        found = self.metadata()
+        if found is None or found.owner != self._log_id:
+            return None
+        position = found.position()
+        refuse_form(self._path, self._form, position)
+        return OpenedIceberg(metadata=found, position=position)

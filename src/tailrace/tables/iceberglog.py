@@ -1,0 +1,165 @@
+"""Our position in an Iceberg table's own snapshots, and who made the snapshots after it.
+
+The position stands in the summary of every snapshot of ours, so rows and position are one: whoever sets the table back
+to an older snapshot of ours takes its position back, too. A snapshot is somebody else's unless it says that it only
+wrote files anew (`replace`). The shape that a position speaks of is long, and seldom changes, so it stands among the
+table's properties under its digest, and each snapshot names that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
+from tailrace.model.schema import TableId
+from tailrace.tables.deltalog import METADATA_KEY, REPLACE_HINT, Position
+from tailrace.tables.icebergshape import Field
+
+OWNER = "tailrace.log"
+"""The property that says whose table it is."""
+SHAPE = "tailrace.shape."
+"""Of each shape that a snapshot names, before its digest."""
+TOKEN = "tailrace.token"
+"""In a summary: by it we know our snapshot again."""
+REPLACED = "replace"
+"""What Iceberg calls a snapshot that has other files and the same rows."""
+SNAPSHOTS_MAX = 10_000
+
+Summary = dict[str, str]
+Properties = dict[str, str]
+
+
+def said_of(position: Position, token: str) -> tuple[Summary, Properties]:
+    """What a snapshot at this position says of itself, and what the table must say beside it."""
+    stored = json.loads(position.text())
+    shape = json.dumps(stored["schema"], sort_keys=True)
+    digest = hashlib.sha256(shape.encode()).hexdigest()[:16]
+    text = json.dumps({**stored, "schema": digest})
+    return {METADATA_KEY: text, TOKEN: token}, {SHAPE + digest: shape, OWNER: position.log}
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What one commit made of a table."""
+
+    path: Path
+    said: Mapping[str, Any]
+
+    @property
+    def properties(self) -> Mapping[str, str]:
+        return dict(self.said.get("properties", {}))
+
+    @property
+    def owner(self) -> str | None:
+        """The log whose table it is; None if it is none of ours."""
+        return self.properties.get(OWNER)
+
+    @property
+    def snapshot(self) -> int | None:
+        """The number of the newest snapshot."""
+        number = self.said.get("current-snapshot-id")
+        return None if number in (None, -1) else int(number)
+
+    @property
+    def fields(self) -> list[Field]:
+        """The columns as they are now."""
+        now = self.said["current-schema-id"]
+        return next(list(schema["fields"]) for schema in self.said["schemas"] if schema["schema-id"] == now)
+
+    @property
+    def last_number(self) -> int:
+        """The highest that a column ever had."""
+        return int(self.said["last-column-id"])
+
+    def rows(self) -> int:
+        """How many there are, as the newest snapshot counts them."""
+        if self.snapshot is None:
+            return 0
+        summary = self._snapshot(self.snapshot)["summary"]
+        return int(summary.get("total-records", 0)) - int(summary.get("total-position-deletes", 0))
+
+    def position(self) -> Position:
+        """Of a table of ours; refuse if others wrote since."""
+        owner = self.owner
+        for found in self._back():
+            position = self._stated(found)
+            if position is None and found["summary"].get("operation") == REPLACED:
+                continue
+            if position is None or position.log != owner:
+                raise ForeignWrite(
+                    "someone else changed the table", path=self.path,
+                    operation=found["summary"].get("operation", "unknown"), version=found["snapshot-id"],
+                    hint=f"A table of ours is written by Tailrace alone. {REPLACE_HINT}",
+                )  # fmt: skip
+            if found.get("schema-id") != self.said["current-schema-id"]:
+                raise ForeignWrite(
+                    "someone else changed the table's columns", path=self.path, version=found["snapshot-id"],
+                    hint=f"A table of ours is written by Tailrace alone. {REPLACE_HINT}",
+                )  # fmt: skip
+            return position
+        raise TableUnusable(
+            "the table no longer holds the snapshot with our position", path=self.path, hint=REPLACE_HINT
+        )
+
+    def says(self, name: str, value: str) -> bool:
+        """Whether a snapshot of the table has this in its summary."""
+        return any(found["summary"].get(name) == value for found in self._back())
+
+    def source(self) -> TableId | None:
+        """The source table that it was last made of; None where that cannot be told."""
+        try:
+            found = next((stated for item in self._back() if (stated := self._stated(item)) is not None), None)
+        except TableUnusable:
+            return None
+        return None if found is None else found.schema.table
+
+    def strays(self) -> list[int]:
+        """Snapshots that were ours to be, and that no commit made part of the table."""
+        mine = {item["snapshot-id"] for item in self._back()}
+        named = {ref["snapshot-id"] for ref in self.said.get("refs", {}).values()}
+        return [
+            item["snapshot-id"] for item in self.said.get("snapshots", ())
+            if TOKEN in item["summary"] and "wap.id" in item["summary"] and item["snapshot-id"] not in mine | named
+        ]  # fmt: skip
+
+    def _stated(self, snapshot: Mapping[str, Any]) -> Position | None:
+        text = snapshot["summary"].get(METADATA_KEY)
+        if text is None:
+            return None
+        try:
+            stored = json.loads(text)
+            stored["schema"] = json.loads(self.properties[SHAPE + stored["schema"]])
+            return Position.parse(json.dumps(stored))
+        except (ValueError, KeyError, TypeError, ConfigError) as exc:
+            raise TableUnusable(
+                "a snapshot of the table cannot be read", path=self.path, version=snapshot["snapshot-id"],
+                hint=REPLACE_HINT,
+            ) from exc  # fmt: skip
+
+    def _back(self) -> Iterator[Mapping[str, Any]]:
+        """The newest snapshot, the one before it, and so on, as far as the table holds them."""
+        number = self.snapshot
+        for _ in range(SNAPSHOTS_MAX):
+            found = None if number is None else self._found(number)
+            if found is None:
+                return
+            yield found
+            number = found.get("parent-snapshot-id")
+
+    def _snapshot(self, number: int) -> Mapping[str, Any]:
+        found = self._found(number)
+        assert found is not None, "the newest is held"
+        return found
+
+    def _found(self, number: int) -> Mapping[str, Any] | None:
+        return self._by_number.get(number)
+
+    @functools.cached_property
+    def _by_number(self) -> dict[int, Mapping[str, Any]]:
+        return {item["snapshot-id"]: item for item in self.said.get("snapshots", ())}

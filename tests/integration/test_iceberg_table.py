@@ -1,0 +1,333 @@
+"""A real Iceberg table, written by Spark's connector: what is Iceberg's own of the promises of `LakeTable`.
+
+What holds for every format is asked in `test_delta_table.py` and `tests/contract/test_table_forms.py`, which
+`make engines` runs for Iceberg too. Rows are read back by pyiceberg, which shares no code with the connector.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from tailrace import failpoints
+from tailrace.errors import ForeignWrite
+from tailrace.model.schema import Column, TableSchema
+from tailrace.tables.catalogs import Catalog
+from tailrace.tables.evolving import Recast
+from tailrace.tables.fold import fold
+from tailrace.tables.iceberg import IcebergTable
+from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.upkeep import Upkeep
+from tests.support.changes import (
+    SHOP,
+    changes,
+    delete,
+    insert,
+    record_batches,
+    table_schema,
+    truncate,
+    update,
+)
+from tests.support.engines import folder_catalog, history_of, only_iceberg, rows_of, session
+from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
+from tests.support.rest_catalog import rest_catalog
+
+pytestmark = only_iceberg
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Mirror:
+    return Mirror(tmp_path / "t", rows=ROWS)
+
+
+def metadata_of(mirror: Mirror) -> Metadata:
+    found = IcebergTable(mirror.folder, LOG, folder_catalog(mirror.folder)).metadata()
+    assert found is not None
+    return found
+
+
+def summaries(mirror: Mirror) -> list[dict[str, str]]:
+    """Of the snapshots that the newest came from, and its own."""
+    found = metadata_of(mirror)
+    by_number = {item["snapshot-id"]: item["summary"] for item in found.said["snapshots"]}
+    return [by_number[number] for number in history_of(found)]
+
+
+def run_sql(mirror: Mirror, statement: str) -> None:
+    """Someone else's statement, in a session of their own; `{t}` is the table, `{n}` its name for procedures."""
+    spark = session().newSession()
+    root = mirror.folder.parent.parent
+    spark.conf.set("spark.sql.catalog.other", "org.apache.iceberg.spark.SparkCatalog")
+    spark.conf.set("spark.sql.catalog.other.type", "hadoop")
+    spark.conf.set("spark.sql.catalog.other.warehouse", str(root))
+    inside = f"`{mirror.folder.parent.name}`.`{mirror.folder.name}`"
+    spark.sql(statement.format(t=f"other.{inside}", n=inside))
+
+
+def append(mirror: Mirror) -> None:
+    run_sql(mirror, "INSERT INTO {t} VALUES (77, 'theirs', 'x', 1)")
+
+
+def compact(mirror: Mirror) -> None:
+    run_sql(mirror, "CALL other.system.rewrite_data_files(table => '{n}', options => map('rewrite-all', 'true'))")
+
+
+# --- the position, and what a commit is ----------------------------------------------------------------------
+
+
+def test_every_snapshot_says_the_position(shop: Mirror) -> None:
+    shop.apply(update(1, big="x"))
+    shop.apply(delete(77))
+    shop.apply(truncate(), insert(1))
+    shop.table.load(SHOP, record_batches(SHOP, ROWS), at(100))
+    said = [json.loads(summary["tailrace"]) for summary in summaries(shop)]
+    assert [item["seq"] for item in said] == [0, 10, 20, 30, 100]
+    assert {item["log"] for item in said} == {LOG}
+
+
+def test_a_row_that_changes_is_struck_out_where_it_lies(shop: Mirror) -> None:
+    shop.apply(update(1, n=5, unchanged=BIG), delete(2))
+    (loaded, merged) = summaries(shop)
+    assert (loaded["total-data-files"], merged.get("deleted-data-files")) == ("1", None)
+    assert (merged["total-delete-files"], merged["total-position-deletes"]) == ("1", "2")
+    assert shop.table.rows() == 4
+    assert by_id(shop.content()) == {1: "large 1", 3: "large 3", 4: "large 4", 5: "large 5"}
+
+
+def test_nothing_is_left_of_what_was_staged(shop: Mirror) -> None:
+    shop.apply(update(1, big="x"))
+    assert not list((shop.folder / "_staged").glob("*"))
+    assert not (shop.folder / "_tailrace").exists()
+    assert metadata_of(shop).strays() == []
+
+
+# --- other writers -------------------------------------------------------------------------------------------
+
+
+def at_point(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, act: Callable[[], object]) -> None:
+    """Do something just before a function of ours is run for the first time."""
+    real = getattr(place, name)
+
+    def first(*arguments: Any, **more: Any) -> Any:
+        monkeypatch.setattr(place, name, real)
+        act()
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(place, name, first)
+
+
+@pytest.mark.parametrize("moment", ["before it is written", "before it is published"])
+@pytest.mark.parametrize("meanwhile", [append, compact])
+def test_a_commit_made_meanwhile_fails_ours(
+    shop: Mirror, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Mirror], None], moment: str
+) -> None:
+    from tailrace.spark.iceberg_commits import Commits
+
+    shop.apply(insert(9))
+    before = history_of(metadata_of(shop))
+    place: tuple[Any, str] = (failpoints, "hit") if moment == "before it is written" else (Commits, "publish")
+    at_point(monkeypatch, *place, lambda: meanwhile(shop))
+    with pytest.raises(ForeignWrite, match="at the same time"):
+        shop.apply(update(1, big="mine"))
+    after = history_of(metadata_of(shop))
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + 1, "theirs is there, and ours is not"
+    if meanwhile is compact:
+        assert shop.apply(update(1, big="again")).committed, "and what was staged is no hindrance"
+        assert (by_id(shop.content())[1], metadata_of(shop).strays()) == ("again", [])
+
+
+def test_two_appliers_of_one_log_one_wins(shop: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tailrace.spark.iceberg_commits import Commits
+
+    at_point(monkeypatch, Commits, "publish", lambda: shop.apply(update(1, big="winner")))
+    with pytest.raises(ForeignWrite):
+        shop.apply(update(1, big="loser"))
+    assert (shop.seq, by_id(shop.content())[1]) == (10, "winner")
+
+
+@pytest.mark.parametrize("then", [None, compact])
+def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, then: Any) -> None:
+    append(shop)
+    theirs = metadata_of(shop).snapshot
+    if then:
+        then(shop)
+    with pytest.raises(ForeignWrite) as refused:
+        shop.table.cursor()
+    assert refused.value.fields["version"] == theirs
+    with pytest.raises(ForeignWrite):
+        shop.table.apply(SHOP, fold(SHOP, changes(SHOP, insert(10))), at(0), at(10))
+    assert shop.table.load(SHOP, record_batches(SHOP, ROWS[:2]), at(30)) == 2, "until it is loaded anew"
+    assert (shop.seq, len(shop.content())) == (30, 2)
+
+
+def test_columns_that_someone_else_changes_stop_the_table(shop: Mirror) -> None:
+    run_sql(shop, "ALTER TABLE {t} ADD COLUMN theirs int")
+    with pytest.raises(ForeignWrite, match="columns"):
+        shop.table.cursor()
+
+
+def test_maintenance_keeps_the_position(shop: Mirror) -> None:
+    for key in (6, 7):
+        shop.apply(insert(key, big="new"))
+    compact(shop)
+    assert shop.table.cursor() == at(20)
+    assert shop.apply(update(7, n=1, unchanged=BIG)).committed
+    assert by_id(shop.content())[7] == "new"
+
+
+def test_a_table_that_is_set_back_takes_its_position_back_with_its_rows(shop: Mirror) -> None:
+    shop.apply(update(1, big="x"))
+    first = history_of(metadata_of(shop))[0]
+    run_sql(shop, f"CALL other.system.rollback_to_snapshot('{{n}}', {first})")
+    assert shop.table.cursor() == at(0)
+    shop.apply(update(1, big="y"))
+    assert (shop.seq, by_id(shop.content())[1]) == (10, "y")
+
+
+def test_a_table_of_someone_else_is_never_written(shop: Mirror, tmp_path: Path) -> None:
+    run_sql(shop, f"CREATE TABLE other.`{tmp_path.name}`.mine (a int) USING iceberg")
+    with pytest.raises(ForeignWrite, match="did not make") as refused:
+        Mirror(tmp_path / "mine")
+    assert "tables.names" in refused.value.hint
+
+
+# --- shape ---------------------------------------------------------------------------------------------------
+
+
+def reshaped(*columns: tuple[str, pa.DataType]) -> TableSchema:
+    return replace(SHOP, columns=tuple(Column(name=name, source_type="", type=kind) for name, kind in columns))
+
+
+def test_a_name_that_is_used_again_is_another_column(shop: Mirror) -> None:
+    """A column by its number: no file is touched, and none gives old values to a new column."""
+    files = {file.name for file in (shop.folder / "data").iterdir()}
+    after = reshaped(("id", pa.int64()), ("big", pa.string()), ("label", pa.string()), ("n", pa.int64()),
+                     ("name", pa.string()))  # fmt: skip
+    recast = Recast(schema=after, renamed=(("name", "label"),), added=("name",))
+    assert shop.table.evolve(recast, at(0)).committed
+    assert {file.name for file in (shop.folder / "data").iterdir()} == files
+    shop.schema = after
+    shop.apply(insert(9, label="l", name="new", n=1 << 40))
+    rows = {row["id"]: row for row in rows_of(shop.folder).to_pylist()}
+    assert rows[1] == {"id": 1, "big": "large 1", "label": "n1", "n": 1, "name": None}
+    assert rows[9] == {"id": 9, "big": None, "label": "l", "n": 1 << 40, "name": "new"}
+    gone = replace(after, columns=after.columns[:-1])
+    shop.table.evolve(Recast(schema=gone, dropped=("name",)), at(10))
+    shop.table.evolve(Recast(schema=after, added=("name",)), at(10))
+    assert {row["name"] for row in rows_of(shop.folder).to_pylist()} == {None}, "a dropped column does not come back"
+
+
+def test_values_that_change_are_written_in_the_commit_of_the_shape(tmp_path: Path) -> None:
+    before = table_schema({"id": pa.int64(), "n": pa.int64(), "tags": pa.list_(pa.string()),
+                           "at": pa.timestamp("us", "UTC"), "d": pa.decimal128(9, 2)})  # fmt: skip
+    row = {"id": 1, "n": 5, "tags": ["a", None], "at": datetime(1, 1, 1, tzinfo=UTC), "d": Decimal("1.50")}
+    mirror = Mirror(tmp_path / "t", before, [row])
+    columns = (before.columns[0], replace(before.columns[1], type=pa.string()), *before.columns[2:],
+               Column(name="extra", source_type="", type=pa.int32()))  # fmt: skip
+    after = replace(before, columns=columns)
+    recast = Recast(schema=after, added=("extra",), filled=(("extra", pa.scalar(7, pa.int32())),))
+    mirror.table.evolve(recast, at(0))
+    assert rows_of(mirror.folder).to_pylist() == [{**row, "n": "5", "extra": 7}]
+    assert (mirror.version, mirror.table.shape()) == (1, after)
+
+
+# --- upkeep --------------------------------------------------------------------------------------------------
+
+
+def test_small_files_are_joined_and_old_snapshots_go(shop: Mirror) -> None:
+    for key in range(10, 19):
+        shop.apply(insert(key, big="new"))
+    before = by_id(shop.content())
+    tended = shop.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=0.0), at(90))
+    assert (tended.joined, tended.made) == (10, 1)
+    found = metadata_of(shop)
+    assert len(found.said["snapshots"]) == 1
+    assert len(list((shop.folder / "data").glob("*.parquet"))) == 1
+    assert (shop.seq, by_id(shop.content())) == (90, before)
+    assert shop.apply(delete(10)).committed
+
+
+# --- catalogs and format versions ----------------------------------------------------------------------------
+
+
+def used(catalog: Catalog, folder: Path) -> Metadata:
+    """A table through its first life: made, changed, refused, evolved, loaded anew."""
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    table = SparkIcebergTable(session(), folder, LOG, catalog)
+    assert table.cursor() is None
+    table.load(SHOP, record_batches(SHOP, ROWS), at(0))
+    again = SparkIcebergTable(session(), folder, LOG, catalog)
+    for seq, row in ((10, update(1, big="x", n=3)), (20, delete(2)), (30, update(3, n=9, unchanged=BIG))):
+        again.apply(SHOP, fold(SHOP, changes(SHOP, row)), at(seq - 10), at(seq))
+    with pytest.raises(ForeignWrite, match="starts from"):
+        table.apply(SHOP, fold(SHOP, changes(SHOP, insert(6))), at(20), at(40))
+    after = replace(SHOP, columns=(*SHOP.columns, Column(name="more", source_type="", type=pa.int32())))
+    table.evolve(Recast(schema=after, added=("more",)), at(30))
+    found = IcebergTable(folder, LOG, catalog).metadata()
+    assert found is not None
+    assert (table.cursor(), table.shape(), table.rows()) == (at(30), after, 4)
+    return found
+
+
+def table_rows(location: str) -> dict[int, Any]:
+    from pyiceberg.table import StaticTable
+
+    rows = StaticTable.from_metadata(location).scan().to_arrow().to_pylist()
+    return {row["id"]: (row["big"], row["n"], row["more"]) for row in rows}
+
+
+USED = {1: ("x", 3, None), 3: ("large 3", 9, None), 4: ("large 4", 4, None), 5: ("large 5", 5, None)}
+
+
+def test_a_database_may_be_the_catalog(tmp_path: Path) -> None:
+    file = tmp_path / "catalog.db"
+    catalog = Catalog(kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:sqlite:{file}")
+    used(catalog, tmp_path / "lake" / "public" / "t")
+    location = catalog._ask_database(("tailrace", "public", "t"))
+    assert location is not None
+    assert table_rows(location) == USED
+
+
+def test_a_server_may_be_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tailrace.spark.iceberg_commits import Commits
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    folder = tmp_path / "lake" / "public" / "t"
+    with rest_catalog(session(), tmp_path) as uri:
+        catalog = Catalog(kind="rest", root=tmp_path / "lake", uri=uri)
+        used(catalog, folder)
+        newest = max((folder / "metadata").glob("*.metadata.json"), key=lambda file: file.stat().st_mtime_ns)
+        assert table_rows(str(newest)) == USED
+        # The server itself refuses what does not follow what was looked at.
+        table = SparkIcebergTable(session(), folder, LOG, catalog)
+        shape = table.shape()
+        assert shape is not None
+        with monkeypatch.context() as patched:
+            real = Commits._base
+            patched.setattr(Commits, "_base", lambda self, opened, seen: overtake(real(self, opened, seen)))
+
+            def overtake(base: Any) -> Any:
+                patched.undo()
+                table.apply(shape, fold(shape, changes(shape, update(1, big="first"))), at(30), at(40))
+                return base
+
+            with pytest.raises(ForeignWrite, match="at the same time"):
+                table.apply(shape, fold(shape, changes(shape, update(1, big="second"))), at(30), at(40))
+        assert table.cursor() == at(40)
+
+
+def test_format_version_3_strikes_rows_out_with_vectors(tmp_path: Path) -> None:
+    folder = tmp_path / "public" / "t"
+    found = used(Catalog(kind="hadoop", root=tmp_path, version=3), folder)
+    assert found.said["format-version"] == 3
+    assert list((folder / "data").glob("*.puffin"))

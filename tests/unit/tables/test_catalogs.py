@@ -1,0 +1,170 @@
+"""Where an Iceberg table's newest metadata is found, in each kind of catalog, without Java."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from tailrace.errors import TableUnusable
+from tailrace.tables.catalogs import Catalog, local_path, newest_file
+
+
+def write(folder: Path, number: int, *, ending: str = ".metadata.json", hint: int | None = None) -> Path:
+    inside = folder / "metadata"
+    inside.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"number": number}).encode()
+    file = inside / f"v{number}{ending}"
+    file.write_bytes(gzip.compress(content) if ".gz" in ending else content)
+    if hint is not None:
+        (inside / "version-hint.text").write_text(str(hint))
+    return file
+
+
+def folder_catalog(root: Path) -> Catalog:
+    return Catalog(kind="hadoop", root=root)
+
+
+# --- folders -----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_without_metadata_holds_no_table(tmp_path: Path) -> None:
+    assert folder_catalog(tmp_path).metadata(tmp_path / "public" / "t") is None
+    (tmp_path / "public" / "t" / "metadata").mkdir(parents=True)
+    assert folder_catalog(tmp_path).metadata(tmp_path / "public" / "t") is None
+
+
+def test_commits_ahead_of_the_hint_are_found(tmp_path: Path) -> None:
+    table = tmp_path / "public" / "t"
+    for number in (1, 2, 3):
+        write(table, number, hint=1)
+    assert folder_catalog(tmp_path).metadata(table) == {"number": 3}
+
+
+@pytest.mark.parametrize("hint", ["", "garbage", "99"])
+def test_a_hint_that_is_of_no_use_is_none(tmp_path: Path, hint: str) -> None:
+    table = tmp_path / "public" / "t"
+    write(table, 9)
+    write(table, 10)
+    (table / "metadata" / "version-hint.text").write_text(hint)
+    assert newest_file(table / "metadata") == table / "metadata" / "v10.metadata.json"
+
+
+@pytest.mark.parametrize("ending", [".gz.metadata.json", ".metadata.json.gz"])
+def test_metadata_may_be_compressed(tmp_path: Path, ending: str) -> None:
+    table = tmp_path / "public" / "t"
+    write(table, 4, ending=ending, hint=4)
+    assert folder_catalog(tmp_path).metadata(table) == {"number": 4}
+
+
+def test_metadata_that_cannot_be_read_is_an_error_and_never_a_new_table(tmp_path: Path) -> None:
+    table = tmp_path / "public" / "t"
+    write(table, 1).write_text("garbage")
+    with pytest.raises(TableUnusable, match="cannot be read"):
+        folder_catalog(tmp_path).metadata(table)
+
+
+@pytest.mark.parametrize("name", ["t", "public/a%20b", "public/a:b", "public/a[b"])
+def test_a_name_that_no_catalog_can_have_is_refused_with_what_to_do(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TableUnusable, match="cannot have this name") as refused:
+        folder_catalog(tmp_path).metadata(tmp_path / name)
+    assert "tables.rules" in refused.value.hint
+
+
+@pytest.mark.parametrize("said", ["/a/b.json", "file:/a/b.json", "file:///a/b.json"])
+def test_a_file_of_this_machine_is_known_however_it_is_said(said: str) -> None:
+    assert local_path(said) == Path("/a/b.json")
+
+
+# --- databases ---------------------------------------------------------------------------------------------
+
+
+def database(file: Path, location: str) -> None:
+    with sqlite3.connect(file) as lite:
+        lite.execute(
+            "create table iceberg_tables (catalog_name text, table_namespace text, table_name text,"
+            " metadata_location text, previous_metadata_location text, iceberg_type text)"
+        )
+        lite.execute("insert into iceberg_tables values ('tailrace', 'public', 't', ?, null, 'TABLE')", (location,))
+    lite.close()
+
+
+def test_a_database_says_where_the_metadata_is(tmp_path: Path) -> None:
+    file, path = tmp_path / "catalog.db", tmp_path / "lake" / "public"
+    catalog = Catalog(kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:sqlite:{file}")
+    assert catalog.metadata(path / "t") is None, "there is no database yet"
+    database(file, f"file:{write(path / 't', 7)}")
+    assert catalog.metadata(path / "t") == {"number": 7}
+    assert catalog.metadata(path / "other") is None
+
+
+def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
+    catalog = Catalog(
+        kind="jdbc", root=tmp_path, uri="jdbc:postgresql://127.0.0.1:1/none", properties={"jdbc.password": "secret"}
+    )
+    with pytest.raises(TableUnusable, match="does not say where") as refused:
+        catalog.metadata(tmp_path / "public" / "t")
+    assert "secret" not in f"{refused.value} {catalog!r}"
+
+
+# --- servers -----------------------------------------------------------------------------------------------
+
+
+class Server(BaseHTTPRequestHandler):
+    """As the specification of REST catalogs has it, for one table."""
+
+    seen: ClassVar[list[tuple[str, str | None]]] = []
+    status: ClassVar[int] = 200
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, self.headers.get("Authorization")))
+        answers: dict[str, Any] = {
+            "/v1/config?warehouse=lake": {"defaults": {}, "overrides": {"prefix": "a/b"}},
+            "/v1/a%2Fb/namespaces/x%1Fpublic/tables/t": {"metadata-location": "s3://x", "metadata": {"number": 5}},
+        }
+        found = answers.get(self.path)
+        status = self.status if self.status != 200 else 200 if found is not None else 404
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(found if status == 200 else {}).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def served(status: int = 200) -> Iterator[str]:
+    Server.seen, Server.status = [], status
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_server_tells_the_metadata_itself(tmp_path: Path) -> None:
+    with served() as uri:
+        catalog = Catalog(kind="rest", root=tmp_path, uri=uri, warehouse="lake", properties={"token": "k"})
+        assert catalog.metadata(tmp_path / "x" / "public" / "t") == {"number": 5}
+        assert catalog.metadata(tmp_path / "x" / "public" / "other") is None
+    assert {authorization for _, authorization in Server.seen} == {"Bearer k"}
+
+
+def test_a_server_that_does_not_answer_as_it_should_is_an_error(tmp_path: Path) -> None:
+    with served(status=503) as uri:
+        catalog = Catalog(kind="rest", root=tmp_path, uri=uri, warehouse="lake")
+        with pytest.raises(TableUnusable, match="HTTP 503"):
+            catalog.metadata(tmp_path / "x" / "public" / "t")
+    with pytest.raises(TableUnusable, match="does not say where"):
+        catalog.metadata(tmp_path / "x" / "public" / "t")
