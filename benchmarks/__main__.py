@@ -41,8 +41,12 @@ from benchmarks import (
     pg_stream,
     pg_types,
     report,
+    runtime,
     seal,
     snapshot_growth,
+    spark_source,
+    spark_trigger,
+    transforms,
 )
 from benchmarks.measure import Bench, BenchError, Outcome
 
@@ -53,6 +57,7 @@ BENCHES: tuple[Bench, ...] = (
     pg_mixed.BENCH,
     pg_debezium.BENCH,
     log_commit.BENCH,
+    runtime.BENCH,
     pg_latency.BENCH,
     pg_bigtx.BENCH,
     pg_growth.BENCH,
@@ -64,7 +69,10 @@ BENCHES: tuple[Bench, ...] = (
     apply.BENCH,
     many_tables.BENCH,
     end_to_end.BENCH,
+    spark_source.BENCH,
+    spark_trigger.BENCH,
     end_to_end.LARGE,
+    transforms.BENCH,
 )
 ALL = "all"
 ASKED_FOR = (end_to_end.LARGE,)

@@ -170,7 +170,7 @@ def main() -> int:
     log = ChangeLog.open(folder / "log")
     log.schemas.load()
     (table,) = [version.schema.table for version in log.schemas.latest()]
-    files = log.files(table)
+    files = [Path(str(file)) for file in log.files(table)]
     assert len(files) == len(log.cold.seals), "each micro-batch is one file"
     both, measured = ENGINES[engine](), []
     for number in range(1 - ROUNDS_BEFORE, rounds + 1):

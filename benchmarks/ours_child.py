@@ -24,6 +24,7 @@ from tailrace.changelog.format import Header
 from tailrace.changelog.writer import LogWriter
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
+from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
 
 
@@ -93,8 +94,9 @@ def drain(job: Job) -> tuple[int, float]:
     begin = capture.prepare(None)
     assert begin is not None, "a new log has a beginning"
     log.append(Window(start=ZERO, end=begin))
-    runtime = CdcRuntime(capture.live, log, target=Lsn(job.until_lsn))
-    runtime.run(lambda: runtime.caught_up)
+    sink = LogSink(log)
+    runtime = CdcRuntime(capture, sink, target=Lsn(job.until_lsn))
+    runtime.run(sink, lambda: runtime.caught_up)
     log.close()
     return log.next_seq - 1, log.last - log.first
 

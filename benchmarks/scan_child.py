@@ -23,7 +23,7 @@ from tailrace.spark.java import find_java
 def main() -> int:
     """Copy, warm up, check, measure."""
     folder, table, rounds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    spark = _session(folder)
+    spark = open_session(folder)
     cold = [str(path) for path in ChangeLog.open(folder / "log").files(table)]
     plain = str(folder / "plain")
     _say("copying it to plain Parquet")
@@ -46,20 +46,21 @@ def main() -> int:
         "seconds": seconds,
         "files": {"ours": len(cold), "peer": len(copies)},
         "bytes": {"ours": _size(cold), "peer": _size(copies)},
-        "versions": {"spark": spark.version, "java": _java_version(spark)},
+        "versions": {"spark": spark.version, "java": java_version(spark)},
     }
     print(json.dumps(report), flush=True)
     spark.stop()
     return 0
 
 
-def _session(folder: Path) -> SparkSession:
-    """Spark as it comes, on two cores; only what it prints and where it puts its files is set."""
+def open_session(folder: Path) -> SparkSession:
+    """Open Spark as it comes, on two cores; only what it prints and where it puts its files is set."""
     os.environ["JAVA_HOME"] = str(find_java())
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     session: SparkSession = (
         SparkSession.builder.master("local[2]")
-        .appName("tailrace log-scan")
+        .appName("tailrace bench")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.log.level", "ERROR")
@@ -88,7 +89,8 @@ def _size(files: list[str]) -> int:
     return sum(Path(file).stat().st_size for file in files)
 
 
-def _java_version(spark: SparkSession) -> str:
+def java_version(spark: SparkSession) -> str:
+    """Ask the session's Java."""
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     return str(jvm.java.lang.System.getProperty("java.version"))

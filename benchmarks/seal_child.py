@@ -19,6 +19,7 @@ def main() -> int:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import pyarrow.parquet as pq
 
+    from tailrace.changelog.files import size_of
     from tailrace.changelog.reader import ChangeLog
     from tailrace.changelog.sealing import Sealer
 
@@ -35,7 +36,7 @@ def main() -> int:
         "wall_seconds": wall,
         "cpu_seconds": cpu,
         "files": len(files),
-        "bytes": sum(file.stat().st_size for file in files),
+        "bytes": sum(map(size_of, files)),
     }
     print(json.dumps(report), flush=True)
     return 0

@@ -1,4 +1,4 @@
-"""`spark.read.format("cdc")`: a table of a database as a DataFrame, read in parallel and as of one moment.
+"""`spark.read.format("cdc")` of a database: a table as a DataFrame, read in parallel and as of one moment.
 
 The table is cut into chunks, and every task reads its own in one exported snapshot, which a process beside Spark holds
 (`holder.py`). So the rows are those of one moment, however long the read takes and whatever is written meanwhile.
@@ -14,7 +14,7 @@ from dataclasses import replace
 import psycopg
 import pyarrow as pa
 from psycopg import sql
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
@@ -34,25 +34,14 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.holder import Held, hold_snapshot
 from tailrace.spark.read_options import ANEW, ReadOptions, ReadPart
 
-FORMAT = "cdc"
 PLANS_MAX = 5
 """Of one read, where the table is rewritten again and again while it is planned."""
 
 
-class CdcSource(DataSource):
-    """`format("cdc")`. Register it once in a session: `spark.dataSource.register(tailrace.CdcSource)`."""
-
-    @classmethod
-    def name(cls) -> str:
-        return FORMAT
-
-    def schema(self) -> StructType:
-        options = ReadOptions.parse(self.options)
-        with _told(options), connect(options.url) as connection:
-            return _spark_schema(_look(connection, options))
-
-    def reader(self, schema: StructType) -> DataSourceReader:
-        return CdcReader(ReadOptions.parse(self.options), schema)
+def snapshot_schema(options: ReadOptions) -> StructType:
+    """The columns of a read."""
+    with _told(options), connect(options.url) as connection:
+        return _spark_schema(_look(connection, options))
 
 
 class CdcReader(DataSourceReader):

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pyspark
 import pytest
 
 from tailrace.errors import Unsupported
-from tailrace.spark.connector import CONNECTORS, connector_settings
+from tailrace.spark.connector import (
+    CONNECTORS,
+    ICEBERG_CONNECTORS,
+    catalog_settings,
+    connector_settings,
+    iceberg_settings,
+)
+from tailrace.tables.catalogs import Catalog
 
 PACKAGES, EXTENSIONS = "spark.jars.packages", "spark.sql.extensions"
 
@@ -35,3 +44,37 @@ def test_a_connector_that_was_named_is_left_as_it_is(given: dict[str, str], monk
     monkeypatch.setattr(pyspark, "__version__", "9.9.0")
     found = connector_settings(given)
     assert found.get(PACKAGES) == given.get(PACKAGES)
+
+
+FOLDER = Catalog(kind="hadoop", root=Path("/lake"))
+DATABASE = Catalog(
+    kind="jdbc", root=Path("/lake"), uri="jdbc:postgresql://h/d", properties={"jdbc.user": "u", "jdbc.password": "p"}
+)
+
+
+def test_a_spark_without_an_iceberg_connector_is_refused_with_those_that_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.3.0")
+    with pytest.raises(Unsupported, match="no Iceberg connector") as refused:
+        iceberg_settings({}, FOLDER)
+    assert "pyspark==4.1.*" in refused.value.hint
+
+
+def test_the_iceberg_connector_comes_with_the_driver_of_its_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.1.4")
+    assert iceberg_settings({}, FOLDER)[PACKAGES] == ICEBERG_CONNECTORS["4.1"]
+    connector, driver = iceberg_settings({}, DATABASE)[PACKAGES].split(",")
+    assert (connector, driver.startswith("org.postgresql:")) == (ICEBERG_CONNECTORS["4.1"], True)
+    given = {"spark.jars": "/x/iceberg-spark-runtime.jar,/x/postgresql.jar"}
+    assert PACKAGES not in iceberg_settings(given, DATABASE)
+    assert iceberg_settings(given, DATABASE)[EXTENSIONS].endswith("IcebergSparkSessionExtensions")
+
+
+def test_a_session_knows_its_catalog() -> None:
+    name = "spark.sql.catalog.tailrace"
+    folder, database = catalog_settings(FOLDER), catalog_settings(DATABASE)
+    assert (folder[f"{name}.type"], folder[f"{name}.warehouse"]) == ("hadoop", "/lake")
+    assert (database[f"{name}.uri"], database[f"{name}.jdbc.password"]) == ("jdbc:postgresql://h/d", "p")
+    server = catalog_settings(Catalog(kind="rest", root=Path("/lake"), uri="http://h", warehouse="w"))
+    assert (server[f"{name}.warehouse"], server[f"{name}.cache-enabled"]) == ("w", "false")

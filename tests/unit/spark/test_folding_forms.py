@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from tailrace.changelog.letters import Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
-from tailrace.spark import setting_aside
+from tailrace.spark import folding, setting_aside
 from tailrace.spark.aside import KeepWork, keep_aside
 from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.setting_aside import dead_keys
@@ -82,6 +83,31 @@ def test_what_a_table_cannot_take_is_refused_by_every_form(tmp_path: Path, form:
     with pytest.raises(ValueUnfit) as refused:
         fold_stretch(work, tmp_path / "scratch", here, rows_max)
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("rows_max", [1, 100])
+def test_what_no_partition_can_be_is_refused_by_every_form(tmp_path: Path, form: Form, rows_max: int) -> None:
+    form = replace(form, partition_by=("name",))
+    work = stretch(tmp_path, SHOP, [[insert(1, name="a"), insert(2)], [update(1, name="")], [delete(2)]], form)
+    with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
+        fold_stretch(work, tmp_path / "scratch", here, rows_max)
+    assert refused.value.fields["column"] == "name"
+
+
+def test_partitions_that_the_key_names_are_told_while_they_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHOP, key=("id", "name"))
+    rows = [insert({"id": key, "name": "ab"[key % 2]}) for key in range(6)]
+    commits = [rows[:3], rows[3:], [delete({"id": 0, "name": "c"})]]
+    work = stretch(tmp_path, shape, commits, Form(partition_by=("name",)))
+    assert fold_stretch(work, tmp_path / "scratch", here, 3).partitions == {"name": frozenset("abc")}
+    monkeypatch.setattr(folding, "PARTITIONS_MAX", 2)
+    for rows_max in (3, 100):
+        scratch = tmp_path / f"scratch-{rows_max}"
+        scratch.mkdir()
+        assert fold_stretch(work, scratch, here, rows_max).partitions == {"name": None}
 
 
 # --- what the table cannot take ----------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""What a DataFrame over a change log looks like: worked out once, when it is made, and kept with it.
+
+Whoever plans and whoever reads goes by what stands here, and not by what the log knows by then.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from tailrace.changelog.merged import merged_shape
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import ConfigError, LogUnusable, SourceTableMissing, Unsupported
+from tailrace.model.schema import TableSchema
+from tailrace.spark.changefeed import feed_fields, refuse_partial
+from tailrace.spark.envelope import envelope_fields
+from tailrace.spark.log_options import LogOptions, Shape
+from tailrace.spark.typed import typed_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One DataFrame: what was asked for, and the columns it has."""
+
+    options: LogOptions
+    shape: TableSchema | None
+    """Of the one table, as a view over every version that was known; None for an envelope."""
+    fields: pa.Schema
+
+
+def look(options: LogOptions) -> Frame:
+    """The columns of what is asked for."""
+    if options.shape is Shape.ENVELOPE:
+        if options.url is None:
+            _refuse_unknown(options)
+        return Frame(options=options, shape=None, fields=envelope_fields())
+    versions = _versions(options)
+    if not versions[-1].columns:
+        raise Unsupported("the table has no columns", table=options.table)
+    shape = merged_shape(versions)
+    if options.shape is Shape.TYPED:
+        fields = typed_fields(shape, with_row=options.with_envelope)
+    else:
+        refuse_partial(versions[-1])
+        fields = feed_fields(shape)
+    _refuse_twins(fields, options)
+    return Frame(options=options, shape=shape, fields=fields)
+
+
+def _versions(options: LogOptions) -> list[TableSchema]:
+    """Every shape of the table that is known, oldest first: those in the log and, where there is one, the source's."""
+    found = [] if options.url is not None and not _is_there(options.log) else _logged(options)
+    if options.url is not None:
+        found.append(_described(options))
+    if not found:
+        raise _unknown(_opened(options), str(options.table))
+    return found
+
+
+def _is_there(path: str) -> bool:
+    try:
+        ChangeLog.open(path)
+    except LogUnusable:
+        return False
+    return True
+
+
+def _opened(options: LogOptions) -> ChangeLog:
+    log = ChangeLog.open(options.log)
+    log.schemas.load()
+    return log
+
+
+def _logged(options: LogOptions) -> list[TableSchema]:
+    log = _opened(options)
+    found = [version for number in log.schemas.matching(options.takes) for version in log.schemas.all_of(number)]
+    return [version.schema for version in sorted(found, key=lambda version: version.ordinal)]
+
+
+def _described(options: LogOptions) -> TableSchema:
+    from tailrace.capture.postgres.catalogue import Catalogue  # tasks have no use for what comes with it
+    from tailrace.capture.postgres.connect import connect
+
+    assert options.url is not None, "asked only then"
+    assert options.table is not None, "asked only then"
+    with connect(options.url) as connection:
+        try:
+            return Catalogue(connection).describe(options.table, None)
+        except SourceTableMissing:
+            raise SourceTableMissing(
+                "the table is not there", table=options.table,
+                hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
+            ) from None  # fmt: skip
+
+
+def _refuse_unknown(options: LogOptions) -> None:
+    """A name that is no pattern is a table that is there."""
+    log = _opened(options)
+    plain = [name for name in options.tables if not re.search(r"[*?[]", name)]
+    for name in plain if options.table is None else [options.table]:
+        if not log.schemas.named(name):
+            raise _unknown(log, str(name))
+
+
+def _unknown(log: ChangeLog, table: str) -> ConfigError:
+    names = sorted(str(version.schema.table) for version in log.schemas.latest())
+    close = difflib.get_close_matches(table, names, n=3) or names[:5]
+    return ConfigError(
+        "the log has no rows of such a table", table=table,
+        hint=f"It has {', '.join(close)}{' and others' if len(close) < len(names) else ''}."
+        if names
+        else "It has none of any table yet: a table is known once it has changed. `tables` takes patterns.",
+    )  # fmt: skip
+
+
+def _refuse_twins(fields: pa.Schema, options: LogOptions) -> None:
+    """Spark does not tell upper case from lower."""
+    twins = [name for name, times in Counter(name.lower() for name in fields.names).items() if times > 1]
+    if twins:
+        raise Unsupported(
+            "two columns would have the same name", table=options.table, column=twins[0],
+            hint="Read it with `shape` `envelope`, which keeps names apart.",
+        )  # fmt: skip

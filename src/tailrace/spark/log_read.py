@@ -1,0 +1,44 @@
+"""`spark.read.format("cdc")` of a change log: the changes of a range, by commit, position or time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from tailrace.changelog.places import ending_place, starting_place
+from tailrace.changelog.reader import SEQ_MAX
+from tailrace.errors import ConfigError
+from tailrace.spark.log_frame import Frame
+from tailrace.spark.log_part import read_part
+from tailrace.spark.log_view import LogView
+
+
+class LogReader(DataSourceReader):
+    """Plain data only: Spark pickles it. Where the range begins and ends is found out when it is planned."""
+
+    def __init__(self, frame: Frame, schema: StructType) -> None:
+        self._frame = frame
+        self._schema = schema
+
+    def partitions(self) -> list[InputPartition]:
+        options, view = self._frame.options, LogView(self._frame)
+        tables = view.tables(view.newest())
+        begin = starting_place(view.log, options.start, tables)
+        end = ending_place(view.log, options.end, tables)
+        if end < begin:
+            raise ConfigError(
+                "the range ends before it begins", start=options.start, end=options.end,
+                hint="`endingPosition` must not lie before `startingPosition`.",
+            )  # fmt: skip
+        # An end inside of a commit is a row of the next one.
+        last, to_seq = (end.commit + 1, end.seq) if end.seq else (end.commit, SEQ_MAX)
+        return [InputPartition(part) for part in view.parts(begin, last, to_seq)] if last > begin.commit else []
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if partition.value is None:  # Spark's own, where there are none
+            return iter(())
+        return read_part(self._frame, partition.value, to_arrow_schema(self._schema, timezone="UTC"))

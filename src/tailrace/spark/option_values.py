@@ -1,0 +1,90 @@
+"""What is written in options, as values; each refused that cannot be meant, with the option's name and an example."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+from tailrace.errors import ConfigError
+from tailrace.model.schema import TableId
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_QUOTED = r'"(?:[^"]|"")+"'
+_COLUMN = rf'\s*(?:{_QUOTED}|[^\s",][^",]*)\s*'
+
+
+def refused(name: str, why: str, hint: str) -> ConfigError:
+    """The error for an option."""
+    return ConfigError(f"the option `{name}` {why}", hint=hint)
+
+
+def named(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
+    """The options under the names they are documented by; Spark does not tell upper case from lower."""
+    known = {name.lower(): name for name in options}
+    for name in given:
+        if name.lower() not in known:
+            close = difflib.get_close_matches(name.lower(), known, n=1)
+            meant = f"Did you mean `{known[close[0]]}`? " if close else ""
+            raise refused(name, "is not known", f"{meant}The options are {', '.join(options)}.")
+    return {known[name.lower()]: value for name, value in given.items()}
+
+
+def source_url(text: str) -> str:
+    # A list of settings such as `host=… password=…` would be taken for a name in messages.
+    if not re.match(r"postgres(ql)?://", text):
+        raise refused("url", "is not a URL of PostgreSQL", "For example: postgresql://user@host:5432/database")
+    return text
+
+
+def choice(name: str, text: str, values: Sequence[str]) -> str:
+    """One of these words."""
+    found = text.strip().lower()
+    if found not in values:
+        raise refused(name, "is none of its values", f"They are {', '.join(values)}.")
+    return found
+
+
+def table_name(name: str, text: str) -> TableId:
+    match = re.fullmatch(rf"({_QUOTED}|[^\".]+)\.({_QUOTED}|[^\".]+)", text.strip())
+    if match is None:
+        raise refused(
+            name, "is not the name of a table with its schema",
+            'For example: public.orders. A name with a dot in it is quoted: "a.b"."c".',
+        )  # fmt: skip
+    return TableId(_unquoted(match[1]), _unquoted(match[2]))
+
+
+def column_names(name: str, text: str) -> tuple[str, ...]:
+    if not re.fullmatch(rf"{_COLUMN}(,{_COLUMN})*", text):
+        raise refused(
+            name, "is not a list of names", 'For example: id, state, total. Quoted: "a, b", "c".'
+        )
+    names = tuple(_unquoted(name.strip()) for name in re.findall(rf"(?:{_QUOTED}|[^\",])+", text))
+    if len(set(names)) < len(names):
+        raise refused(name, "names a column twice", "Name each once.")
+    return names
+
+
+def _unquoted(name: str) -> str:
+    return name[1:-1].replace('""', '"') if name.startswith('"') else name
+
+
+def size(name: str, text: str) -> int:
+    match = re.fullmatch(r"([0-9]+) ?([A-Za-z]*)", text.strip())
+    unit = match and {unit.lower(): size for unit, size in _UNITS.items()}.get(match[2].lower())
+    if match is None or not unit or not 0 < int(match[1]) * unit < 1 << 60:
+        raise refused(name, "is not a size", f"For example: 64MiB; the units are {', '.join(filter(None, _UNITS))}.")
+    return int(match[1]) * unit
+
+
+def count(name: str, text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text.strip()):
+        raise refused(name, "is not a whole number above 0", "For example: 200")
+    return int(text)
+
+
+def seconds(name: str, text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]+)?", text.strip()) or float(text) <= 0:
+        raise refused(name, "is not a number of seconds", "For example: 3600")
+    return float(text)

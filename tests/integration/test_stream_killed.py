@@ -1,0 +1,158 @@
+"""A stream of stock Spark whose driver, Java or executors are killed: after the next start every row is there, once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tailrace.spark.java import find_java
+from tests.support.pipelines import descendants, eventually, execute
+
+COME_SECONDS_MAX = 300.0
+THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
+
+DRIVER = """
+import json, os, sys
+from pyspark.sql import SparkSession
+url, log, folder, master, trigger = sys.argv[1:]
+spark = SparkSession.builder.master(master).config("spark.ui.enabled", "false").config(
+    "spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1").config(
+    "spark.executorEnv.PYTHONPATH", os.environ["PYTHONPATH"]).config("spark.task.maxFailures", "8").getOrCreate()
+frame = spark.readStream.format("cdc").option("url", url).option("log", log).option("table", "public.t").option(
+    "rowsPerPartition", "100").load()
+
+def write(batch, number):
+    ids = [row["id"] for row in batch.select("id").collect()]
+    path = os.path.join(folder, "out", f"{number}.json")
+    with open(path + ".tmp", "w") as file:
+        json.dump(ids, file)
+    os.replace(path + ".tmp", path)
+
+writer = frame.writeStream.foreachBatch(write).option("checkpointLocation", os.path.join(folder, "checkpoint"))
+print("started", flush=True)
+while True:
+    query = (writer.trigger(availableNow=True) if trigger == "all" else writer).start()
+    try:
+        query.awaitTermination()
+        break
+    except Exception as error:
+        # On a busy machine: Spark gives a source's process ten seconds to start.
+        if "failed to connect back" not in str(error):
+            raise
+spark.stop()
+"""
+
+
+class Drivers:
+    """Starts the same query again and again."""
+
+    def __init__(self, url: str, folder: Path, master: str) -> None:
+        self._url, self._folder, self._master = url, folder, master
+        self.log = folder / "log"
+        (folder / "out").mkdir()
+
+    @contextmanager
+    def running(self, trigger: str = "on") -> Iterator[subprocess.Popen[bytes]]:
+        environment = os.environ | {
+            "PYSPARK_PYTHON": sys.executable, "JAVA_HOME": str(find_java()), "PYTHONPATH": os.pathsep.join(sys.path)
+        }  # fmt: skip
+        with (self._folder / "said").open("ab") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-c", DRIVER, self._url, str(self.log), str(self._folder), self._master, trigger],
+                stdout=subprocess.PIPE, stderr=said, env=environment, cwd=self._folder, start_new_session=True,
+            )  # fmt: skip
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"started\n", (self._folder / "said").read_text()[-3000:]
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+    def ids(self) -> list[int]:
+        """All that the query has written, in order."""
+        files = sorted((self._folder / "out").glob("*.json"), key=lambda path: int(path.stem))
+        return [key for file in files for key in json.loads(file.read_text())]
+
+
+def slot_is_free(url: str) -> bool:
+    with psycopg.connect(url) as connection:
+        rows = connection.execute("select active from pg_replication_slots where database = current_database()")
+        return [active for (active,) in rows.fetchall()] == [False]
+
+
+def processes(driver: subprocess.Popen[bytes], *words: str) -> list[int]:
+    """Those below a driver whose command line has these words."""
+    found = []
+    for pid in descendants(driver.pid) - {driver.pid}:
+        try:
+            said = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if all(word.encode() in said for word in words):
+            found.append(pid)
+    return found
+
+
+@contextmanager
+def writing(url: str) -> Iterator[list[int]]:
+    """Somebody who inserts all the time; the ids that were committed."""
+    done, written = threading.Event(), list[int]()
+
+    def write() -> None:
+        with psycopg.connect(url, autocommit=True) as connection:
+            while not done.wait(0.02):
+                key = len(written) + 1
+                connection.execute("insert into t values (%s)", (key,))
+                written.append(key)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        yield written
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not THOROUGH, reason="takes minutes: run with TAILRACE_THOROUGH=1")
+@pytest.mark.parametrize(
+    ("master", "killed"),
+    [
+        ("local[2]", ()), ("local[2]", ("java",)), ("local[2]", ("pyspark.daemon", "pyspark.worker")),
+        ("local[2]", ("tailrace.pipeline.beside",)), ("local-cluster[2,1,1024]", ("CoarseGrainedExecutorBackend",)),
+    ],
+    ids=["driver", "java", "workers", "capture", "executor"],
+)  # fmt: skip
+def test_every_row_is_written_once_whatever_is_killed(
+    database: str, tmp_path: Path, master: str, killed: tuple[str, ...]
+) -> None:
+    execute(database, "create table t (id int primary key)")
+    drivers = Drivers(database, tmp_path, master)
+    with drivers.running() as driver, writing(database) as written:
+        assert eventually(lambda: len(drivers.ids()) > 20, COME_SECONDS_MAX)
+        if killed:
+            for pid in processes(driver, *killed):
+                os.kill(pid, signal.SIGKILL)
+        else:
+            driver.kill()
+        time.sleep(3)  # what survives goes on
+    assert eventually(lambda: slot_is_free(database), COME_SECONDS_MAX)
+    with drivers.running("all") as driver:
+        assert driver.wait(COME_SECONDS_MAX) == 0
+    assert eventually(lambda: slot_is_free(database), COME_SECONDS_MAX)
+    first = drivers.ids()[0]
+    assert drivers.ids() == list(range(first, len(written) + 1)), "from the slot's making on"

@@ -1,0 +1,45 @@
+"""A DataFrame over a log, without Spark: planned and read as its driver and its tasks do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.places import Place, starting_place
+from tailrace.spark.log_frame import Frame, look
+from tailrace.spark.log_options import LogOptions
+from tailrace.spark.log_part import read_part
+from tailrace.spark.log_view import LogPart, LogView
+
+Rows = list[dict[str, Any]]
+
+
+def frame(log: LogPath, **options: object) -> Frame:
+    """What `load()` makes."""
+    return look(LogOptions.parse({"log": str(log)} | {name: str(value) for name, value in options.items()}))
+
+
+def rows_of_parts(made: Frame, parts: list[LogPart]) -> Rows:
+    """What tasks give to Spark; each batch has the DataFrame's very fields."""
+    found: Rows = []
+    for part in parts:
+        for batch in read_part(made, part, made.fields):
+            assert batch.num_rows
+            assert batch.schema == made.fields
+            found += batch.to_pylist()
+    return found
+
+
+def steps(made: Frame, *, after: Place | None = None) -> list[tuple[int, Rows]]:
+    """Micro-batch after micro-batch until nothing is left: the commit each ends with, and its rows."""
+    view, found = LogView(made), []
+    place = after or starting_place(view.log, made.options.start, view.tables(view.newest()))
+    while (end := view.step(place, view.newest(), limited=True)) > place.commit:
+        found.append((end, rows_of_parts(made, view.parts(place, end))))
+        place = Place(end)
+    return found
+
+
+def stream(log: LogPath, **options: object) -> Rows:
+    """All rows of a stream, micro-batch after micro-batch."""
+    return [row for _, rows in steps(frame(log, **options)) for row in rows]

@@ -1,0 +1,168 @@
+"""`shape=changelog`: the columns and the rules of Spark's own `changes` and of Delta's change feed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.changelog.places import Place
+from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
+from tailrace.model.schema import Identity
+from tailrace.spark.log_view import LogView
+from tests.support.changes import SHOP, Change, delete, insert, move, truncate, update
+from tests.support.frames import frame, steps, stream
+from tests.support.logs import KEYLESS_OTHER, Diary, quick_folder, seal
+
+FULL = replace(SHOP, identity=Identity.FULL)
+NOTHING = {"name": None, "big": None, "n": None}
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    with quick_folder(tmp_path) as folder:
+        made = Diary(folder / "log")
+        yield made
+        made.close()
+
+
+def feed(diary: Diary, table: str = "public.things", **options: object) -> list[tuple[Any, ...]]:
+    rows = stream(diary.path, table=table, shape="changelog", **options)
+    return [(row["_change_type"], row["id"], row["n"], row["_commit_version"]) for row in rows]
+
+
+def row(key: int, n: int) -> dict[str, Any]:
+    return {"id": key, **NOTHING, "n": n}
+
+
+def changed(key: int, was: int, n: int) -> Change:
+    return update(key, n=n, before=row(key, was))
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_each_kind_of_change_is_told_with_whole_rows(diary: Diary, sealed: bool) -> None:
+    diary.commit((FULL, [insert(1, n=10), insert(2, n=20)]))
+    diary.commit((FULL, [changed(1, 10, 11), delete(2, n=20)]))
+    diary.commit((FULL, [*move(1, 3, n=11)][:1]), (FULL, [insert(3, n=11)]))
+    if sealed:
+        seal(diary.path)
+    assert feed(diary) == [
+        ("insert", 1, 10, 1), ("insert", 2, 20, 1),
+        ("update_preimage", 1, 10, 2), ("update_postimage", 1, 11, 2), ("delete", 2, 20, 2),
+        ("delete", 1, None, 3), ("insert", 3, 11, 3),
+    ]  # fmt: skip
+
+
+def test_the_columns_are_the_tables_own_and_then_the_feeds(diary: Diary) -> None:
+    diary.commit((FULL, [insert(1)]))
+    fields = frame(diary.path, table="public.things", shape="changelog").fields
+    assert fields.names == ["id", "name", "big", "n", "_change_type", "_commit_version", "_commit_timestamp"]
+    assert [str(field.type) for field in fields][-3:] == ["string", "int64", "timestamp[us, tz=UTC]"]
+
+
+def test_a_key_changes_at_most_once_in_a_version(diary: Diary) -> None:
+    diary.commit((FULL, [insert(1, n=1), insert(2, n=1), insert(3, n=1), insert(4, n=1)]))
+    diary.commit((FULL, [
+        changed(1, 1, 2), changed(1, 2, 3),
+        delete(2, n=1), insert(2, n=5),
+        changed(3, 1, 2), delete(3, n=2),
+        insert(9, n=0), delete(9, n=0),
+        delete(4, n=1), insert(4, n=7), changed(4, 7, 8), delete(4, n=8),
+        insert(5, n=1), changed(5, 1, 2),
+    ]))  # fmt: skip
+    assert feed(diary)[4:] == [
+        ("update_preimage", 1, 1, 2), ("update_postimage", 1, 3, 2),
+        ("update_preimage", 2, 1, 2), ("update_postimage", 2, 5, 2),
+        ("delete", 3, 1, 2), ("delete", 4, 1, 2), ("insert", 5, 2, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_feed_leads_from_state_to_state_whatever_happened(diary: Diary, sealed: bool) -> None:
+    chance, state = random.Random(7), dict[int, int]()
+    states: list[dict[int, int]] = []
+    for _ in range(40):
+        changes: list[Change] = []
+        for _ in range(chance.randrange(1, 12)):
+            key, n = chance.randrange(6), chance.randrange(100)
+            if key not in state:
+                changes.append(insert(key, n=n))
+                state[key] = n
+            elif chance.random() < 0.5:
+                changes.append(changed(key, state[key], n))
+                state[key] = n
+            else:
+                changes.append(delete(key, n=state.pop(key)))
+        diary.commit((FULL, changes))
+        states.append(dict(state))
+    if sealed:
+        seal(diary.path)
+    found = feed(diary, rowsPerPartition=20, maxRowsPerTrigger=50)
+    told: dict[int, int] = {}
+    for version, wanted in enumerate(states, start=1):
+        mine = [item for item in found if item[3] == version]
+        for kind, key, n, _ in mine:
+            if kind in ("delete", "update_preimage"):
+                assert told.pop(key) == n
+        for kind, key, n, _ in mine:
+            if kind in ("insert", "update_postimage"):
+                assert told.setdefault(key, n) is n
+        assert told == wanted
+        assert len({key for kind, key, *_ in mine if kind == "update_postimage"}) == sum(
+            kind == "update_preimage" for kind, *_ in mine
+        )
+
+
+def test_the_time_is_one_for_a_version_and_never_goes_back(diary: Diary) -> None:
+    for at in (5_000_000, 3_000_000, 9_000_000):  # the source's clock
+        diary.commit((FULL, [insert(1), insert(2)]), at=at)
+    rows = stream(diary.path, table="public.things", shape="changelog")
+    times = [row["_commit_timestamp"] for row in rows]
+    assert times == sorted(times)
+    assert len({(row["_commit_version"], row["_commit_timestamp"]) for row in rows}) == 3
+
+
+def test_rows_without_a_key_are_told_one_by_one(diary: Diary) -> None:
+    diary.commit((KEYLESS_OTHER, [
+        insert({"a": 1}, b="x"), insert({"a": 1}, b="x"), update({"a": 2}, b="y", before={"a": 1, "b": "x"}),
+        delete({"a": 1}, b="x"),
+    ]))  # fmt: skip
+    rows = stream(diary.path, table="public.keyless", shape="changelog")
+    assert [(row["_change_type"], row["a"]) for row in rows] == [
+        ("insert", 1), ("insert", 1), ("update_preimage", 1), ("update_postimage", 2), ("delete", 1)
+    ]  # fmt: skip
+
+
+def test_old_rows_that_are_not_sent_whole_are_refused(diary: Diary) -> None:
+    diary.commit((SHOP, [insert(1)]))
+    with pytest.raises(SourceNotReady, match=r"ALTER TABLE public\.things REPLICA IDENTITY FULL"):
+        frame(diary.path, table="public.things", shape="changelog")
+    diary.commit((FULL, [insert(2)]))
+    made = frame(diary.path, table="public.things", shape="changelog")
+    with pytest.raises(SourceNotReady, match="Begin after the commit"):
+        steps(made)
+    assert feed(diary, startingPosition=2) == [("insert", 2, None, 2)]
+
+
+def test_a_truncate_and_a_value_that_does_not_fit_are_refused(diary: Diary) -> None:
+    diary.commit((FULL, [insert(1)]))
+    diary.commit((FULL, [truncate()]))
+    diary.commit((FULL, [insert(2, unfit=("n",))]))
+    diary.commit((FULL, [insert(3)]))
+    with pytest.raises(Unsupported, match=r"TRUNCATE.*commit=2"):
+        feed(diary)
+    with pytest.raises(ValueUnfit):
+        feed(diary, startingPosition=3)
+    assert feed(diary, startingPosition=4) == [("insert", 3, None, 4)]
+
+
+def test_a_commit_is_read_by_one_task(diary: Diary) -> None:
+    diary.piece((FULL, [insert(key) for key in range(50)]))
+    diary.finish((FULL, [insert(key) for key in range(50, 100)]))
+    view = LogView(frame(diary.path, table="public.things", shape="changelog", rowsPerPartition=10))
+    assert len(view.parts(Place(0), 1)) == 1
+    assert len(feed(diary, rowsPerPartition=10)) == 100

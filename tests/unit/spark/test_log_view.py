@@ -1,0 +1,240 @@
+"""Micro-batches over a log: every row once, whole commits, nothing passed over, however the rows lie."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from tailrace.changelog.gaps import Gap, record_gap
+from tailrace.changelog.objects import ObjectPath
+from tailrace.changelog.places import Place, starting_place
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
+from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged
+from tailrace.model.position import Lsn
+from tailrace.model.schema import Column
+from tailrace.spark.log_read import LogReader
+from tailrace.spark.log_view import LogView
+from tests.support.changes import SHOP, insert
+from tests.support.frames import frame, rows_of_parts, steps, stream
+from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, quick_folder, seal, write_everything
+
+NARROWER = replace(SHOP, columns=SHOP.columns[:-1])
+LATER = 4e9
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    with quick_folder(tmp_path) as folder:
+        made = Diary(folder / "log")
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("sealed", ["not", "half", "all"])
+@pytest.mark.parametrize("what", [{"table": "public.things"}, {"tables": "*"}, {"tables": "*.other, public.keyless"}])
+def test_every_row_comes_once_with_its_commit(
+    diary: Diary, sealed: str, what: dict[str, str]
+) -> None:
+    write_everything(diary)
+    if sealed == "half":
+        seal(diary.path, join=False)
+        write_everything(diary)
+    if sealed == "all":
+        seal(diary.path)
+    for parts, limit in ((1, 10**6), (2, 10**6), (1000, 10**6), (2, 1), (1000, 4)):
+        made = frame(diary.path, maxPartitions=parts, rowsPerPartition=1, maxRowsPerTrigger=limit, **what)
+        found = [(row["_seq"], row["_commit"]) for _, rows in steps(made) for row in rows]
+        wanted = [(n.row.seq, n.commit) for n in diary.noted if made.options.takes(n.row.schema.table)]
+        assert sorted(found) == wanted
+        assert wanted
+
+
+@pytest.mark.parametrize("limits", [{"maxRowsPerTrigger": 4}, {"maxBytesPerTrigger": 500}])
+def test_a_log_in_a_store_is_read_like_one_in_a_folder(limits: dict[str, int]) -> None:
+    diary = Diary(ObjectPath.parse(f"memory://{uuid.uuid4().hex}/log"))
+    write_everything(diary)
+    seal(diary.path)
+    write_everything(diary)
+    diary.close()
+    found = stream(diary.path, tables="*", rowsPerPartition=1, **limits)
+    got = sorted((row["_seq"], row["_commit"]) for row in found)
+    assert got == [(n.row.seq, n.commit) for n in diary.noted]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_commit_is_never_split_and_a_limit_is_kept_otherwise(diary: Diary, sealed: bool) -> None:
+    for count in (1, 2, 1, 5, 1, 1):
+        diary.commit(inserts(*range(count)))
+        diary.commit(inserts(*range(7), schema=OTHER))
+    if sealed:
+        seal(diary.path)
+    found = steps(frame(diary.path, table="public.things", maxRowsPerTrigger=3))
+    assert [(end, len(rows)) for end, rows in found] == [(3, 3), (5, 1), (7, 5), (11, 2)]
+    whole = steps(frame(diary.path, table="public.things"))
+    assert [(end, len(rows)) for end, rows in whole] == [(11, 11)]
+
+
+def test_bytes_are_a_limit_too(diary: Diary) -> None:
+    for _ in range(4):
+        diary.commit(inserts(1, big="x" * 10_000))
+    assert len(steps(frame(diary.path, table="public.things", maxBytesPerTrigger="25kB"))) == 2
+    assert len(steps(frame(diary.path, table="public.things", maxBytesPerTrigger="1B"))) == 4
+    seal(diary.path)
+    assert len(steps(frame(diary.path, table="public.things", maxBytesPerTrigger="1B"))) == 4
+
+
+def test_commits_of_other_tables_make_no_micro_batch(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    view = LogView(frame(diary.path, table="public.things"))
+    for _ in range(3):
+        diary.commit(inserts(2, schema=OTHER))
+        diary.commit()
+        assert view.step(Place(1), view.newest(), limited=True) == 1
+
+
+def test_a_table_made_again_is_read_on_and_one_that_is_new_is_found(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    view = LogView(frame(diary.path, tables="public.*"))
+    assert view.step(Place(0), 1, limited=True) == 1
+    diary.commit(inserts(2, schema=replace(SHOP, relation=99)), inserts(3, schema=OTHER))
+    assert view.step(Place(1), 2, limited=True) == 2
+    assert len(rows_of_parts(frame(diary.path, tables="public.*"), view.parts(Place(1), 2))) == 2
+    assert [row["id"] for row in stream(diary.path, table="public.things")] == [1, 2]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_shape_that_does_not_fit_stops_the_stream_after_everything_before_it(diary: Diary, sealed: bool) -> None:
+    diary.commit(inserts(1))
+    made = frame(diary.path, table="public.things")
+    diary.commit(inserts(2))
+    diary.commit((WIDER, [insert(3, added=True)]))
+    if sealed:
+        seal(diary.path)
+    view = LogView(made)
+    assert view.step(Place(0), 3, limited=True) == 2
+    assert [row["id"] for row in rows_of_parts(made, view.parts(Place(0), 2))] == [1, 2]
+    with pytest.raises(SchemaChanged, match="Start the stream again"):
+        view.step(Place(2), 3, limited=True)
+    with pytest.raises(SchemaChanged):
+        view.parts(Place(0), 3)
+    again = stream(diary.path, table="public.things")
+    assert [(row["id"], row["added"]) for row in again] == [(1, None), (2, None), (3, True)]
+
+
+def test_a_shape_that_fits_goes_on(diary: Diary) -> None:
+    diary.commit(inserts(1, n=4))
+    made = frame(diary.path, table="public.things")
+    diary.commit((NARROWER, [insert(2)]))
+    ((_, rows),) = steps(made)
+    assert [(row["id"], row["n"]) for row in rows] == [(1, 4), (2, None)]
+
+
+def test_rows_of_another_shape_can_come_whole_in_a_column_of_their_own(diary: Diary) -> None:
+    diary.commit(inserts(1, n=4))
+    made = frame(diary.path, table="public.things", onSchemaChange="envelope")
+    other = replace(SHOP, columns=(
+        *SHOP.columns[:-1], Column(name="n", source_type="text", type=pa.string()),
+        Column(name="added", source_type="int4", type=pa.int32()),
+    ))  # fmt: skip
+    diary.commit((other, [insert(2, name="b", n="many", added=7)]))
+    ((_, rows),) = steps(made)
+    assert [(row["id"], row["name"], row["n"]) for row in rows] == [(1, "n1", 4), (2, "b", None)]
+    assert rows[0]["_row"] is None
+    assert b"many" in rows[1]["_row"]["value"]
+    assert b"added" in rows[1]["_row"]["metadata"]
+
+
+def test_what_the_source_lost_is_told_after_everything_before_it(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    lost = Gap(commit=2, start=Lsn(STEP), end=Lsn(2 * STEP))
+    record_gap(diary.path, lost)
+    diary.commit()
+    view = LogView(frame(diary.path, table="public.things"))
+    assert view.step(Place(0), 2, limited=True) == 1
+    with pytest.raises(LogGap, match="`startingPosition` 3"):
+        view.step(Place(1), 2, limited=True)
+    diary.commit(inserts(2))
+    assert [row["id"] for row in stream(diary.path, table="public.things", startingPosition=3)] == [2]
+
+
+def test_rows_that_were_trimmed_are_told_and_not_passed_over(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    diary.commit(inserts(2, schema=OTHER))
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0), now=LATER)
+    diary.commit(inserts(3))
+    view = LogView(frame(diary.path, table="public.things"))
+    with pytest.raises(LogTrimmed, match="`consumer`"):
+        view.step(Place(0), 3, limited=True)
+    with pytest.raises(LogTrimmed):
+        view.parts(Place(0), 3)
+    kept = stream(diary.path, table="public.things")
+    assert [row["id"] for row in kept] == [3], "earliest is the oldest that is kept"
+
+
+def test_a_large_commit_is_shared_out(diary: Diary) -> None:
+    diary.piece(inserts(*range(50)))
+    diary.piece(inserts(*range(50, 100)))
+    diary.finish(inserts(*range(100, 150)))
+    view = LogView(frame(diary.path, table="public.things", rowsPerPartition=40))
+    assert len(view.parts(Place(0), 1)) > 1
+    found = stream(diary.path, table="public.things", rowsPerPartition=40)
+    assert [row["id"] for row in found] == list(range(150))
+
+
+def test_a_table_that_is_not_there_is_told_with_those_that_are(diary: Diary) -> None:
+    with pytest.raises(ConfigError, match="a table is known once it has changed"):
+        frame(diary.path, table="public.thing")
+    diary.commit(inserts(1), inserts(1, schema=OTHER))
+    one = {"table": "public.thing"}
+    for what in (one, {**one, "shape": "envelope"}, {"tables": "public.*, public.thing"}):
+        with pytest.raises(ConfigError, match=r"It has public\.things, public\.other\."):
+            frame(diary.path, **what)
+
+
+def test_a_log_that_is_not_there_is_told(tmp_path: Path) -> None:
+    for what in ({"table": "public.t"}, {"tables": "*"}):
+        with pytest.raises(LogUnusable, match="there is no log here"):
+            frame(tmp_path / "none", **what)
+
+
+def test_earliest_and_latest(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    view = LogView(frame(diary.path, table="public.things"))
+    assert starting_place(view.log, "latest", view.tables(1)) == Place(1)
+    assert starting_place(view.log, "earliest", view.tables(1)) == Place(0)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"), [("2", "4"), ("0/64", "0/190"), ("1970-01-01T00:00:02Z", "1970-01-01T00:00:04Z")]
+)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_range_is_by_commit_position_or_time(diary: Diary, begin: str, end: str, sealed: bool) -> None:
+    for key in range(1, 6):
+        diary.commit(inserts(key), at=key * 1_000_000)
+    if sealed:
+        seal(diary.path)
+    made = frame(diary.path, table="public.things", startingPosition=begin, endingPosition=end, rowsPerPartition=1)
+    reader = LogReader(made, from_arrow_schema(made.fields))
+    parts = reader.partitions()
+    assert [row["id"] for part in parts for batch in reader.read(part) for row in batch.to_pylist()] == [2, 3, 4]
+    assert len(parts) == (1 if sealed else 3)
+
+
+def test_a_range_may_be_empty_but_not_the_wrong_way_round(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    diary.commit(inserts(2))
+    for options in ({"startingPosition": "latest"}, {"endingPosition": "earliest"}):
+        made = frame(diary.path, table="public.things", **options)
+        assert LogReader(made, from_arrow_schema(made.fields)).partitions() == []
+    made = frame(diary.path, table="public.things", startingPosition=2, endingPosition="0/0")
+    with pytest.raises(ConfigError, match="the range ends before it begins"):
+        LogReader(made, from_arrow_schema(made.fields)).partitions()

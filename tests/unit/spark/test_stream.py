@@ -1,0 +1,223 @@
+"""What Spark asks of a stream, in the orders it asks: offsets, what is acknowledged, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, ReadMaxRows
+
+from tailrace.changelog.consumers import Hold, holds
+from tailrace.changelog.objects import ObjectPath
+from tailrace.errors import ConfigError, LogForeign
+from tailrace.spark.log_options import LogOptions
+from tailrace.spark.stream import LogStreamReader, Offset
+from tests.support.frames import frame
+from tests.support.logs import OTHER, Diary, inserts, quick_folder
+
+ALL = ReadAllAvailable()
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    with quick_folder(tmp_path) as folder:
+        made = Diary(folder / "log")
+        yield made
+        made.close()
+
+
+def reader(diary: Diary, capture: Any = None, **options: object) -> LogStreamReader:
+    made = frame(diary.path, **({"table": "public.things"} if "tables" not in options else {}), **options)
+    return LogStreamReader(made, from_arrow_schema(made.fields), capture)
+
+
+def ids(stream: LogStreamReader, start: Offset, end: Offset) -> list[int]:
+    return [
+        row["id"]
+        for part in stream.partitions(start, end)
+        for batch in stream.read(part)
+        for row in batch.to_pylist()
+    ]
+
+
+def hold(diary: Diary) -> Hold:
+    (found,) = holds(diary.path)
+    return found
+
+
+def test_an_offset_is_a_commit_and_the_logs_id(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    stream = reader(diary)
+    start = stream.initialOffset()
+    end = stream.latestOffset(start, ALL)
+    assert (start, end) == (
+        {"log": diary.writer.log_id, "commit": 0}, {"log": diary.writer.log_id, "commit": 1}
+    )  # fmt: skip
+    assert ids(stream, start, end) == [1]
+    assert stream.latestOffset(end, ALL) == end, "with nothing new, the same"
+    assert stream.reportLatestOffset() == end
+
+
+def test_after_a_restart_the_first_question_may_be_for_the_rows(diary: Diary) -> None:
+    diary.commit(inserts(1))
+    diary.commit(inserts(2))
+    offsets = [{"log": diary.writer.log_id, "commit": commit} for commit in (1, 2)]
+    assert ids(pickle.loads(pickle.dumps(reader(diary))), *offsets) == [2]
+
+
+def test_a_start_may_be_a_time_and_may_lie_inside_of_a_commit(diary: Diary) -> None:
+    for key in range(1, 4):
+        diary.commit(inserts(key), at=key * 1_000_000)
+    stream = reader(diary, startingPosition="1970-01-01T00:00:02Z")
+    start = stream.initialOffset()
+    assert ids(stream, start, stream.latestOffset(start, ALL)) == [2, 3]
+    diary.commit(inserts(4, 5))
+    inside = {"log": diary.writer.log_id, "commit": 3, "seq": 4}
+    assert ids(stream, inside, stream.latestOffset(inside, ALL)) == [5]
+
+
+def test_available_now_ends_with_what_was_there_when_it_began(diary: Diary) -> None:
+    for key in range(4):
+        diary.commit(inserts(key))
+    stream = reader(diary, maxRowsPerTrigger=2)
+    stream.prepareForTriggerAvailableNow()
+    diary.commit(inserts(9))
+    offset, seen = stream.initialOffset(), []
+    while (end := stream.latestOffset(offset, stream.getDefaultReadLimit())) != offset:
+        seen.append(ids(stream, offset, end))
+        offset = end
+    assert seen == [[0, 1], [2, 3]]
+
+
+def test_what_is_acknowledged_is_the_start_and_never_more(diary: Diary) -> None:
+    stream = reader(diary_with(diary, 3), maxRowsPerTrigger=1, consumer="mine")
+    start = stream.initialOffset()
+    assert hold(diary).commit == 0
+    first = stream.latestOffset(start, ReadMaxRows(1))
+    stream.partitions(start, first)
+    second = stream.latestOffset(first, ReadMaxRows(1))
+    stream.commit(first)
+    stream.partitions(first, second)
+    stream.commit(second)
+    stream.stop()
+    assert hold(diary).commit == 1
+    again = reader(diary, consumer="mine")
+    again.partitions(first, second)
+    assert hold(diary).commit == 1
+    again.latestOffset(second, ALL)
+    assert hold(diary).commit == 2
+
+
+def test_commits_that_bring_nothing_are_acknowledged_too(diary: Diary) -> None:
+    stream = reader(diary_with(diary, 1), consumer="mine")
+    end = stream.latestOffset(stream.initialOffset(), ALL)
+    diary.commit(inserts(1, schema=OTHER))
+    assert stream.latestOffset(end, ALL) == end
+    stream.stop()
+    assert hold(diary).commit == 2
+
+
+def test_a_query_that_ends_by_itself_has_its_place_noted(diary: Diary) -> None:
+    stream = reader(diary_with(diary, 1), consumer="mine")
+    stream.prepareForTriggerAvailableNow()
+    end = stream.latestOffset(stream.initialOffset(), ALL)
+    stream.latestOffset(end, ALL)
+    assert hold(diary).commit == 1
+
+
+def test_one_name_is_for_one_table(diary: Diary) -> None:
+    diary.commit(inserts(1), inserts(1, schema=OTHER))
+    reader(diary, consumer="mine").initialOffset()
+    with pytest.raises(ConfigError, match="this consumer reads another table"):
+        reader(diary, tables="*", consumer="mine").initialOffset()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, ReadAllAvailable()), ({"maxRowsPerTrigger": 5}, ReadMaxRows(5)),
+        ({"maxBytesPerTrigger": 5}, ReadMaxBytes(5)),
+        ({"maxRowsPerTrigger": 5, "maxBytesPerTrigger": 5}, ReadMaxRows(5)),
+    ],
+)  # fmt: skip
+def test_spark_is_told_of_a_limit(diary: Diary, options: dict[str, object], limit: ReadLimit) -> None:
+    assert reader(diary_with(diary, 1), **options).getDefaultReadLimit() == limit
+
+
+def test_asked_for_everything_no_limit_holds(diary: Diary) -> None:
+    stream = reader(diary_with(diary, 5), maxRowsPerTrigger=1)
+    assert stream.latestOffset(stream.initialOffset(), ALL)["commit"] == 5
+
+
+def test_a_checkpoint_of_another_log_or_of_a_later_state_is_refused(diary: Diary) -> None:
+    stream = reader(diary_with(diary, 1))
+    with pytest.raises(LogForeign, match="of another log"):
+        stream.latestOffset({"log": "other", "commit": 1}, ALL)
+    with pytest.raises(LogForeign, match="put back from a copy"):
+        stream.partitions({"log": diary.writer.log_id, "commit": 1}, {"log": diary.writer.log_id, "commit": 2})
+
+
+def test_a_log_in_a_store_is_not_looked_at_whenever_spark_asks() -> None:
+    diary = Diary(ObjectPath.parse(f"memory://{uuid.uuid4().hex}/log"))
+    stream = reader(diary_with(diary, 2), consumer="nightly")
+    start = stream.initialOffset()
+    end = stream.latestOffset(start, ALL)
+    assert ids(stream, start, end) == [0, 1]
+    began = time.monotonic()
+    assert [stream.latestOffset(end, ALL) for _ in range(4)] == [end] * 4
+    assert time.monotonic() - began >= 0.3, "each look is paid for"
+    diary.commit(inserts(2))
+    assert ids(stream, end, stream.latestOffset(end, ALL)) == [2]
+    stream.stop()
+    diary.close()
+    assert hold(diary).commit == 2
+
+
+@pytest.mark.parametrize("log", ["s3://bucket/log", "memory://bucket/log"])
+def test_a_capture_beside_a_stream_writes_into_no_store(log: str) -> None:
+    options = {"log": log, "url": "postgresql://shop@host/shop", "table": "public.things"}
+    with pytest.raises(ConfigError, match="needs a log in a folder"):
+        LogOptions.parse(options)
+
+
+class Noted:
+    """A capture that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def start(self) -> None:
+        self.asked.append("start")
+
+    def catch_up(self) -> None:
+        self.asked.append("catch up")
+
+    def check(self) -> None:
+        self.asked.append("check")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+
+def test_a_capture_is_started_before_the_log_is_opened_and_looked_after(diary: Diary) -> None:
+    capture = Noted()
+    stream = reader(diary_with(diary, 1), capture)
+    assert capture.asked == [], "Spark makes readers in several processes"
+    start = stream.initialOffset()
+    stream.prepareForTriggerAvailableNow()
+    stream.latestOffset(start, ALL)
+    stream.stop()
+    assert capture.asked == ["start", "catch up", "check", "stop"]
+    assert hold(diary).name == "spark"
+
+
+def diary_with(diary: Diary, commits: int) -> Diary:
+    for key in range(commits):
+        diary.commit(inserts(key))
+    return diary
