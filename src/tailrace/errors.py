@@ -3,6 +3,8 @@
 ```text
 TailraceError
 ├── ConfigError             the settings file, or a question that makes no sense
+│   └── RuleInvalid             a transform cannot be used on a table
+├── TransformFailed         a transform could not be applied to a row
 ├── Unsupported             a capability the chosen source or format does not have
 ├── SourceError             the database
 │   ├── SourceUnreachable       no connection; retried
@@ -18,7 +20,8 @@ TailraceError
 │   └── ProtocolViolation       bytes we do not understand
 ├── LogError                the change log
 │   ├── LogUnusable             missing, not writable, its disk fails
-│   │   └── LogFull                 its disk is full; retried
+│   │   ├── LogFull                 its disk is full; retried
+│   │   └── LogUnreachable          the store that holds it does not answer; retried
 │   ├── LogBusy                 another process writes it
 │   ├── LogFenced               another writer took our commit number
 │   ├── LogForeign              it belongs to another source
@@ -26,6 +29,21 @@ TailraceError
 │   ├── LogGap                  the source had discarded changes before they were read
 │   ├── NotCaptured             tables wait for changes that nobody captures
 │   └── LogCorrupt              a checksum or an invariant does not hold
+├── StateError              a checkpoint store or a schema history
+│   ├── StateUnusable           missing, not writable, its disk fails
+│   │   └── StateFull               its disk is full; retried
+│   ├── StateBusy               another process owns it
+│   ├── StateFenced             another process took it over
+│   ├── StateForeign            what is saved there is of another source
+│   ├── StateCorrupt            a file is not what was written
+│   ├── StateTrimmed            what was asked for is no longer kept
+│   └── PositionRewound         a position that does not follow the one that is saved
+├── RuntimeRefused          a runtime was asked for what does not go with its state
+│   ├── Unacknowledged          it was to stop, and something was not acknowledged
+│   └── AckRefused              a token that was used, or is of another batch or runtime
+├── SinkError               a sink
+│   ├── SinkUnready             it takes nothing now; retried
+│   └── SinkRejected            it does not take some of the rows
 └── TableError              one lake table; the others go on
     ├── SchemaChanged           the source table changed its shape
     ├── ForeignWrite            someone else wrote to the table
@@ -123,6 +141,20 @@ class ConfigError(TailraceError):
     code = "config-invalid"
     remedy = Remedy.OPERATOR
     exit_code = ExitCode.CONFIG
+
+
+class RuleInvalid(ConfigError):
+    """A transform's rule cannot be used on a table."""
+
+    code = "rule-invalid"
+
+
+class TransformFailed(TailraceError):
+    """A transform's rule could not be applied to a row, which is not let through."""
+
+    code = "transform-failed"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.TABLE
 
 
 class Unsupported(TailraceError):
@@ -232,6 +264,13 @@ class LogFull(LogUnusable):
     remedy = Remedy.RETRY
 
 
+class LogUnreachable(LogUnusable):
+    """The object store that holds the log does not answer."""
+
+    code = "log-unreachable"
+    remedy = Remedy.RETRY
+
+
 class LogBusy(LogError):
     """Another process holds the log's lease."""
 
@@ -274,6 +313,106 @@ class LogCorrupt(LogError):
     """A file of the log is not what was written."""
 
     code = "log-corrupt"
+
+
+class StateError(TailraceError):
+    """Something about a checkpoint store or a schema history."""
+
+    code = "state-error"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.LOG
+
+
+class StateUnusable(StateError):
+    """Its folder is missing or not writable, or its disk fails."""
+
+    code = "state-unusable"
+
+
+class StateFull(StateUnusable):
+    """There is no room for it: the disk is full, or a quota is used up."""
+
+    code = "state-full"
+    remedy = Remedy.RETRY
+
+
+class StateBusy(StateError):
+    """Another process owns it, or one on another host that did not say that it has ended."""
+
+    code = "state-busy"
+    exit_code = ExitCode.BUSY
+
+
+class StateFenced(StateError):
+    """Another process took it over from this one."""
+
+    code = "state-fenced"
+    exit_code = ExitCode.BUSY
+
+
+class StateForeign(StateError):
+    """What is saved under this key is of another source, or counts in other positions."""
+
+    code = "state-foreign"
+
+
+class StateCorrupt(StateError):
+    """A file is not what was written, or not of a format that this version knows. It is never taken for none."""
+
+    code = "state-corrupt"
+
+
+class StateTrimmed(StateError):
+    """A version of a table's shape that is no longer kept."""
+
+    code = "state-trimmed"
+
+
+class PositionRewound(StateError):
+    """A position that does not follow the one that is saved: what lies between would come twice, or never."""
+
+    code = "position-rewound"
+
+
+class RuntimeRefused(TailraceError):
+    """A runtime was asked for something that does not go with its state."""
+
+    code = "runtime-refused"
+    exit_code = ExitCode.CONFIG
+
+
+class Unacknowledged(RuntimeRefused):
+    """It was to stop while something that was handed out, or given to it, was not acknowledged."""
+
+    code = "unacknowledged"
+    remedy = Remedy.OPERATOR
+
+
+class AckRefused(RuntimeRefused):
+    """The token was used before, or is not that of the batch under way. Nothing was acknowledged."""
+
+    code = "ack-refused"
+
+
+class SinkError(TailraceError):
+    """Something about a sink; nothing that it was given counts as delivered."""
+
+    code = "sink-error"
+    remedy = Remedy.OPERATOR
+    exit_code = ExitCode.LOG
+
+
+class SinkUnready(SinkError):
+    """It takes nothing for the moment."""
+
+    code = "sink-unready"
+    remedy = Remedy.RETRY
+
+
+class SinkRejected(SinkError):
+    """It does not take some of the rows, and nobody was named to set them aside."""
+
+    code = "sink-rejected"
 
 
 class TableError(TailraceError):

@@ -43,6 +43,11 @@ NAMES = (
     "letters.delivered",
     "rebuild.replayed",
     "rebuild.linked",
+    "state.written",
+    "state.replaced",
+    "state.saved",
+    "state.created",
+    "state.removed",
 )
 """Every failpoint there is; the crash test hits each."""
 

@@ -15,12 +15,20 @@ from benchmarks.cells import Cell, CellsResult, Pair
 CELLS = {
     "apply": ["delta-rs, 1 M rows", "delta-rs, 10 M rows"],
     "many-tables": ["200 tables"],
+    "runtime": [
+        "batches of 64, checkpoint in memory", "batches of 64, checkpoint in a file",
+        "batches of 1,024, checkpoint in memory", "batches of 1,024, checkpoint in a file",
+        "batches of 65,536, checkpoint in memory", "batches of 65,536, checkpoint in a file", "events()",
+    ],
     "end-to-end": ["keeps up", "p50", "p99"],
-}
+    "spark-source": ["1 partition", "2 partitions", "sealed, 1 partition", "sealed, 2 partitions"],
+    "spark-trigger": ["p50", "p99", "p50, collected"],
+    "transforms": ["hash", "mask", "filter", "encrypt"],
+}  # fmt: skip
 
 
 # The others start Spark: they run where there is time.
-RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["apply"]
+RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["apply", "transforms"]
 
 
 @pytest.mark.parametrize("bench", RUN)

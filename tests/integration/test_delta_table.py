@@ -1,4 +1,4 @@
-"""A real Delta table, held to every promise of `LakeTable`: by delta-rs, or with `make engines` by Spark."""
+"""A real table, held to every promise of `LakeTable`: by delta-rs, or with `make engines` by Spark's connectors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.engines import examples, not_spark, open_table
+from tests.support.engines import examples, not_spark, only_delta, open_table
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id, content
 
 
@@ -75,6 +75,7 @@ def test_a_folder_without_a_table_has_no_position(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
+@only_delta
 def test_what_a_dead_first_load_leaves_is_not_a_table(tmp_path: Path) -> None:
     (tmp_path / "t" / "_delta_log").mkdir(parents=True)
     (tmp_path / "t" / "part-00000-leftover.parquet").write_bytes(b"half")
@@ -113,6 +114,7 @@ def test_a_table_without_columns_is_refused_with_what_to_do(tmp_path: Path) -> N
     assert "source.exclude" in refused.value.hint
 
 
+@only_delta
 def test_every_commit_carries_the_position(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "t", rows=ROWS)
     mirror.apply(update(1, big="x"))
@@ -137,6 +139,7 @@ def test_every_commit_carries_the_position(tmp_path: Path) -> None:
             assert set(stored) == {"format", "log", "seq", "commit", "position", "load", "schema"}
 
 
+@only_delta
 def test_a_commit_and_its_files_are_on_disk_when_the_call_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +227,7 @@ def vacuum(folder: Path) -> None:
     DeltaTable(str(folder)).vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
 
 
+@only_delta
 def test_maintenance_keeps_the_position(shop: Mirror) -> None:
     shop.apply(insert(9, big="nine"))
     for maintenance in (compact, vacuum, vacuum):
@@ -236,6 +240,7 @@ def test_maintenance_keeps_the_position(shop: Mirror) -> None:
     assert by_id(shop.content())[9] == "nine"
 
 
+@only_delta
 @pytest.mark.parametrize("write", [foreign_append, restore])
 @pytest.mark.parametrize("then", [None, compact, vacuum])
 def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, write: Any, then: Any) -> None:
@@ -254,6 +259,7 @@ def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, wr
         shop.table.apply(SHOP, result, at(10), at(20))
 
 
+@only_delta
 def test_a_commit_that_only_calls_itself_maintenance_is_foreign(shop: Mirror) -> None:
     foreign_append(shop.folder)
     commit = shop.folder / "_delta_log" / f"{shop.version:020d}.json"
@@ -262,12 +268,14 @@ def test_a_commit_that_only_calls_itself_maintenance_is_foreign(shop: Mirror) ->
         shop.table.cursor()
 
 
+@only_delta
 def test_a_load_makes_a_table_that_others_changed_ours_again(shop: Mirror) -> None:
     foreign_append(shop.folder)
     assert shop.table.load(SHOP, record_batches(SHOP, ROWS[:2]), at(30)) == 2
     assert (shop.seq, len(shop.content())) == (30, 2)
 
 
+@only_delta
 def test_a_load_refuses_a_table_that_is_not_ours(tmp_path: Path) -> None:
     write_deltalake(str(tmp_path / "t"), pa.table({"a": [1]}))
     table = open_table(tmp_path / "t", LOG)
@@ -302,6 +310,7 @@ def at_the_commit(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
     monkeypatch.setattr(failpoints, "hit", hit)
 
 
+@only_delta
 @pytest.mark.parametrize("meanwhile", [foreign_append, vacuum])
 @pytest.mark.parametrize("rows", [(update(1, big="x"),), (truncate(), insert(1)), (delete(77),)])
 def test_a_commit_made_meanwhile_fails_ours(
@@ -679,6 +688,7 @@ NAMES = [
 ]  # fmt: skip
 
 
+@only_delta
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
     for table in (TableId("public", name), TableId(name, "t")):
@@ -698,6 +708,7 @@ def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
     assert not set(os.listdir(tmp_path)) - {"lake"}
 
 
+@only_delta
 def test_a_table_with_an_encoded_name_is_loaded_anew_after_its_folder_is_removed(tmp_path: Path) -> None:
     folder = table_path(tmp_path, TableId("public", "a/b"))
     Mirror(folder, rows=ROWS)
@@ -711,6 +722,7 @@ def test_a_root_the_engine_cannot_read_back_is_refused(tmp_path: Path) -> None:
         table_path(tmp_path / "a%20b", TableId("public", "t"))
 
 
+@only_delta
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     folder.mkdir()
@@ -722,6 +734,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     assert os.listdir(folder) == ["thesis.tex"]
 
 
+@only_delta
 def test_a_file_in_the_table_s_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("mine")
     with pytest.raises(TableUnusable):
@@ -730,6 +743,7 @@ def test_a_file_in_the_table_s_place_is_refused(tmp_path: Path) -> None:
         open_table(tmp_path / "t" / "below", LOG).load(SHOP, [], at(0))
 
 
+@only_delta
 @pytest.mark.parametrize("garbage", ["garbage", "", '{"commitInfo":{"tailrace":"{}"}}', "[]"])
 def test_a_log_that_cannot_be_read_is_an_error_and_never_a_new_table(shop: Mirror, garbage: str) -> None:
     (shop.folder / "_delta_log" / f"{0:020d}.json").write_text(garbage)
@@ -740,6 +754,7 @@ def test_a_log_that_cannot_be_read_is_an_error_and_never_a_new_table(shop: Mirro
         shop.table.load(SHOP, [], at(10))
 
 
+@only_delta
 def test_a_commit_of_ours_that_cannot_be_read_is_an_error(shop: Mirror) -> None:
     shop.apply(insert(9))
     commit = shop.folder / "_delta_log" / f"{1:020d}.json"
@@ -761,6 +776,7 @@ def somebody() -> Iterator[None]:
         os.seteuid(0)
 
 
+@only_delta
 def test_a_folder_one_may_not_read_or_write_is_a_clear_error(shop: Mirror) -> None:
     os.chmod(shop.folder, 0)
     os.chmod(shop.folder.parent, 0o500)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
@@ -79,7 +80,7 @@ def ids(scene: Scene, table: str) -> list[int]:
     return sorted(found.column("id").to_pylist())
 
 
-def let_go_of_everything(log: Path) -> set[str]:
+def let_go_of_everything(log: LogPath) -> set[str]:
     """What `log.max_bytes` does when it comes to the worst; returns the tables that lost what they lacked."""
     seal(log)
     with Sealer(log) as sealer:

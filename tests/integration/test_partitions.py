@@ -24,7 +24,11 @@ MADE = (
     "ALTER TABLE k REPLICA IDENTITY FULL",
     "INSERT INTO k SELECT 'a/b', 1 FROM generate_series(1, 4)",
     "CREATE TABLE wrong (id int PRIMARY KEY)",
+    "CREATE TABLE r (id int PRIMARY KEY, region text, other text)",
+    "INSERT INTO r VALUES (1, 'a', 'b/é')",
 )
+SECONDS_MAX = 300.0
+"""A commit by Spark is several jobs."""
 RULES = (
     "on_bad_row: dead-letter",
     "partition_by: [region]",
@@ -66,7 +70,7 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
             execute(database, "UPDATE m SET region = 'mended' WHERE id = 200")
             scene.pipeline.ask("dead-letters", "replay")
             letters = Letters(scene.settings.log.path, TableId("public", "m"))
-            assert eventually(lambda: letters.asked is None)
+            assert eventually(lambda: letters.asked is None, SECONDS_MAX)
             assert scene.settled(applying)
             before = rows(applying, "m", "id", "area", "day", "large")
             assert (200, "mended") in rows(applying, "m", "id", "area")
@@ -75,9 +79,13 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
         with scene.loader() as applying:
             assert scene.settled(applying)
             assert rows(applying, "m", "id", "area", "day", "large") == before
+            execute(database, "ALTER TABLE r DROP region; ALTER TABLE r RENAME other TO region")
             execute(database, "ALTER TABLE m DROP day")
             told = scene.pipeline.ask("evolve", "--dry-run").stdout
             assert "no such column to be partitioned by" in told
+            execute(database, "INSERT INTO r VALUES (2, 'c')")
+            assert eventually(lambda: len(rows(applying, "r", "id")) == 2, SECONDS_MAX)
+            assert rows(applying, "r", "id", "region", "region__dropped") == [(1, "b/é", "a"), (2, "c", None)]
             execute(database, "UPDATE m SET region = 'later' WHERE id = 1")
             wait_for_state(applying, "m", TableState.FAILED)
             error = life(applying, "m").error
@@ -85,6 +93,9 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
             assert (error.code, error.fields["column"]) == ("table-unusable", "day")
             assert rows(applying, "m", "id", "area", "day", "large") == before
         scene.tables_are("partition_by: []", 'rules: {"public.h": {mode: history, partition_by: [_current]}}')
+        told = scene.pipeline.ask("evolve", "--dry-run").stdout
+        assert "public.k: stops: the table was made in another form" in told
+        assert "made=mirror, partitioned by region, asked=mirror)" in told
         with scene.loader() as applying:
             wait_for_state(applying, "m", TableState.FAILED)
             error = life(applying, "m").error

@@ -157,7 +157,7 @@ def test_a_capture_that_lost_the_log_says_so_and_not_that_its_position_is_lost(
     # The successor has moved the slot past where this one believes the log to end.
     # Woken just behind its last look at the lease, it goes straight to the source.
     with pytest.raises(LogFenced):
-        first.runtime.run(lambda: False)
+        first.runtime.run(first.sink, lambda: False)
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""The code that the guide to the log shows is run as it stands there."""
+"""The code that guides show is run as it stands there."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tailrace.cli.main import main
 from tailrace.model.schema import Column
 from tests.support.changes import SHOP, delete, insert, move, update
 from tests.support.logs import Diary, inserts, seal
 from tests.support.windows import named
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "read-the-log.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+GUIDE = GUIDES / "read-the-log.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 ELSEWHERE = ("spark.",)
 """What takes a JVM."""
@@ -38,7 +40,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     seal(diary.path, join=False)
     diary.commit(inserts(5, schema=LATER))
     diary.close()
-    return diary.path
+    return Path(diary.path)
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if not any(name in block for name in ELSEWHERE)])
@@ -61,3 +63,42 @@ def test_the_guide_has_code_for_each_tool_it_names() -> None:
     assert sum("polars" in block for block in BLOCKS) == 1
     assert sum("spark.read" in block for block in BLOCKS) == 1
     assert sum("ChangeLog" in block for block in BLOCKS) == 2
+
+
+def test_the_code_of_the_guide_to_the_library_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (GUIDES / "library.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, object] = {}
+    for block in blocks:
+        if "PostgresCapture" not in block:  # that one takes a server: tests/integration/test_runtime.py
+            exec(compile(block, "library.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert said.startswith("public.orders 2\npublic.orders 1\n3\n")
+    assert "delete {'id': 2} None" in said
+    assert "['SENT']" in said
+    assert '"op":"insert"' in said
+    assert said.endswith("running healthy\ninjected\nNone 0 0\n")
+
+
+def test_the_code_of_the_guide_to_checkpoints_runs_from_top_to_bottom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (GUIDES / "checkpoints.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "checkpoints.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == [
+        "16/B374D848 postgresql-lsn {'rows': 1200}",
+        "('orders',) True",
+        "orders postgresql 16/B374D848",
+        "mysql-bin.000042:1547",
+        "it keeps every promise",
+        "1 create ['id'] []",
+        "2 alter ['id', 'total'] ['add']",
+        "['id'] 2",
+    ]
+    listing, seeding, deleting = re.findall(r"`tailrace (checkpoints state/[^`]*)`", page)
+    assert [main(command.split()) for command in (listing, deleting, seeding)] == [0, 0, 0]

@@ -8,10 +8,16 @@ import sys
 import tailrace
 
 PUBLIC = {
-    "Capabilities", "CdcRuntime", "CdcSource", "ChangeBatch", "ChangeCapture", "ChangeLog", "Column", "Event",
-    "ExitCode", "Identity", "Lag", "LogWriter", "Lsn", "MemoryCapture", "Operation", "PostgresCapture",
-    "PostgresSettings", "Remedy", "SourceId", "Stream", "TableId", "TableSchema", "TailraceError", "Window",
-    "tables_at",
+    "Ack", "Batch", "BinlogPosition", "Capabilities", "CdcRuntime", "CdcSource", "ChangeBatch", "ChangeCapture",
+    "ChangeLog", "Checkpoint", "CheckpointStore", "Column", "Control", "CustomPosition", "Delete", "Drained",
+    "Event", "ExitCode", "Fact", "FanOut", "FileCheckpointStore", "FileSchemaHistory", "Health", "Identity",
+    "JsonlSink", "Lag", "Limits", "LogSink", "LogWriter", "Lsn", "MariadbGtidSet", "MemoryCapture",
+    "MemoryCheckpointStore", "MemorySchemaHistory", "MemorySink", "Merge", "MysqlGtidSet", "Nothing",
+    "Operation", "PositionType", "PostgresCapture", "PostgresSettings", "RecordedStream", "Rejected", "Remedy",
+    "Replace", "Retention", "SchemaEvent", "SchemaHistory", "SchemaVersion", "Sink", "SourceId", "SqlServerLsn",
+    "Status", "Stream", "StreamSink", "TableId", "TableRouter", "TableSchema", "TailraceError", "Transactions",
+    "Truncate", "Verdict", "Window", "check_key", "register", "seed_checkpoint", "tables_at", "to_debezium",
+    "to_json",
 }  # fmt: skip
 
 
@@ -20,7 +26,36 @@ def test_the_public_names_are_these_and_each_can_be_had() -> None:
     assert all(getattr(tailrace, name) is not None for name in PUBLIC)
 
 
+HEAVY = "print({'pyspark', 'numba', 'pyarrow', 'deltalake'} & set(sys.modules))"
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, tailrace; print({'pyspark', 'numba', 'pyarrow', 'deltalake'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert printed(f"import sys, tailrace; {HEAVY}") == "set()"
+
+
+def test_checkpoints_need_nothing_heavy_and_a_schema_history_only_arrow() -> None:
+    stores = "from tailrace import Checkpoint, FileCheckpointStore, MemoryCheckpointStore, seed_checkpoint"
+    assert printed(f"import sys; {stores}; {HEAVY}") == "set()"
+    assert printed(f"import sys; from tailrace import FileSchemaHistory, RecordedStream; {HEAVY}") == "{'pyarrow'}"
+
+
+def test_a_runtime_needs_no_spark_and_no_lake() -> None:
+    """Made, started, polled and stopped, with sinks and stores."""
+    code = """
+import sys
+from tailrace import *
+from tailrace.capture.memory import batch_of
+schema = TableSchema(table=TableId("a", "b"), relation=1, key=(), identity=Identity.NONE, columns=())
+source = MemoryCapture()
+source.commit(batch_of(schema, (Operation.INSERT, {})))
+runtime, sink = CdcRuntime(source, MemoryCheckpointStore(), MemorySchemaHistory()), FanOut(MemorySink())
+runtime.run(sink, lambda: runtime.rows_committed)
+print({name for name in ('pyspark', 'py4j', 'deltalake', 'numba') if name in sys.modules}, runtime.rows_committed)
+"""
+    light = PUBLIC - {"CdcSource", "PostgresCapture", "register", "tables_at"}
+    names = "from tailrace import " + ", ".join(sorted(light))
+    assert printed(code.replace("from tailrace import *", names)) == "set() 1"
+
+
+def printed(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

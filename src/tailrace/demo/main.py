@@ -250,7 +250,7 @@ def _verdict(verdicts: list[TableVerdict], folder: Path) -> int:
         markup=False,
         soft_wrap=True,
     )
-    out.print("or with Spark and its Delta connector:\n", markup=False)
+    out.print("or with Spark, where it has its Delta connector (Spark 4.2 has, 4.3 not yet):\n", markup=False)
     out.print(
         f'  spark.read.format("delta").load("{folder / "lake" / "public" / "orders"}").show()\n',
         markup=False,

@@ -25,7 +25,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import lease
+from tailrace.changelog import files, lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TailraceError
 from tailrace.model.position import Lsn
@@ -39,7 +39,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
-from tailrace.spark.connector import connector_settings
+from tailrace.spark.connector import connector_settings, iceberg_settings
 from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
@@ -102,7 +102,7 @@ class Applying:
             life.rows_loaded = noted.get(table.table, {}).get("rows_loaded", 0)
             for left in UNCOMMITTED:
                 with suppress(TailraceError):
-                    discard(life.place.path, left)
+                    discard(life.place.staging, left, last=True)
         self.holding.begin()
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
@@ -114,8 +114,13 @@ class Applying:
         self._in_background(self._start)
 
     def _start(self) -> None:
-        spark, by_spark = self._settings.spark, self._settings.tables.engine == "spark"
-        settings = connector_settings(spark.settings) if by_spark else spark.settings
+        spark, catalog = self._settings.spark, self._settings.tables.layout.catalog
+        by_spark = catalog is not None or self._settings.tables.engine == "spark"
+        settings = spark.settings
+        if catalog is not None:
+            settings = iceberg_settings(settings, catalog)
+        elif by_spark:
+            settings = connector_settings(settings)
         try:
             self._jvm = Jvm(
                 self._settings.name, self._scratch, self.spark_log, master=spark.master, settings=settings,
@@ -124,15 +129,16 @@ class Applying:
         except PySparkRuntimeError as exc:
             if not by_spark:
                 raise
+            which = "Delta" if catalog is None else "Iceberg"
             raise TableFailed(
-                "Spark did not start with its Delta connector", packages=settings.get("spark.jars.packages"),
+                f"Spark did not start with its {which} connector", packages=settings.get("spark.jars.packages"),
                 hint=f"Can this machine fetch the jars? See {self.spark_log}. Another place for them can be named in "
                 "`spark.settings` (spark.jars.repositories, spark.jars.ivySettings, spark.jars).",
             ) from exc
         if self._stopping.is_set():
             return
         self._spark = self._jvm.open_session()
-        self._engine = SparkEngine(self._spark) if by_spark else None
+        self._engine = SparkEngine(self._spark, catalog) if by_spark else None
         known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
         self._wake = Wake(self.lives.bounded, min([*known, self.lives.index.commit]) if known else 0)
         self._in_background(lambda: self._wake.speak(self._stopping))
@@ -167,7 +173,7 @@ class Applying:
     @property
     def spark_log(self) -> Path:
         """Where Spark writes what it has to say."""
-        return self._settings.log.path / "status" / "spark.log"
+        return files.scratch_of(self._settings.log.path / "status") / "spark.log"
 
     def stop(self) -> None:
         """Finish what is under way, then let go of everything."""
@@ -309,16 +315,17 @@ class Applying:
         for life in self._loaded():
             untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
             if untold or self.lives.pending(life, self._called_for):
-                self._advance_one(life)
+                self._advance_one(life, None if untold else self._called_for)
 
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
             self.sweep()
 
-    def _advance_one(self, life: TableLife) -> None:
-        """Beside the micro-batches; what fails here is done by the next of them, or swept up."""
+    def _advance_one(self, life: TableLife, end: int | None = None) -> None:
+        """Beside the micro-batches, to a commit or the log's end; what fails here is done by the next of them, or swept
+        up."""
         try:
-            self._advance([life], self.lives.grow())
+            self._advance([life], self.lives.grow() if end is None else end)
         except Exception as error:  # a worker was killed, or Spark is ending: whoever checks the query says so
             log.warning("table left for later", extra={"table": str(life.table), "exception": type(error).__name__})
 

@@ -76,6 +76,8 @@ def ask(
         )
     desk = _Desk(settings)
     tables = desk.matching(patterns, desk.at_source if desk.at_source is not None else desk.known)
+    for table in tables if where is not None else ():
+        settings.tables.form_of(table).refuse_part(table)
     if where is not None and desk.silence is not None:
         raise desk.silence  # nobody else can say whether a condition makes sense
     if where is not None or mode is LoadMode.REFRESH:
@@ -162,7 +164,7 @@ class _Desk:
                 _refuse_keyless(schema)
                 if where is None:
                     continue
-                if shape is None or not shape.same_rows(schema):
+                if shape is None or not shape.at_source.same_rows(schema):
                     why = "it is not loaded yet" if shape is None else "it has another shape than its lake table"
                     raise ConfigError(
                         f"no part of the table can be read again: {why}", table=table,
@@ -172,7 +174,7 @@ class _Desk:
 
     def _shape(self, table: TableId) -> TableSchema | None:
         try:
-            return self._settings.tables.layout.place(table, self._log.log_id).open().shape()
+            return self._settings.tables.layout.place(table, self._log.log_id).look().shape()
         except FormChanged:
             return None  # there is none of the form that is asked for
 
@@ -195,7 +197,7 @@ class _Desk:
         for wish in waiting:
             self._seeds.fulfil(wish)
         said = ["rows that fulfil the condition are read again" if where is not None else "it is read again"]
-        if mode is LoadMode.REFRESH or where is not None:
+        if where is not None or (mode is LoadMode.REFRESH and self._loaded(table)):
             said.append("only what differs is written")
         if waiting:
             said.append("this replaces what was asked for before and had not begun")

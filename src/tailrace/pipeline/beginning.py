@@ -31,6 +31,7 @@ from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.holding import Holding
+from tailrace.pipeline.landing import Run, land
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load, Shared
 from tailrace.pipeline.report import LoadStatus, TableState
@@ -59,8 +60,10 @@ class Beginning:
 
     def __init__(
         self, settings: LoadSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
-        begun: Callable[[Load], None], failed: Callable[[TableLife, TailraceError], None], stopping: threading.Event,
+        run: Run, begun: Callable[[Load], None], failed: Callable[[TableLife, TailraceError], None],
+        stopping: threading.Event,
     ) -> None:  # fmt: skip
+        self._run = run
         self._settings = settings
         self._source = source
         self._lives = lives
@@ -139,7 +142,7 @@ class Beginning:
             cut = Cut.KEY
         try:
             _refuse_meeting(life, self._lives)
-            life.place.open().refuse_foreign(life.table)
+            life.place.look().refuse_foreign(life.table)
             plan = self._source.plan(life.table, cut, self._settings.chunk)
             if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
                 raise Unsupported(
@@ -234,7 +237,7 @@ class Beginning:
                 cursor = replace(cursor, load=load)
                 self._lives.seeds.remember(load, cursor.position)
                 letters.before_load(load, whole=True, now=None, seq=cursor.seq)
-            life.place.open().land(plan.schema, [], cursor)
+            land(self._run, life.place, plan.schema, (), cursor)
         except TailraceError as error:
             self._failed(life, error)
             return
@@ -280,11 +283,8 @@ def _refuse_form(life: TableLife, schema: TableSchema, wish: Wish | None) -> Non
     """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
     form = life.place.form
     form.stored(schema)
-    if form.exact and wish is not None and wish.where is not None:
-        raise Unsupported(
-            f"a part of a table in `mode: {form.mode.value}` cannot be read again", table=life.table,
-            hint="Run it without --where.",
-        )  # fmt: skip
+    if wish is not None and wish.where is not None:
+        form.refuse_part(life.table)
     if form.retains and wish is None and life.shape is not None and not life.shape.same_rows(schema):
         raise SchemaChanged(
             "the table must be loaded anew, and what it keeps of the past would be lost", table=life.table,

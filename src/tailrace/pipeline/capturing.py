@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
 from tailrace.changelog.gaps import Gap, read_gaps, record_gap
 from tailrace.changelog.published import publish
@@ -35,7 +35,10 @@ from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_keeper, open_source
+from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.transforms.postgres import TransformedCapture
+from tailrace.transforms.stream import TransformedStream
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +82,7 @@ class OwnLog(LogWriter):
             raise
 
     @classmethod
-    def open(cls, path: Path, source: SourceId, *, take_over: bool) -> OwnLog:
+    def open(cls, path: LogPath, source: SourceId, *, take_over: bool) -> OwnLog:
         """Open the log; one taken by force first gets an empty commit.
 
         Its number ends whoever lost the log, before we look at what the slot has confirmed: what the other could
@@ -116,11 +119,13 @@ class Capturing:
         self.log = OwnLog.open(settings.log.path, self._identity, take_over=take_over)
         try:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
+            self._rules = self.source.rules if isinstance(self.source, TransformedCapture) else None
             self.source.remember(self.log.shapes())
             self.source.publishing = functools.partial(publish, self.log.path)
             position = self.log.position if self.log.commit else None
             with self._ours():
                 begin = self._prepare(settings, position, take_over)
+            self._check_rules()
             if begin is not None:
                 self.log.append(Window(start=ZERO, end=begin))
             target = self.source.horizon() if until_caught_up else None
@@ -128,7 +133,8 @@ class Capturing:
             self.log.close()
             raise
         self._keeper = open_keeper(settings)
-        self.runtime = CdcRuntime(self._open, self.log, target=target)
+        self.sink = LogSink(self.log)
+        self.runtime = CdcRuntime(self, self.sink, target=target)
         self.started = time.monotonic()
 
     def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
@@ -182,12 +188,22 @@ class Capturing:
             self.log.check()
             raise
 
-    def _open(self, after: Lsn) -> Stream:
+    def live(self, after: Lsn) -> Stream:
+        """The stream after a position of the log, while that is ours."""
         with self._ours():
             stream = self.source.live(after, self._origin())
         # A failover that kept our history: from here on positions are of the new timeline.
         self.log.timeline = stream.timeline
-        return stream
+        return stream if self._rules is None else TransformedStream(stream, self._rules)
+
+    def _check_rules(self) -> None:
+        """Refuse rules that cannot be used on the tables as they are published, and name those that concern none."""
+        if self._rules is None:
+            return
+        self.source.describe([table.table for table in self.source.tables()])
+        for idle in self._rules.unmatched():
+            if idle.no_table:
+                log.warning("rule concerns no table", extra={"rule": idle.rule, "why": idle.why})
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Capture until told to stop, then let go of slot and log."""
@@ -206,11 +222,13 @@ class Capturing:
         publishing = threading.Thread(target=self._publish_until, args=(ended,), name="tailrace-publish", daemon=True)
         publishing.start()
         try:
-            self.runtime.run(stopping_or_taken_over)
+            self.runtime.run(self.sink, stopping_or_taken_over)
         finally:
             ended.set()
             self._keeper.stop()
             self.log.close()
+            for idle in self._rules.unmatched() if self._rules is not None else ():
+                log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
 
     def _publish_until(self, ended: threading.Event) -> None:
         """Publish tables that the settings name as soon as they are made, and take in no others."""

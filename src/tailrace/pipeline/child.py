@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 
 from tailrace.changelog import lease
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
 from tailrace.errors import LogUnusable, SourceError, TailraceError
 from tailrace.pipeline.report import error_from_json
@@ -29,24 +33,38 @@ RESTARTS_MAX = 5
 
 
 class CaptureChild:
-    """`tailrace capture` as our child."""
+    """A process that captures into a log, as our child."""
 
-    def __init__(self, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> None:
-        self._path = settings.log.path
-        self._command = [sys.executable, "-m", "tailrace", "capture", str(settings.file), "--child"]
-        self._command += ["--until-caught-up"] * until_caught_up
+    def __init__(self, log: LogPath, command: Sequence[str], *, once: Sequence[str] = (), told: bytes = b"") -> None:
+        """`once`: flags for the first start alone. `told`: what it reads from its input, which others cannot see."""
+        self._path = log
+        self._command = [sys.executable, "-m", *command]
+        self._told = told
         self.restarts = 0
+        self._process = self._start(*once)
+
+    @classmethod
+    def of(cls, settings: PipelineSettings, *, until_caught_up: bool, take_over: bool = False) -> CaptureChild:
+        """The one of a pipeline."""
+        command = ["tailrace", "capture", str(settings.file), "--child", *["--until-caught-up"] * until_caught_up]
         # Only the first one: started again, it must not take back what somebody has taken from us since.
-        self._process = self._start("--take-over") if take_over else self._start()
+        return cls(settings.log.path, command, once=["--take-over"] * take_over)
 
     def _start(self, *flags: str) -> subprocess.Popen[bytes]:
         # Ctrl-C reaches the whole group; the child is stopped by us, once tables are at rest.
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
         try:
-            return subprocess.Popen(
-                [*self._command, *flags], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-            )
+            process = subprocess.Popen(
+                [*self._command, *flags], stdin=subprocess.PIPE if self._told else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                # Files that Spark has added are on the path of this process only.
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if self._told else None,
+            )  # fmt: skip
+            if process.stdin is not None:
+                with suppress(BrokenPipeError), process.stdin as told:
+                    told.write(self._told)
+            return process
         finally:
             if main:
                 signal.signal(signal.SIGINT, before)

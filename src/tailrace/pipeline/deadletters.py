@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from tailrace.changelog import lease
@@ -27,9 +26,10 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId
+from tailrace.pipeline.asking import closest
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
-from tailrace.pipeline.status import APPLIER, read_note
+from tailrace.pipeline.status import APPLIER, known_tables, read_note
 
 SEQ_MAX = (1 << 63) - 1
 
@@ -79,7 +79,7 @@ def open_letters(settings: PipelineSettings, patterns: Sequence[str], *, payload
     log = ChangeLog.open(settings.log.path)
     return [
         letter
-        for table in _matching(settings, log.path, patterns)
+        for table in _matching(settings, log, patterns)
         for bundle in _open(settings, log, table)
         for letter in _shown(table, bundle, payload=payload)
     ]
@@ -89,7 +89,7 @@ def replay(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
     """Have letters tried again."""
     log = ChangeLog.open(settings.log.path)
     tables = {}
-    for table in _matching(settings, log.path, patterns):
+    for table in _matching(settings, log, patterns):
         if count := sum(len(bundle.seqs) for bundle in _open(settings, log, table)):
             Letters(log.path, table).ask()
             tables[table] = count
@@ -110,7 +110,7 @@ def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[i
     log = ChangeLog.open(settings.log.path)
     found = {
         table: [seq for bundle in _open(settings, log, table) for seq in bundle.seqs]
-        for table in _matching(settings, log.path, patterns)
+        for table in _matching(settings, log, patterns)
     }
     known = {seq for numbers in found.values() for seq in numbers}
     if wrong := sorted(set(seqs) - known):
@@ -129,20 +129,19 @@ def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[i
     )
 
 
-def _matching(settings: PipelineSettings, log: Path, patterns: Sequence[str]) -> list[TableId]:
-    tables = tables_with_letters(log)
+def _matching(settings: PipelineSettings, log: ChangeLog, patterns: Sequence[str]) -> list[TableId]:
+    """The tables with letters that match."""
+    tables = set(tables_with_letters(log.path))
     if not patterns:
-        return tables
+        return sorted(tables)
+    known = tables | known_tables(log)
     found: set[TableId] = set()
     for pattern in patterns:
         only = settings.source.model_copy(update={"tables": (pattern,), "exclude": ()})
-        some = {table for table in tables if matches(only, table) or str(table) == pattern}
+        some = {table for table in known if matches(only, table) or str(table) == pattern}
         if not some:
-            there = ", ".join(map(str, tables)) or "none"
-            raise ConfigError(
-                f"`{pattern}` matches no table that ever had dead letters", hint=f"Tables that had some: {there}."
-            )
-        found |= some
+            raise ConfigError(f"`{pattern}` matches no table of this pipeline", hint=closest(pattern, known))
+        found |= some & tables
     return sorted(found)
 
 
@@ -150,7 +149,7 @@ def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> list[Bu
     """As the table itself says how far it is; where it does not, all there are."""
     letters, cursor = Letters(log.path, table), None
     with suppress(TailraceError):  # what is wrong with the table `tailrace status` says
-        cursor = settings.tables.layout.place(table, log.log_id).open().cursor()
+        cursor = settings.tables.layout.place(table, log.log_id).look().cursor()
     return letters.open(SEQ_MAX) if cursor is None else letters.open(cursor.seq, cursor.load)
 
 

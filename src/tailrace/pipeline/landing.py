@@ -21,12 +21,19 @@ from tailrace.errors import (
 )
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives
 from tailrace.pipeline.loads import Load
 from tailrace.spark.seeds import LoadMode, Seed
-from tailrace.spark.tasks import Outcome, RefreshWork, refresh_table
-from tailrace.tables.base import Cursor, LakeTable
+from tailrace.spark.tasks import LandWork, Outcome, RefreshWork, land_table, refresh_table
+from tailrace.tables.base import Cursor
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.forms import Origin
+from tailrace.tables.iceberg import IcebergTable
+from tailrace.tables.layout import Place
+from tailrace.tables.staging import StagedFile
+
+Looked = DeltaRsTable | IcebergTable
 
 Run = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
 """Runs a task for each piece of work, on Spark."""
@@ -100,7 +107,7 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
 
     A worker may die, or a disk fill up, just after the commit: what the table itself says is so.
     """
-    table = load.life.place.open()
+    table = load.life.place.look()
     now = load.life.cursor.load if load.life.cursor is not None else None
     Letters(lives.log.path, load.life.table).before_load(
         load.seed.id, whole=load.where is None, now=now, seq=cursor.seq
@@ -117,7 +124,7 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     return found
 
 
-def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
+def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
     """As all that the table holds, or by writing what differs; of a table that keeps the past never instead of that,
     unless it is of another shape or form and a person has asked for it."""
     life, plan = load.life, load.seed.plan
@@ -142,4 +149,18 @@ def _commit(table: LakeTable, lives: Lives, load: Load, cursor: Cursor, run: Run
         )  # fmt: skip
     assert load.complete, "a load lands with all its chunks"
     files = [file for number in sorted(load.staged) for file in load.staged[number].files]
-    table.land(plan.schema, files, cursor, origin=load.origin)
+    land(run, life.place, plan.schema, files, cursor, load.origin)
+
+
+def land(
+    run: Run, place: Place, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
+    origin: Origin | None = None,
+) -> None:  # fmt: skip
+    """Make staged files all that a table holds: here, or where Spark is if only that can commit."""
+    if place.catalog is None:
+        place.open().land(schema, files, cursor, origin=origin)
+        return
+    work = LandWork(schema=schema, place=place, files=tuple(files), cursor=cursor, origin=origin)
+    outcome = run_one(run, land_table, work, schema.table)
+    if outcome.error is not None:
+        raise outcome.error

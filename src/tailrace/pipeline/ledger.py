@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 from tailrace.changelog import files
+from tailrace.changelog.files import LogPath
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -48,9 +48,9 @@ class Point:
 class Ledger:
     """The points of one log. One writes, any number read."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: LogPath) -> None:
         self._folder = log / FOLDER
-        self._file: Path | None = None
+        self._file: LogPath | None = None
         self._count = 0
         self._last: dict[TableId, int] = {}
 
@@ -66,8 +66,7 @@ class Ledger:
             if not self._count:
                 files.make_folder(self._folder)
                 self._sweep()
-            with file.open("ab") as stream:
-                stream.write(_line(point, before))
+            files.append(file, _line(point, before))
             self._file, self._last, self._count = file, dict(point.versions), self._count + 1
 
     def points(self) -> Iterator[Point]:
@@ -101,12 +100,12 @@ class Ledger:
             hint="Points are kept for 30 days. Ask for a later time or position.",
         )  # fmt: skip
 
-    def _files(self) -> list[Path]:
+    def _files(self) -> list[LogPath]:
         return sorted(self._folder.glob("*.jsonl"))
 
     def _sweep(self) -> None:
         for path in self._files():
-            if path.stat().st_mtime < time.time() - KEPT_SECONDS:
+            if files.modified_at(path) < time.time() - KEPT_SECONDS:
                 path.unlink()
 
 
@@ -124,9 +123,9 @@ def _line(point: Point, before: Mapping[TableId, int]) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _read(path: Path) -> Iterator[Point]:
+def _read(path: LogPath) -> Iterator[Point]:
     versions: dict[TableId, int] = {}
-    with suppress(OSError), path.open("rb") as stream:
+    with suppress(OSError), files.opened(path) as stream:
         for line in stream:
             crc, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or f"{zlib.crc32(text):08x}".encode() != crc:

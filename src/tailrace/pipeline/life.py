@@ -210,7 +210,7 @@ class Lives:
         table = life.table
         try:
             life.place = self._layout.place(table, self.log.log_id)
-            lake_table = life.place.open()
+            lake_table = life.place.look()
             if (shape := lake_table.shape()) is not None and shape.table != table:
                 raise anothers(life.place.path, shape.table, table)
             life.cursor, life.shape = lake_table.cursor(), shape
@@ -431,7 +431,7 @@ class Lives:
         """
         position, versions = self.index.end_of(commit), dict[TableId, int]()
         for life in list(self.tables.values()):
-            if not life.state.going_on:
+            if not life.state.going_on or life.halted:
                 continue
             if not life.lock.acquire(blocking=False):
                 return None
@@ -440,7 +440,7 @@ class Lives:
                 if not there or self.pending(life, commit) or self._lacks(life):
                     return None
                 if life.version is None:
-                    life.version = life.place.open().version()
+                    life.version = life.place.look().version()
                 if life.version is None:
                     return None  # its folder was taken away
                 versions[life.table] = life.version

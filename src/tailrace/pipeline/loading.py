@@ -81,7 +81,7 @@ class Loading:
         self._under_way = UnderWay(scratch, lives.seeds.held())
         self._loads, self._lock = self._under_way.loads, self._under_way.lock
         self._begins = Beginning(
-            settings.load, source, lives, holding, begun=self._start, failed=self._fail, stopping=stopping
+            settings.load, source, lives, holding, run=run, begun=self._start, failed=self._fail, stopping=stopping
         )
         self._beginning = False
         self._always = {table for table in lives.tables if settings.load.mode_of(table) == "always"}
@@ -437,7 +437,7 @@ class Loading:
         self._replans.pop(life.table, None)
         self._again.pop(life.table, None)
         with suppress(TailraceError):
-            discard(life.place.path, seed.id)
+            discard(life.place.staging, seed.id)
         log.info("load landed", extra={"table": str(life.table), "rows": life.rows_loaded})
         if not over:
             self._advance(life)
@@ -455,7 +455,7 @@ class Loading:
 
     def _give_up(self, seed: Seed, life: TableLife) -> None:
         with suppress(TailraceError):
-            discard(life.place.path, seed.id)
+            discard(life.place.staging, seed.id)
         self._seeds.end(seed)
 
     def _fail(self, life: TableLife, error: TailraceError) -> None:
@@ -479,7 +479,8 @@ class Loading:
             self._always.discard(life.table)
             self._forget_wishes(life.table)
         life.trouble = f"It could not be loaded again: {error.headline}. {error.hint}"
-        log.error("table not loaded again", extra={"table": str(life.table), "code": error.code})
+        said = {"table": str(life.table), "code": error.code, "reason": error.headline, "hint": error.hint}
+        log.error("table not loaded again", extra=said)
 
     def _forget_wishes(self, table: TableId) -> None:
         for wish in self._seeds.wishes():

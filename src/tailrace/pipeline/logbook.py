@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 from tailrace.changelog import consumers, retention
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
+from tailrace.changelog.history import announced
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.lease import holder
 from tailrace.changelog.reader import ChangeLog
@@ -24,7 +25,7 @@ from tailrace.changelog.trimmed import Trimmed
 from tailrace.changelog.verify import verify as verify_log
 from tailrace.errors import ConfigError, LogBusy, LogError
 from tailrace.model import change
-from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM
+from tailrace.model.system import SCHEMA_NUMBER
 from tailrace.pipeline.report import (
     LoggedTable,
     LogOverview,
@@ -47,7 +48,7 @@ Progress = Callable[[int, int], None]
 # ---- show ------------------------------------------------------------------------------------------------
 
 
-def show(path: Path) -> LogOverview:
+def show(path: LogPath) -> LogOverview:
     """What the log holds now."""
     log = ChangeLog.open(path)
     for _ in range(LOOKS_MAX):
@@ -163,14 +164,10 @@ def _time(microseconds: float) -> str:
 # ---- schemas ---------------------------------------------------------------------------------------------
 
 
-def versions(path: Path) -> list[LogVersion]:
+def versions(path: LogPath) -> list[LogVersion]:
     """Every version of every table's shape, table by table."""
     log = ChangeLog.open(path)
-    told = {
-        (row["table"], row["version"]): row
-        for batch in log.follow(table=SCHEMA_STREAM.table.name)
-        for row in batch.data.select(["table", "version", change.POSITION, change.COMMITTED_AT]).to_pylist()
-    }
+    told = announced(log)
     log.schemas.load()
     found = []
     for version in sorted(log.schemas.after(0), key=lambda version: (version.table, version.version)):
@@ -187,7 +184,7 @@ def versions(path: Path) -> list[LogVersion]:
 # ---- verify ----------------------------------------------------------------------------------------------
 
 
-def verify(path: Path, progress: Progress) -> LogVerdict:
+def verify(path: LogPath, progress: Progress) -> LogVerdict:
     """Look at every byte of the log; `progress` hears how many of how many."""
     started = time.monotonic()
     found = verify_log(path, progress)
@@ -204,7 +201,7 @@ def verify(path: Path, progress: Progress) -> LogVerdict:
 
 
 @contextmanager
-def _sealer(path: Path) -> Iterator[Sealer]:
+def _sealer(path: LogPath) -> Iterator[Sealer]:
     """The one who seals; capture is one too, every few seconds for a moment, and while it seals for longer."""
     try:
         sealer = Sealer(path, wait_seconds=WAIT_SECONDS)
@@ -219,7 +216,7 @@ def _sealer(path: Path) -> Iterator[Sealer]:
         yield sealer
 
 
-def seal(path: Path, *, grace_seconds: float, progress: Progress) -> LogSealed:
+def seal(path: LogPath, *, grace_seconds: float, progress: Progress) -> LogSealed:
     """Seal every commit there is now, then put the seals in order; `progress` hears how many of how many."""
     started = time.monotonic()
     with _sealer(path) as sealer:
@@ -230,7 +227,7 @@ def seal(path: Path, *, grace_seconds: float, progress: Progress) -> LogSealed:
         )  # fmt: skip
 
 
-def trim(path: Path, policy: Policy, *, older_than_seconds: float | None = None) -> LogTrim:
+def trim(path: LogPath, policy: Policy, *, older_than_seconds: float | None = None) -> LogTrim:
     """Let go now of what the policy says and nobody needs.
 
     The log's limit counts too, but not so far that anyone is detached: that is left to the capture process, which
@@ -254,7 +251,7 @@ def trim(path: Path, policy: Policy, *, older_than_seconds: float | None = None)
 # ---- who needs it ----------------------------------------------------------------------------------------
 
 
-def readers(path: Path) -> tuple[LogReader, ...]:
+def readers(path: LogPath) -> tuple[LogReader, ...]:
     """The lake tables and named consumers, and how far each is."""
     return _readers(ChangeLog.open(path))
 
@@ -288,7 +285,7 @@ def _reader(index: LogIndex, names: dict[int, str], item: Held) -> LogReader:
     )  # fmt: skip
 
 
-def forget(path: Path, name: str) -> None:
+def forget(path: LogPath, name: str) -> None:
     """Let go of what a named consumer holds."""
     log = ChangeLog.open(path)
     held = {(hold.kind, hold.name) for hold in consumers.holds(log.path)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
 from tailrace.tables.versions import files_at, needs_connector
 
 if TYPE_CHECKING:
@@ -41,41 +43,38 @@ def find_point(settings: PipelineSettings, *, time: str | None = None, position:
 def tables_at(
     spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None
 ) -> dict[str, DataFrame]:
-    """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for tables with
-    deletion vectors or column mapping.
+    """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
+    and for such with deletion vectors or column mapping.
 
     Transactions that the source committed up to there are in all of them, and later ones in none.
     """
     settings = load_settings(file)
     point = find_point(settings, time=time, position=position)
-    return {
-        str(table): _frame(spark, settings.tables.layout.path(table), version)
-        for table, version in point.versions.items()
-    }
+    layout = settings.tables.layout
+    read = partial(_frame, spark) if layout.catalog is None else partial(_snapshot, spark, layout.catalog)
+    return {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
+
+
+def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -> DataFrame:
+    """Of an Iceberg table, whose connector the session must have."""
+    from tailrace.spark.connector import catalog_settings
+    from tailrace.spark.frames import quoted
+
+    for name, value in catalog_settings(catalog).items():
+        spark.conf.set(name, value)
+    name = ".".join(map(quoted, (SPARK_CATALOG, *catalog.levels(path.absolute()))))
+    return spark.sql(f"SELECT * FROM {name} VERSION AS OF {version}")
 
 
 def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
     from tailrace.spark.frames import spark_schema
+    from tailrace.spark.rows import no_rows, with_partitions
 
     if needs_connector(path, version):
         return spark.read.format("delta").option("versionAsOf", version).load(str(path.absolute()))
     columns, files, partitions = files_at(path, version)
     if not files:
-        return spark.createDataFrame([], spark_schema(columns))
+        return no_rows(spark, columns)
     inside = pa.schema([field for field in columns if field.name not in partitions.column_names])
     rows = spark.read.schema(spark_schema(inside)).parquet(*map(str, files))
-    return _with_partitions(rows, columns.names, files, partitions) if partitions.num_columns else rows
-
-
-def _with_partitions(rows: DataFrame, names: list[str], files: list[Path], partitions: pa.Table) -> DataFrame:
-    """The rows with what their files do not hold. By the files' own names, for what Spark would take from the folders'
-    depends on the session's time zone."""
-    from pyspark.sql import functions as f
-
-    from tailrace.spark.frames import spark_schema
-
-    file = "file" + "_" * max(map(len, names))
-    said = partitions.append_column(file, pa.array([path.name for path in files]))
-    told = rows.withColumn(file, f.col("_metadata.file_name"))
-    joined = told.join(f.broadcast(rows.sparkSession.createDataFrame(said, spark_schema(said.schema))), file)
-    return joined.select(*("`" + name.replace("`", "``") + "`" for name in names))
+    return with_partitions(rows, columns.names, map(str, files), partitions) if partitions.num_columns else rows

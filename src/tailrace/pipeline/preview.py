@@ -1,13 +1,14 @@
-"""What `tailrace evolve --dry-run` tells: what would be done to each lake table for what became of its source."""
+"""What `tailrace evolve --dry-run` tells: what would be done to each lake table for what became of its source, or of
+the settings that say what it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import SchemaChanged, TableUnusable
+from tailrace.errors import FormChanged, SchemaChanged, TableUnusable, TailraceError
 from tailrace.model.evolution import is_news
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableEvolution
 from tailrace.pipeline.settings import PipelineSettings, matches
@@ -31,6 +32,8 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
         if life.cursor is not None and life.shape is not None:
             shapes = [*_told(lives, life), *([now[table]] if table in now else [])]
             found.append(_evolution(settings, life, shapes, source.value_of, gone=table in gone))
+        elif isinstance(life.error, FormChanged):
+            found.append(_stopped(life.table, life.error))
     return tuple(found)
 
 
@@ -53,6 +56,12 @@ def _refused(life: TableLife, shape: TableSchema) -> TableUnusable | None:
     except TableUnusable as error:
         return error
     return None
+
+
+def _stopped(table: TableId, error: TailraceError) -> TableEvolution:
+    return TableEvolution(
+        schema=table.schema, table=table.name, action="stop", why=error.headline, hint=error.hint
+    )
 
 
 def _evolution(

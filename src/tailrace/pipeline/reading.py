@@ -8,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.files import LogPath
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.landing import Run, run_one
@@ -29,7 +29,7 @@ class Reading:
     """Reads the chunks of the loads under way."""
 
     def __init__(
-        self, settings: LoadSettings, source: PostgresCapture, log: Path, under_way: UnderWay, throttle: Throttle, *,
+        self, settings: LoadSettings, source: PostgresCapture, log: LogPath, under_way: UnderWay, throttle: Throttle, *,
         run: Run, failed: Failed, stopping: threading.Event,
     ) -> None:  # fmt: skip
         self._settings = settings
@@ -62,8 +62,8 @@ class Reading:
             return
         work = ChunkWork(
             schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
-            lake=load.life.place.path, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
-            form=load.seed.form, origin=load.origin,
+            lake=load.life.place.staging, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
+            form=load.seed.form, origin=load.origin, numbered=load.life.place.catalog is not None,
         )  # fmt: skip
         outcome = run_one(self._run, load_chunk, work, load.life.table)
         with self._under_way.lock:
@@ -71,7 +71,7 @@ class Reading:
             progress.unlink(missing_ok=True)
             if load.dropped:
                 with suppress(TailraceError):
-                    discard(load.life.place.path, load.seed.id)
+                    discard(load.life.place.staging, load.seed.id)
                 return
             if self._stopping.is_set():
                 load.todo.append(chunk)

@@ -21,7 +21,15 @@ from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import upto_position
-from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, SchemaChanged, TableUnusable
+from tailrace.errors import (
+    LOAD_ANEW_HINT,
+    ConfigError,
+    LogBusy,
+    LogTrimmed,
+    SchemaChanged,
+    TableUnusable,
+    Unsupported,
+)
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -29,10 +37,11 @@ from tailrace.pipeline.asking import closest
 from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
-from tailrace.pipeline.status import APPLIER, NOTE, read_note
+from tailrace.pipeline.status import APPLIER, NOTE, known_tables
 from tailrace.pipeline.wiring import open_source
 from tailrace.spark.tasks import ApplyWork, changes_of
 from tailrace.tables.base import Cursor
+from tailrace.tables.deltalog import REPLACE_HINT
 from tailrace.tables.formed import fold_into
 from tailrace.tables.layout import Place
 from tailrace.tables.rebuilding import Base, Rebuilding, bases
@@ -74,6 +83,8 @@ def rebuild(
     settings: PipelineSettings, name: str, *, to: str | None, from_version: int | None, progress: Progress
 ) -> Rebuilt:
     """Make the table anew, at a position of the log or at its end."""
+    if settings.tables.layout.catalog is not None:
+        raise Unsupported("Iceberg tables cannot be rebuilt yet", table=name, hint=REPLACE_HINT)
     log = ChangeLog.open(settings.log.path)
     table, position = _known(settings, log, name), None if to is None else Lsn.parse(to)
     try:
@@ -144,9 +155,11 @@ class _Rebuild:
                 why=why or "no commit of this log made it, or the table no longer remembers it",
                 hint="Leave `--from-version` out: the newest that will do is taken.",
             )  # fmt: skip
+        never = self._place.open().version() is None
         raise LogTrimmed(
             "the log covers no version of the table that it could be rebuilt from", table=self._table,
-            why=why or "the table has no version of this log", hint=LOAD_ANEW_HINT,
+            why=why or ("the table is not loaded yet" if never else "the table has no version of this log"),
+            hint="`tailrace status FILE` says whether it is being loaded." if never else LOAD_ANEW_HINT,
         )  # fmt: skip
 
     def _unusable(self, base: Base) -> str | None:
@@ -307,10 +320,7 @@ def _refuse_stopped(life: TableLife) -> None:
 
 def _known(settings: PipelineSettings, log: ChangeLog, name: str) -> TableId:
     """The table of this name that the log knows and the settings match."""
-    log.schemas.load()
-    tables = {version.schema.table for version in log.schemas.latest()}
-    tables |= {hint.table for hint in consumers.hints(log.path)} | set(read_note(log.path))
-    wanted = sorted(table for table in tables if matches(settings.source, table))
+    wanted = sorted(table for table in known_tables(log) if matches(settings.source, table))
     found = [table for table in wanted if str(table) == name]
     if len(found) == 1:
         return found[0]

@@ -131,7 +131,7 @@ def run(
     """The whole pipeline, until it is caught up or `stop` is set."""
     with stop_signal(stop) as asked:
         identify(settings.source.url)  # the common mistakes, told before anything is started
-        child = CaptureChild(settings, until_caught_up=until_caught_up, take_over=take_over)
+        child = CaptureChild.of(settings, until_caught_up=until_caught_up, take_over=take_over)
         try:
             log = child.wait_for_log(asked)
             if log is None:

@@ -17,8 +17,9 @@ from typing import Any
 from tailrace.capture.base import Lag
 from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import files, lease
-from tailrace.changelog.letters import Letters
+from tailrace.changelog import consumers, files, lease
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.letters import Letters, may_have_letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import disk_bytes
 from tailrace.errors import LogUnusable, TailraceError
@@ -127,15 +128,15 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
     )  # fmt: skip
 
 
-def deadletters_open(log: Path, table: TableId, cursor: Cursor) -> int:
+def deadletters_open(log: LogPath, table: TableId, cursor: Cursor) -> int:
     """How many dead letters a table that stands there has; none where they cannot be read."""
     try:
-        return Letters(log, table).count(cursor.seq, cursor.load)
+        return Letters(log, table).count(cursor.seq, cursor.load) if may_have_letters(log, table) else 0
     except TailraceError:
         return 0
 
 
-def leave_note(path: Path, status: PipelineStatus) -> None:
+def leave_note(path: LogPath, status: PipelineStatus) -> None:
     """For a `tailrace status` in another process."""
     with suppress(OSError):
         files.replace(
@@ -143,13 +144,20 @@ def leave_note(path: Path, status: PipelineStatus) -> None:
         )
 
 
-def read_note(path: Path) -> dict[TableId, dict[str, Any]]:
+def read_note(path: LogPath) -> dict[TableId, dict[str, Any]]:
     """What the applying process left last; nothing if it cannot be read."""
     try:
         stored = json.loads((path / NOTE).read_bytes())
         return {TableId.from_json(table): table for table in stored["tables"]}
     except (OSError, ValueError, KeyError):
         return {}
+
+
+def known_tables(log: ChangeLog) -> set[TableId]:
+    """Every table that there is a word of: in the log, in what lake tables leave there, from whoever applies."""
+    log.schemas.load()
+    hinted = {hint.table for hint in consumers.hints(log.path)}
+    return hinted | {version.schema.table for version in log.schemas.latest()} | set(read_note(log.path))
 
 
 def read_status(settings: PipelineSettings) -> PipelineStatus:

@@ -12,6 +12,7 @@ from tailrace.tables.fold import fold
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.sifting import DeadKeys, sift
+from tailrace.transforms.hashing import hmac_sha256, sha256
 
 
 def warm_kernels() -> None:
@@ -29,6 +30,8 @@ def warm_kernels() -> None:
     partial = pa.Table.from_pylist([_row(1, "update", ["large"])], schema.change_schema())
     sifted = sift(schema, partial, DeadKeys.none(schema), lambda keys: np.zeros(keys.num_rows, np.bool_))
     assert sifted.letters.num_rows == 1, sifted.letters.num_rows
+    hidden = [*sha256(pa.array(["x"])).to_pylist(), *hmac_sha256(pa.array(["x"]), b"k").to_pylist()]
+    assert [len(text) for text in hidden] == [64, 64], hidden
 
 
 def _row(seq: int, operation: str, unchanged: list[str] | None) -> dict[str, object]:

@@ -13,19 +13,24 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.keeper import Keeper
 from tailrace.pipeline.holding import forget_unwanted
 from tailrace.pipeline.settings import PipelineSettings, matches, matches_message, names
+from tailrace.transforms.plan import TransformPlan
+from tailrace.transforms.postgres import TransformedCapture
 
 
 def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
     """The source of this pipeline, for the log of this id."""
     source, slot, publication = settings.source, settings.source.slot, settings.source.publication
-    return PostgresCapture(PostgresSettings(
+    wanted = PostgresSettings(
         url=source.url, wanted=functools.partial(matches, source), named=functools.partial(names, source),
         messages=functools.partial(matches_message, source) if source.messages else None,
         origins=source.origin == "any", invalid_text_replaced=source.invalid_text == "replace",
         standby=settings.load.standby,
         slot=slot.name or f"tailrace_{log_id}", slot_create=slot.create,
         publication=publication.name or f"tailrace_{log_id}", publication_create=publication.create,
-    ))  # fmt: skip
+    )  # fmt: skip
+    if not settings.transforms:
+        return PostgresCapture(wanted)
+    return TransformedCapture(wanted, TransformPlan(settings.transforms))
 
 
 def open_keeper(settings: PipelineSettings) -> Keeper:

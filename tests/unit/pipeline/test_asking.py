@@ -16,7 +16,7 @@ from tailrace.capture.postgres.connect import connect
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.errors import ConfigError, LogUnusable, SourceUnreachable, TailraceError
+from tailrace.errors import ConfigError, LogUnusable, SourceUnreachable, TailraceError, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline import asking
@@ -101,7 +101,7 @@ def seeds(settings: PipelineSettings) -> Seeds:
 
 
 def records(settings: PipelineSettings) -> list[str]:
-    return sorted(path.name for path in (settings.log.path / FOLDER).rglob("*.json"))
+    return sorted(path.name for path in Path(str(settings.log.path), FOLDER).rglob("*.json"))
 
 
 def begin(settings: PipelineSettings, seeds: Seeds, table: TableId, wish: Wish | None = None) -> Seed:
@@ -331,6 +331,17 @@ def test_a_table_without_a_key_can_only_be_replaced_as_a_whole(
     assert records(settings) == []
     asking.ask(settings, ["public.no_key"])
     assert [wish.table for wish in seeds.wishes()] == [NO_KEY]
+
+
+def test_no_part_can_be_read_again_of_a_table_that_keeps_every_version(
+    settings: PipelineSettings, seeds: Seeds
+) -> None:
+    keeping = settings.model_copy(update={"tables": settings.tables.model_copy(update={"mode": "history"})})
+    with pytest.raises(Unsupported, match="`mode: history` cannot be read again"):
+        asking.ask(keeping, ["public.customers"], where="id > 5")
+    assert records(settings) == []
+    (told,) = asking.ask(keeping, ["public.customers"], mode=LoadMode.REFRESH).tables
+    assert "only what differs" not in told.said, "it is made anew in another form"
 
 
 def test_no_part_can_be_read_again_of_what_is_not_loaded_or_has_another_shape(

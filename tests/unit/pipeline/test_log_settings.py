@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.keeper import Keeping
+from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.retention import Policy
+from tailrace.pipeline.document import Problem
 from tailrace.pipeline.quantities import Refused, parse_duration, parse_size
-from tailrace.pipeline.settings import LogSettings, Problem, check_settings, load_settings
+from tailrace.pipeline.settings import LogSettings, check_settings, load_settings
 
 FILE = """\
 name: shop
@@ -164,3 +167,45 @@ def test_checking_a_log_section_loads_nothing_heavy(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(file)], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+# ---- a log in an object store ----------------------------------------------------------------------------
+
+
+def in_store(folder: Path, *lines: str) -> Path:
+    file = write(folder, *lines)
+    file.write_text(file.read_text().replace("path: ./changes", "path: s3://my-bucket/shop/changes"))
+    return file
+
+
+def test_a_log_may_be_in_an_object_store(tmp_path: Path) -> None:
+    found = load_settings(in_store(tmp_path, "endpoint: http://minio:9000", "region: eu-west-1"), environment={}).log
+    assert found.path == ObjectPath.parse("s3://my-bucket/shop/changes")
+    assert isinstance(found.path, ObjectPath)
+    assert found.path.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
+    assert pickle.loads(pickle.dumps(found.path)).options == found.path.options
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("s3://b/x", "s3://bucket/prefix"), ("s3://My_Bucket/x", "s3://bucket"), ("s3://bucket/../x", "s3://bucket"),
+     ("https://bucket/x", "s3://bucket"), ("s3://", "s3://bucket")],
+)  # fmt: skip
+def test_an_address_that_is_none_is_told(tmp_path: Path, path: str, said: str) -> None:
+    file = in_store(tmp_path)
+    file.write_text(file.read_text().replace("s3://my-bucket/shop/changes", path))
+    (problem,) = check_settings(file, environment={})
+    assert problem.where == "log.path"
+    assert said in problem.message
+
+
+@pytest.mark.parametrize("endpoint", ["minio:9000", "http://user:secret@minio", "http://minio/bucket", "ftp://minio"])
+def test_an_endpoint_is_an_address_and_nothing_more(tmp_path: Path, endpoint: str) -> None:
+    (problem,) = check_settings(in_store(tmp_path, f"endpoint: {endpoint}"), environment={})
+    assert problem.where == "log.endpoint"
+    assert "secret" not in str(problem)
+
+
+def test_a_folder_has_no_endpoint(tmp_path: Path) -> None:
+    problem = problem_of(tmp_path, "endpoint: https://minio:9000")
+    assert (problem.where, "but is a folder" in problem.message) == ("log", True)

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.model.policies import POLICIES, Policy
 from tailrace.model.schema import TableId
+from tailrace.pipeline.document import Problem
 from tailrace.pipeline.settings import (
     PipelineSettings,
-    Problem,
     SourceSettings,
     check_settings,
     load_settings,
@@ -340,9 +340,8 @@ def test_a_glob_that_cannot_be_meant_is_refused(tmp_path: Path, glob: str, messa
         ("log: ./shop/changes", 'log: ""', 6, "log", "must be a folder's path", "./shop/changes"),
         ("log: ./shop/changes", r'log: "a\0b"', 6, "log", "must be a folder's path", "./shop/changes"),
         ("log: ./shop/changes", "log: {path: 5}", 6, "log.path", "must be a folder's path", "./shop/changes"),
-        ("log: ./shop/changes", "log: s3://bucket/x", 6, "log", "not available yet", "plain path"),
+        ("log: ./shop/changes", "log: gs://bucket/x", 6, "log", "or `s3://bucket/prefix`", "my-bucket"),
         ("log: ./shop/changes", "log: {}", 6, "log.path", "is missing", "log: ./shop/changes"),
-        ("format: delta", "format: iceberg", 8, "tables.format", "not available yet", "format: delta"),
         ("format: delta", "format: csv", 8, "tables.format", "no table format", "format: delta"),
         ("format: delta", "format: 1", 8, "tables.format", "cannot have", "format: delta"),
         ("  path: ./shop/lake", "", 7, "tables.path", "is missing", "path: ./shop/lake"),
@@ -416,10 +415,10 @@ def test_a_slot_or_publication_that_cannot_be_meant_is_refused(
         ("sorce: x", "sorce", "Did you mean `source`?"),
         ("exclude: []", "exclude", "It belongs under `source`."),
         ("path: x", "path", "It belongs under `log` or under `tables`."),
-        ("colour: red", "colour", "Known here: name, source, log, tables, load, spark."),
-        ("file: x", "file", "Known here: name, source, log, tables, load, spark."),
-        ("<<: {a: b}", "<<", "Known here: name, source, log, tables, load, spark."),
-        ("1: x", "1", "Known here: name, source, log, tables, load, spark."),
+        ("colour: red", "colour", "Known here: name, source, log, tables, load, spark, transforms."),
+        ("file: x", "file", "Known here: name, source, log, tables, load, spark, transforms."),
+        ("<<: {a: b}", "<<", "Known here: name, source, log, tables, load, spark, transforms."),
+        ("1: x", "1", "Known here: name, source, log, tables, load, spark, transforms."),
     ],
 )
 def test_an_unknown_key_is_told_with_what_was_probably_meant(
@@ -506,7 +505,7 @@ source:
   exlude: []
 log: ./${NO_SUCH}/x
 tables:
-  format: iceberg
+  format: csv
   path: 5
 name: again
 """

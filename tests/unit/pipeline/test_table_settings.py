@@ -9,7 +9,8 @@ import pytest
 
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
-from tailrace.pipeline.settings import MetadataName, PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.setting_values import MetadataName
+from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
 from tailrace.tables.features import Features
 from tailrace.tables.forms import METADATA, PLAIN, Form, TableMode
 
@@ -101,7 +102,7 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["rules:", '  "a.b": {columns: {x: z, y: Z}}'], 9, "tables.rules.a.b.columns.y", "is what `x` is called"),
         (["partition_by: region"], 8, "tables.partition_by", "must be a list"),
         (["partition_by: [region, Region]"], 8, "tables.partition_by", "names a column twice"),
-        (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "at least 1 character"),
+        (["rules:", '  "a.b": {partition_by: [a, ""]}'], 9, "tables.rules.a.b.partition_by[1]", "must not be empty"),
         (["rules:", '  "a.b": {columns: {x: "y\\0z"}}'], 9, "tables.rules.a.b.columns.x", "must not hold a zero byte"),
         (["rules:", '  "a.b": append'], 9, "tables.rules.a.b", "must be a mapping"),
     ],
@@ -115,6 +116,26 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
     assert problem.hint
 
 
+def test_all_that_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, "mode: history", "soft_delete: true", "deletion_vectors: true", "rules:",
+        '  "a.b": {column_mapping: true, soft_delete: true}', '  "c.d": {columns: {}}',
+    )  # fmt: skip
+    assert [problem.where for problem in check_settings(file, environment={})] == [
+        "tables.soft_delete", "tables.deletion_vectors", "tables.rules.a.b.column_mapping",
+        "tables.rules.a.b.soft_delete",
+    ]  # fmt: skip
+    names = write(tmp_path, "rules:", '  "a.b": {columns: {x: z, y: Z, w: z}}')
+    assert [problem.where for problem in check_settings(names, environment={})] == [
+        "tables.rules.a.b.columns.y", "tables.rules.a.b.columns.w"
+    ]
+
+
+def test_the_example_for_a_rule_is_the_one_for_all_tables(tmp_path: Path) -> None:
+    (problem,) = check_settings(write(tmp_path, 'rules: {"a.b": {on_bad_row: skip}}'), environment={})
+    assert "`on_bad_row: dead-letter`" in problem.hint
+
+
 @pytest.mark.parametrize("engine", ["delta-rs", "spark"])
 @pytest.mark.parametrize(
     "line",
@@ -125,16 +146,10 @@ def test_either_engine_writes_tables_of_any_form(tmp_path: Path, engine: str, li
     assert not check_settings(write(tmp_path, f"engine: {engine}", line), environment={})
 
 
-@pytest.mark.parametrize(
-    ("line", "where"),
-    [("partition_by: [a]", "tables.partition_by"),
-     ('rules: {"a.b": {partition_by: [c]}}', "tables.rules.a.b.partition_by")],
-)  # fmt: skip
-def test_what_sparks_connector_does_not_write_is_refused_beside_it(tmp_path: Path, line: str, where: str) -> None:
-    (problem,) = check_settings(write(tmp_path, "engine: spark", line), environment={})
-    assert (problem.where, problem.line) == (where, 9)
-    assert "engine: delta-rs" in problem.hint
-    assert not check_settings(write(tmp_path, "engine: delta-rs", line), environment={})
+@pytest.mark.parametrize("engine", ["delta-rs", "spark"])
+def test_either_engine_writes_partitions(tmp_path: Path, engine: str) -> None:
+    lines = (f"engine: {engine}", "partition_by: [a]", 'rules: {"a.b": {partition_by: [c]}}')
+    assert not check_settings(write(tmp_path, *lines), environment={})
 
 
 @pytest.mark.parametrize(

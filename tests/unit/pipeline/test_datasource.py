@@ -1,0 +1,79 @@
+"""`format("cdc")`: which of its three readers is meant, told from the options alone."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql.types import StructType
+
+import pyspark_cdc
+import tailrace
+from tailrace.errors import ConfigError, Unsupported
+from tailrace.pipeline.datasource import CdcSource
+from tailrace.spark.log_read import LogReader
+from tailrace.spark.read import CdcReader
+from tailrace.spark.stream import LogStreamReader
+from tests.support.logs import Diary, inserts, quick_folder
+
+URL = "postgresql://me@127.0.0.1:1/none"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[str]:
+    with quick_folder(tmp_path) as folder:
+        diary = Diary(folder / "log")
+        diary.commit(inserts(1))
+        diary.close()
+        yield str(diary.path)
+
+
+def source(**options: str) -> CdcSource:
+    """As Spark makes it, asks for its columns, and sends it to another process."""
+    made = CdcSource(options)
+    made.schema()
+    again = pickle.loads(pickle.dumps(made))
+    assert isinstance(again, CdcSource)
+    return again
+
+
+def test_spark_finds_it_by_a_module_of_this_name() -> None:
+    assert pyspark_cdc.DefaultSource is tailrace.CdcSource
+    assert pyspark_cdc.DefaultSource.name() == "cdc"
+
+
+def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
+    made = source(log=log, table="public.things")
+    assert isinstance(made.reader(made.schema()), LogReader)
+    assert isinstance(made.streamReader(made.schema()), LogStreamReader)
+    assert isinstance(CdcSource({"url": URL, "table": "public.t"}).reader(StructType()), CdcReader)
+
+
+def test_a_stream_without_a_log_says_why_it_needs_one() -> None:
+    with pytest.raises(ConfigError, match="Spark does not tell a source where its checkpoint lies"):
+        CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
+
+
+def test_columns_of_the_users_own_are_refused(log: str) -> None:
+    with pytest.raises(ConfigError, match="Leave out"):
+        CdcSource({"log": log, "table": "public.things"}).reader(StructType())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"consumer": "me"}, "`consumer` is for streams"), ({"url": URL, "tables": "*"}, "`url` is for streams")],
+)
+def test_what_is_for_streams_is_refused_for_reads(log: str, options: dict[str, str], said: str) -> None:
+    made = source(**{"log": log, **({} if "tables" in options else {"table": "public.things"}), **options})
+    with pytest.raises(ConfigError, match=said):
+        made.reader(made.schema())
+
+
+def test_a_spark_that_cannot_stream_is_told_so_and_nothing_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tailrace.spark.stream", raising=False)
+    monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
+    with pytest.raises(Unsupported, match=r"needs Spark 4\.2"):
+        CdcSource({"log": "anywhere"}).streamReader(StructType())

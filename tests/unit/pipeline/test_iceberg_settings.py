@@ -1,0 +1,120 @@
+"""What `tables:` may say of Iceberg tables and their catalog, and every mistake in it with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import Unsupported
+from tailrace.model.schema import TableId
+from tailrace.pipeline.rebuilding import rebuild
+from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
+from tailrace.tables.catalogs import Catalog
+
+FILE = """\
+name: shop
+source:
+  url: postgresql://localhost/shop
+  tables: ["public.*"]
+log: ./changes
+tables:
+  path: ./lake
+  format: iceberg
+"""
+
+
+def write(folder: Path, *lines: str) -> Path:
+    file = folder / "tailrace.yaml"
+    file.write_text(FILE + "".join(f"  {line}\n" for line in lines))
+    return file
+
+
+def settings_of(folder: Path, *lines: str) -> PipelineSettings:
+    return load_settings(write(folder, *lines), environment={"SECRET": "s3cret"})
+
+
+def catalog(folder: Path, *lines: str) -> Catalog:
+    found = settings_of(folder, *lines).tables.layout.place(TableId("public", "t"), "a-log").catalog
+    assert found is not None
+    return found
+
+
+def test_without_a_word_about_it_the_folder_is_the_catalog(tmp_path: Path) -> None:
+    assert catalog(tmp_path) == Catalog(kind="hadoop", root=tmp_path / "lake")
+    assert catalog(tmp_path, "engine: spark", "catalog: {type: hadoop}").kind == "hadoop"
+
+
+def test_a_server_may_ask_for_a_token(tmp_path: Path) -> None:
+    found = catalog(tmp_path, "catalog: {type: rest, uri: https://h/c/, warehouse: lake, token: '${SECRET}'}")
+    assert (found.uri, found.warehouse, found.properties) == ("https://h/c", "lake", {"token": "s3cret"})
+    assert "s3cret" not in repr(found)
+
+
+def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path) -> None:
+    found = catalog(
+        tmp_path, "catalog:", "  type: jdbc", "  uri: jdbc:postgresql://h/db", "  user: u", "  password: ${SECRET}",
+        "  properties: {io-impl: org.example.Io}",
+    )  # fmt: skip
+    assert found.properties == {"jdbc.user": "u", "jdbc.password": "s3cret", "io-impl": "org.example.Io"}
+    assert "s3cret" not in repr(settings_of(tmp_path, "catalog: {type: rest, uri: https://h, token: '${SECRET}'}"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "where", "message"),
+    [
+        (["engine: delta-rs"], 9, "tables.engine", "written by Spark"),
+        (["catalog: {type: hive}"], 9, "tables.catalog.type", "cannot have"),
+        (["catalog: {typ: rest}"], 9, "tables.catalog.typ", "not a key we know"),
+        (["catalog: {type: rest}"], 9, "tables.catalog", "has no `uri`"),
+        (["catalog: {type: rest, uri: ftp://h}"], 9, "tables.catalog", "begins with http://"),
+        (["catalog: {type: jdbc, uri: jdbc:oracle:x}"], 9, "tables.catalog", "begins with jdbc:postgresql://"),
+        (["catalog: {type: hadoop, uri: x}"], 9, "tables.catalog.uri", "not for `type: hadoop`"),
+        (["catalog: {type: jdbc, uri: 'jdbc:sqlite:/x', token: k}"], 9, "tables.catalog.token", "not for `type: jdbc`"),
+        (["partition_by: [a]"], 9, "tables.partition_by", "not known to `format: iceberg`"),
+        (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
+        (["on_bad_row: dead-letter"], 9, "tables.on_bad_row", "with `format: iceberg` yet"),
+        (["soft_delete: true"], 9, "tables.soft_delete", "a name of Iceberg's own"),
+        (["names: '{table}'"], 9, "tables.names", "no namespace"),
+        (["rules: {'public.t': {name: t}}"], 9, "tables.rules.public.t.name", "no namespace"),
+    ],
+)
+def test_every_mistake_is_told_where_it_stands(
+    tmp_path: Path, lines: list[str], line: int, where: str, message: str
+) -> None:
+    (problem,) = check_settings(write(tmp_path, *lines), environment={})
+    assert (problem.line, problem.where) == (line, where)
+    assert message in problem.message
+    assert problem.hint
+
+
+def test_a_delta_table_has_no_catalog(tmp_path: Path) -> None:
+    file = write(tmp_path, "catalog: {type: hadoop}")
+    file.write_text(file.read_text().replace("iceberg", "delta"))
+    (problem,) = check_settings(file, environment={})
+    assert (problem.where, "needs no catalog" in problem.message) == ("tables.catalog", True)
+
+
+def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
+    file = write(tmp_path, "engine: delta-rs", "catalog: {type: rest, user: u, password: p}")
+    found = check_settings(file, environment={})
+    assert [problem.where for problem in found] == [
+        "tables.catalog", "tables.catalog.user", "tables.catalog.password"
+    ]  # fmt: skip
+    file = write(tmp_path, "engine: delta-rs", "mode: history", "soft_delete: true", "partition_by: [a]")
+    found = check_settings(file, environment={})
+    assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.partition_by"]
+
+
+def test_a_rule_that_sets_rows_aside_is_not_sent_to_what_iceberg_refuses(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    rule = "{do: sha256, columns: [a], on_error: dead-letter}"
+    file.write_text(f"{file.read_text()}transforms:\n  rules: [{rule}]\n")
+    (problem,) = check_settings(file, environment={})
+    assert (problem.where, "`on_error: halt`" in problem.hint) == ("transforms.rules", True)
+
+
+def test_what_cannot_be_done_yet_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="cannot be rebuilt yet") as refused:
+        rebuild(settings_of(tmp_path), "public.t", to=None, from_version=None, progress=lambda *_: None)
+    assert "tailrace snapshot" in refused.value.hint

@@ -1,0 +1,68 @@
+"""A table that keeps the past is brought to a load's point by the log, also where that lies inside a commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from tailrace.changelog.reader import ChangeLog
+from tailrace.model import change
+from tailrace.model.position import Lsn
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.spark.tasks import ApplyWork, apply_changes
+from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.layout import Layout, Place
+from tests.support.changes import SHOP
+from tests.support.logs import Diary, inserts
+from tests.support.windows import window
+
+
+def write_log(folder: Path) -> tuple[Lsn, Lsn]:
+    """A commit, and one of two transactions; the end of the first of these, and the log's."""
+    diary = Diary(folder)
+    diary.commit(inserts(1))
+    begin = diary.writer.position.value
+    middle, end = Lsn(begin + 50), Lsn(begin + 100)
+    (batch,) = diary._batches([inserts(2, 3)], str(end))
+    place = batch.data.schema.get_field_index(change.POSITION)
+    positions = pa.array([str(middle), str(end)])
+    data = batch.data.set_column(place, batch.data.schema.field(place), positions)
+    diary.writer.append(window(begin, end.value, replace(batch, data=data), transactions=2))
+    diary.close()
+    return middle, end
+
+
+@pytest.mark.parametrize("mode", [TableMode.APPEND, TableMode.HISTORY])
+def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mode: TableMode) -> None:
+    middle, end = write_log(tmp_path / "log")
+    log = ChangeLog.open(tmp_path / "log")
+    lives = Lives(log, Layout(root=tmp_path / "lake"))
+    lives.grow()
+    place = Place(path=tmp_path / "lake" / "t", log_id=log.log_id, form=Form(mode=mode))
+    start = lives.cursor_at(lives.index.end_of(1))
+    place.open().load(SHOP, [], start)
+    life = TableLife(
+        SHOP.table, place, state=TableState.LIVE, cursor=place.open().cursor(), shape=SHOP
+    )
+    life.halted = True
+    for point, rows in ((middle, 1), (end, 2)):
+        turns = 0
+        while (stretch := lives.stretch_to(life, point)) is not None:
+            turns += 1
+            assert turns <= 2, "it comes no further"
+            assert life.cursor is not None
+            outcome = apply_changes(ApplyWork(
+                table=life.table, log=log.path, place=place, slices=stretch.slices, shape=SHOP, expected=life.cursor,
+                cursor=stretch.cursor, upto=stretch.upto,
+            ))  # fmt: skip
+            assert outcome.error is None
+            assert outcome.cursor is not None
+            assert outcome.schema is not None
+            life.moved(outcome.cursor, outcome.schema, outcome.version)
+        cursor = place.open().cursor()
+        assert cursor is not None
+        assert (cursor.position, place.open().rows()) == (point, rows)
