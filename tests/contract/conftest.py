@@ -18,11 +18,18 @@ KEEPALIVE_SECONDS = 3
 @pytest.fixture(scope="session")
 def server() -> Iterator[EmbeddedPostgres]:
     version = int(os.environ.get("TAILRACE_TEST_PG", "16"))
-    settings = {
-        "wal_sender_timeout": f"{KEEPALIVE_SECONDS}s", "fsync": "off", "max_prepared_transactions": "10",
-    }  # fmt: skip
+    settings = {"fsync": "off", "max_prepared_transactions": "10"}
     with EmbeddedPostgres(version=version, settings=settings) as running:
         yield running
+
+
+@pytest.fixture
+def impatient(server: EmbeddedPostgres) -> Iterator[None]:
+    """Only where that is the point: a busy machine may well stand still for so long."""
+    with server.connect() as connection:
+        connection.execute(f"alter role current_user set wal_sender_timeout = '{KEEPALIVE_SECONDS}s'")
+        yield
+        connection.execute("alter role current_user reset wal_sender_timeout")
 
 
 @pytest.fixture(params=["memory", "postgresql"])

@@ -518,8 +518,8 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
     monkeypatch.setattr(Local, "_apply", lambda _: None)  # as where no micro-batch comes
     advance, tried = Local._advance_one, threading.Event()
 
-    def advance_one(self: Local, table: TableLife) -> None:
-        advance(self, table)
+    def advance_one(self: Local, table: TableLife, end: int | None = None) -> None:
+        advance(self, table, end)
         tried.set()
 
     monkeypatch.setattr(Local, "_advance_one", advance_one)

@@ -253,7 +253,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         ]  # fmt: skip
         flags = [f.coalesce(takes[i] & still, f.lit(False)).alias(f"k{i}") for i in sorted(absent)]
         if given is not None:
-            # Of a row that moved nothing in the table can be trusted, as `lookup.with_bases` says.
+            # Of a row that moved nothing in the table can be trusted, as `lookup.without_base` says.
             again = partial & (f.col("moved") | missing)
             mine = [*keys, *range(len(schema.columns) - len(self._form.added), len(schema.columns))]
             wanted = self._keep(joined.where(again).select(*(f.col(f"c{i}").alias(f"w{i}") for i in mine)))

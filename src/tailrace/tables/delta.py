@@ -72,7 +72,7 @@ from tailrace.tables.formed import compared, keeping, loaded, recast_into
 from tailrace.tables.forms import DELETED, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_names
-from tailrace.tables.lookup import held, with_bases
+from tailrace.tables.lookup import Baseless, held, without_base
 from tailrace.tables.merge import operations, rows_to_put
 from tailrace.tables.partitions import Parts, values_of
 from tailrace.tables.paths import anothers
@@ -260,7 +260,6 @@ class DeltaRsTable:
         )
         self._make_durable(folder, table.version())
 
-    @_explained
     def apply(
         self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
         reread: Reread | None = None,
@@ -274,14 +273,24 @@ class DeltaRsTable:
         folded = timed(stored, folded, clock)
         # A version is never read again: what it comes from is of the past. Otherwise the write finds what is missing.
         if reread is not None and self._form.mode is not TableMode.HISTORY and not folded.truncated:
-            marks = DELETED if self._form.soft_delete else None
-            folded = replace(folded, rows=with_bases(stored, opened.table, folded.rows, reread, marks=marks))
+            folded = replace(folded, rows=self._with_bases(opened, stored, folded.rows, reread))
         written = self._write(opened, stored, folded, self._position(schema, cursor, folded.clock or clock))
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
         return Applied(
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
             bytes=written.bytes, version=opened.following,
         )  # fmt: skip
+
+    def _with_bases(self, opened: Opened, stored: TableSchema, rows: pa.Table, reread: Reread) -> pa.Table:
+        baseless = self._without_base(opened, stored, rows)
+        if baseless is None:
+            return rows
+        given = reread(baseless.keys)  # what goes wrong here is the source's, and not told as the table's
+        return baseless.filled(given, marks=DELETED if self._form.soft_delete else None)
+
+    @_explained
+    def _without_base(self, opened: Opened, stored: TableSchema, rows: pa.Table) -> Baseless | None:
+        return without_base(stored, opened.table, rows)
 
     @_explained
     def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
@@ -489,6 +498,7 @@ class DeltaRsTable:
         """What an apply that starts from another position is told."""
         return elsewhere(self._path, here, expected)
 
+    @_explained
     def _write(
         self, opened: Opened, schema: TableSchema, folded: Folded, position: Position
     ) -> Written:

@@ -17,7 +17,6 @@ from deltalake import DeltaTable
 
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
-from tailrace.tables.base import Reread
 from tailrace.tables.fold import MARK, Flags, as_type, key_ordinals
 from tailrace.tables.identity import Ints, key_numbers
 
@@ -25,33 +24,44 @@ CHUNK_ROWS_MIN = 65_536
 CHUNK_BYTES_MAX = 64 << 20
 
 
-def with_bases(
-    schema: TableSchema, table: DeltaTable, rows: pa.Table, reread: Reread, *, marks: str | None = None
-) -> pa.Table:
-    """The folded rows, once it is known that every row they take values from stands in the table.
+@dataclass(frozen=True, kw_only=True)
+class Baseless:
+    """Folded rows that take values from rows which the table does not have."""
 
-    Where one does not, the row that needs it is taken whole from `reread`, which is asked for the key that it has
-    after the batch, or left out if it is not given. Costs a scan of the key's columns. With `marks`, a flag among the
-    columns, a row that has it and is not given is not left out: whatever of it stands in the table is marked.
-    """
+    keys: pa.Table
+    """What to ask the source for: the keys that the rows have after the batch."""
+    _schema: TableSchema
+    _rows: pa.Table
+    _asked: Ints
+
+    def filled(self, given: pa.Table, *, marks: str | None = None) -> pa.Table:
+        """All folded rows, these ones whole as they were given, or left out if they were not.
+
+        With `marks`, a flag among the columns, a row that has it and is not given is not left out: whatever of it
+        stands in the table is marked."""
+        answers = answers_to(self.keys, given)
+        marked = np.zeros(self._rows.num_rows, np.bool_)
+        if marks is not None:
+            gone = self._asked[answers < 0]
+            flags = self._rows.column(self._schema.names.index(marks)).take(pa.array(gone))
+            marked[gone] = flags.to_numpy()
+        return _replaced(self._schema, self._rows, self._asked, given, answers, marked)
+
+
+def without_base(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> Baseless | None:
+    """Which of the folded rows take values from rows that the table does not have; None if none does. Costs a scan of
+    the key's columns."""
     partial = _Partial.of(schema, rows)
     if partial is None:
-        return rows
+        return None
     # Of a row that moved nothing in the table can be trusted: it may have been read after the move, when another
     # row already had the old key. A row that kept its key is brought up to date by the changes still to come.
     wanted = partial.moved | (_locate(schema, table, partial.bases, []).found < 0)
     if not wanted.any():
-        return rows
+        return None
     names = [schema.columns[i].name for i in key_ordinals(schema)]
     keys = pa.Table.from_arrays([column.filter(pa.array(wanted)) for column in partial.own], names=names)
-    given = reread(keys)
-    asked, answers = partial.rows[wanted], answers_to(keys, given)
-    marked = np.zeros(rows.num_rows, np.bool_)
-    if marks is not None:
-        gone = asked[answers < 0]
-        flags = rows.column(schema.names.index(marks)).take(pa.array(gone))
-        marked[gone] = flags.to_numpy()
-    return _replaced(schema, rows, asked, given, answers, marked)
+    return Baseless(keys=keys, _schema=schema, _rows=rows, _asked=partial.rows[wanted])
 
 
 def answers_to(keys: pa.Table, given: pa.Table) -> Ints:
