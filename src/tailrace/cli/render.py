@@ -69,6 +69,8 @@ def headline(status: PipelineStatus) -> str:
     ]
     if status.source.retained_bytes is not None:
         parts.append(f"kept at the source {human_bytes(status.source.retained_bytes)}")
+    if status.merging_share is not None:
+        parts.append(f"merging {status.merging_share:.0%} of the time")
     return one_line(" · ".join(parts))
 
 

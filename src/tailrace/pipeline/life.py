@@ -151,6 +151,16 @@ class Announced:
     """What the table was when the catalogue was asked; if that very one is no longer so, it must be asked again."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What one micro-batch is to do."""
+
+    end: int
+    """The commit that it ends on."""
+    limited: bool
+    """Whether the log has more already, which would be too much at once."""
+
+
 class Lives:
     """The tables of a pipeline beside the log they are fed from."""
 
@@ -177,11 +187,12 @@ class Lives:
             self.index.grow()
             return self.index.commit
 
-    def bounded(self, after: int) -> int:
+    def ahead(self, after: int) -> Ahead:
         """Take in what the log has got; the commit up to which one micro-batch goes."""
         with self._growing:
             self.index.grow()
-            return self.index.bounded(after, ROWS_PER_BATCH_MAX)
+            end = self.index.bounded(after, ROWS_PER_BATCH_MAX)
+            return Ahead(end=end, limited=end < self.index.commit)
 
     def add(
         self, table: TableId, source: SourceTable | None = None, mode: str = "initial"

@@ -203,6 +203,8 @@ class PipelineStatus:
     tables: tuple[TableStatus, ...] = ()
     capture_pid: int | None = None
     apply_pid: int | None = None
+    merging_share: float | None = None
+    """Which part of the last minute went into merging changes into tables; None while nobody applies."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)

@@ -789,7 +789,14 @@ def test_the_status_is_plain_json_all_the_way_down() -> None:
     assert json.loads(json.dumps(data)) == data
     assert data["tables"][0]["state"] == "failed"
     assert data["log"]["bytes"] == 5 << 20
-    assert list(data) == ["name", "running", "source", "log", "tables", "capture_pid", "apply_pid"]
+    assert list(data) == ["name", "running", "source", "log", "tables", "capture_pid", "apply_pid", "merging_share"]
+
+
+def test_the_headline_tells_how_much_of_the_time_merging_takes_while_someone_merges() -> None:
+    merging = status_of(merging_share=0.4721)
+    assert render.headline(merging).endswith("merging 47% of the time")
+    assert merging.to_json()["merging_share"] == 0.472
+    assert "merging" not in render.headline(status_of())
 
 
 def test_an_error_of_an_unknown_code_comes_back_as_the_root() -> None:
