@@ -91,7 +91,7 @@ class TableLife:
     """Commits since its files were last looked after."""
     bytes_changed: int = 0
     bytes_written: int = 0
-    """Since this process began: of changes applied, and of the files that this and joining files took."""
+    """Since this process began: of changes applied, and of the files that this, new shapes and joining files took."""
     insert_only: bool = False
     """Whether only inserts and truncates of it are published, for want of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -129,8 +129,8 @@ class SparkDeltaTable(MergedTable[Opened]):
                 version = self._commit(
                     table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
                 )
-        self._make_durable(version)
-        return Applied(committed=True, cursor=here)
+        written = self._make_durable(version)
+        return Applied(committed=True, cursor=here, bytes=written.bytes, version=version)
 
     # What is Delta's own.
 

@@ -176,8 +176,10 @@ class SparkEngine:
         return _timed(work.table, partial(self._evolved, work))
 
     def _evolved(self, work: EvolveWork) -> Outcome:
-        self._table(work.place).evolve(work.recast, work.expected)
-        return Outcome(table=work.table, cursor=work.expected, schema=work.recast.schema)
+        applied = self._table(work.place).evolve(work.recast, work.expected)
+        return Outcome(
+            table=work.table, cursor=work.expected, schema=work.recast.schema, bytes_written=applied.bytes
+        )
 
     def _refresh(self, work: RefreshWork) -> Outcome:
         return _timed(work.schema.table, partial(self._refreshed, work))

@@ -205,7 +205,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
                 self._replace(seen, fresh_fields(shape.columns), files, after, {})
             finally:
                 self._discard(name)
-        return Applied(committed=True, cursor=here)
+        return Applied(committed=True, cursor=here, bytes=sum(file.size for file in files))
 
     def _numbered(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
         """Rows in Parquet files of Spark's, which does not number what is in a list, as files that the table can

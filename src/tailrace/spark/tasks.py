@@ -42,6 +42,7 @@ from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
 from tailrace.tables.staging import StagedFile, stage
 from tailrace.tables.upkeep import Tended, Upkeep
+from tailrace.tables.weighing import weigh
 
 PROGRESS_SECONDS = 0.5
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2
@@ -147,7 +148,7 @@ class Outcome:
     schema: TableSchema | None = None
     staged: StagedChunk | None = None
     bytes_changed: int = 0
-    """Of the changes, as they lie in memory,"""
+    """Of the changes, as a table's files would hold them, about;"""
     bytes_written: int = 0
     """and of the files that it took to write them."""
     version: int | None = None
@@ -262,7 +263,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
         seconds=time.monotonic() - started,
         cursor=work.cursor,
         schema=work.shape,
-        bytes_changed=changes.nbytes,
+        bytes_changed=weigh(work.shape, changes),
         bytes_written=done.applied.bytes,
         version=done.applied.version,
         letters=done.letters,
@@ -283,12 +284,13 @@ def evolve_table(work: EvolveWork) -> Outcome:
     """One commit that leaves every row as the new shape has it."""
     started = time.monotonic()
     try:
-        work.place.open().evolve(work.recast, work.expected)
+        applied = work.place.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
-        table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema
-    )
+        table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema,
+        bytes_written=applied.bytes,
+    )  # fmt: skip
 
 
 def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:

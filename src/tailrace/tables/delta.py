@@ -399,22 +399,23 @@ class DeltaRsTable:
         refuse_names(shape)
         position = self._position(recast.schema, here, opened.position.clock)
         self.add_features(opened.folder, opened.table, shape)
-        before = opened.table.version()
+        before, written = opened.table.version(), 0
         if not only_adds(opened.table, laid):
-            self._recast(opened, shape, laid, position)
+            written = self._recast(opened, shape, laid, position)
         elif laid.added:
             fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
             self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=position.properties()))
         else:
             self._exchange(opened, shape, [], [], {}, position)
         self._make_durable(opened.folder, before + 1)
-        return Applied(committed=True, cursor=here)
+        return Applied(committed=True, cursor=here, bytes=written)
 
-    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, position: Position) -> None:
-        """Write every row anew, and swap the files."""
+    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, position: Position) -> int:
+        """Write every row anew, and swap the files; how many bytes that took."""
         with self._staging(RECAST) as name:
             files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
             self._swap(opened.folder, opened.table, shape, files, position)
+        return sum(file.size for file in files)
 
     def lay(self, opened: Opened, shape: TableSchema, laid: Laid, schema: TableSchema) -> None:
         """Give a table with column mapping these columns, of which none has other values; no file is touched."""

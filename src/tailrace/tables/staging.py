@@ -171,7 +171,7 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(pending)
 
 
-def _repetitive(group: pa.Table) -> list[str]:
+def repetitive(group: pa.Table) -> list[str]:
     """The columns whose values repeat themselves, by their paths in the file, as some of the rows tell. Of others a
     dictionary holds nearly every value, and costs more than all the rest of writing them."""
     rows = pa.array(np.linspace(0, group.num_rows - 1, min(group.num_rows, SAMPLE_ROWS), dtype=np.int64))
@@ -253,7 +253,7 @@ class _Parts:
             # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
             self._writer = pq.ParquetWriter(
                 self._handle, self._fields, version="2.6", compression=COMPRESSION, store_schema=False,
-                write_statistics=footer_columns(self._schema), use_dictionary=_repetitive(group),
+                write_statistics=footer_columns(self._schema), use_dictionary=repetitive(group),
                 store_decimal_as_integer=True, use_deprecated_int96_timestamps=False,
             )  # fmt: skip
         return self._handle, self._writer
