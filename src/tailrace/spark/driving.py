@@ -88,9 +88,13 @@ class SparkEngine:
 
     def _table(self, place: Place) -> WrittenTable:
         if place.catalog is None:
-            return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features)
+            return SparkDeltaTable(
+                self._spark, place.path, place.log_id, place.form, place.features, place.file_bytes
+            )
         if place.path not in self._opened:  # each has a session with a catalog, which takes its time to open
-            opened = SparkIcebergTable(self._spark, place.path, place.log_id, place.catalog, place.form)
+            opened = SparkIcebergTable(
+                self._spark, place.path, place.log_id, place.catalog, place.form, place.file_bytes
+            )
             self._opened[place.path] = opened
         return self._opened[place.path]
 

@@ -40,7 +40,7 @@ from tailrace.tables.formed import loaded
 from tailrace.tables.forms import NOWHERE, PLAIN, Form, Origin
 from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
-from tailrace.tables.staging import StagedFile, stage
+from tailrace.tables.staging import FILE_BYTES, StagedFile, stage
 from tailrace.tables.upkeep import Tended, Upkeep
 from tailrace.tables.weighing import weigh
 
@@ -68,6 +68,8 @@ class ChunkWork:
     """and what its rows then say of where they come from."""
     numbered: bool = False
     """Whether the columns of the files are known by numbers, as Iceberg has it."""
+    file_bytes: int = FILE_BYTES
+    """The size of file that is aimed at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,8 @@ class Outcome:
     table: TableId
     rows: int = 0
     seconds: float = 0.0
+    cpu_seconds: float | None = None
+    """Of the process that did it, where it did nothing else meanwhile; None: that is not known."""
     cursor: Cursor | None = None
     schema: TableSchema | None = None
     staged: StagedChunk | None = None
@@ -174,7 +178,9 @@ def load_chunk(work: ChunkWork) -> Outcome:
             rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
             stored = work.form.stored(work.schema)
             own = loaded(work.form, work.schema, rows, work.origin)
-            staged = stage(work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered)
+            staged = stage(
+                work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered, file_bytes=work.file_bytes
+            )
             keys: tuple[StagedFile, ...] = ()
             if work.condition is not None:
                 key = _key_shape(work.schema)
@@ -272,12 +278,16 @@ def apply_changes(work: ApplyWork) -> Outcome:
 
 def tend_table(work: TendWork) -> Outcome:
     """What a table needs besides its changes."""
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()  # a worker of Spark's does one task at a time
+    tended, failed = None, None
     try:
         tended = work.place.open().tend(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.table, error=as_ours(error), seconds=time.monotonic() - started)
-    return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
+        failed = as_ours(error)
+    return Outcome(
+        table=work.table, seconds=time.monotonic() - started, cpu_seconds=time.process_time() - used, tended=tended,
+        error=failed,
+    )  # fmt: skip
 
 
 def evolve_table(work: EvolveWork) -> Outcome:
