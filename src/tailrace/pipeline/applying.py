@@ -34,6 +34,7 @@ from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.loading import Loading
+from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.pacing import Pace
 from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.report import TableState
@@ -309,7 +310,7 @@ class Applying:
         with self._pace.merging():
             self._advance(self._loaded(), end)
         self._called_for = max(self._called_for, end)
-        if (point := self.lives.point(end)) is not None:
+        if (point := point_at(self.lives, end)) is not None:
             self._ledger.note(point)
 
     def _loaded(self) -> list[TableLife]:
@@ -322,6 +323,19 @@ class Applying:
             untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
             if untold or self.lives.pending(life, self._called_for):
                 self._advance_one(life, None if untold else self._called_for)
+        self._complete_point()
+
+    def _complete_point(self) -> None:
+        """Note the last point anew once tables that were missing in passing are there: when all is quiet no other
+        would follow it."""
+        if not self._ledger.passing or not self._batch.acquire(blocking=False):
+            return
+        try:
+            point = point_at(self.lives, self._called_for)
+            if point is not None and point.passing < self._ledger.passing:
+                self._ledger.note(point)
+        finally:
+            self._batch.release()
 
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):

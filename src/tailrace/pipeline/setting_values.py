@@ -259,7 +259,7 @@ def _check_share(given: object) -> float:
     example = "For example: `budget: 10%`."
     text = _written(given, example)
     if not re.fullmatch(r"[1-9][0-9]?%", text):
-        raise refusal("must be a share of the time, from 1% to 99%", example)
+        raise refusal("must be a share of one core, from 1% to 99%", example)
     return int(text[:-1]) / 100
 
 
