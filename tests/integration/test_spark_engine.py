@@ -33,7 +33,7 @@ from tests.support.pipelines import Pipeline, execute
 pytestmark = only_spark
 
 HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
-FILE_BYTES = 256 << 10
+FILE_BYTES = 64 << 10
 
 
 def test_the_connector_writes_files_of_about_the_size_aimed_at(tmp_path: Path) -> None:
