@@ -25,6 +25,7 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
 from tailrace.tables.iceberg import IcebergTable
 from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.staging import FILE_BYTES
 from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import (
     SHOP,
@@ -100,6 +101,10 @@ def test_a_row_that_changes_is_struck_out_where_it_lies(shop: Mirror) -> None:
     assert (merged["total-delete-files"], merged["total-position-deletes"]) == ("1", "2")
     assert shop.table.rows() == 4
     assert by_id(shop.content()) == {1: "large 1", 3: "large 3", 4: "large 4", 5: "large 5"}
+
+
+def test_the_table_knows_the_size_of_file_that_is_aimed_at(shop: Mirror) -> None:
+    assert metadata_of(shop).said["properties"]["write.target-file-size-bytes"] == str(FILE_BYTES)
 
 
 def test_nothing_is_left_of_what_was_staged(shop: Mirror) -> None:

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import json
-import random
-import threading
 import time
 from pathlib import Path
 
-import psycopg
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from tailrace.pipeline.ledger import Ledger
-from tests.support.loads import Scene
-from tests.support.pipelines import execute
+from tailrace.pipeline.ledger import Ledger, Point
+from tailrace.pipeline.noting import point_at
+from tests.support.loads import Scene, life
+from tests.support.pipelines import eventually, execute
+from tests.support.transfers import ACCOUNTS, ALL_MONEY, MADE, transfers
 
-ACCOUNTS, MONEY = 20, 1000
 POINTS_MIN = 8
-MADE = tuple(
-    statement
-    for table in ("left_accounts", "right_accounts")
-    for statement in (
-        f"CREATE TABLE {table} (id int PRIMARY KEY, money int NOT NULL)",
-        f"INSERT INTO {table} SELECT g, {MONEY} FROM generate_series(1, {ACCOUNTS}) g",
-    )
-)
-
-
-def transfer(url: str, stopping: threading.Event, seed: int) -> None:
-    chance = random.Random(seed)
-    with psycopg.connect(url, autocommit=True) as connection:
-        while not stopping.is_set():
-            amount, one, other = chance.randint(1, 50), chance.randint(1, ACCOUNTS), chance.randint(1, ACCOUNTS)
-            with connection.transaction():
-                connection.execute("UPDATE left_accounts SET money = money - %s WHERE id = %s", (amount, one))
-                connection.execute("UPDATE right_accounts SET money = money + %s WHERE id = %s", (amount, other))
 
 
 def money_in(lake: Path, table: str, version: int) -> int:
@@ -46,30 +26,54 @@ def money_in(lake: Path, table: str, version: int) -> int:
 
 def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> None:
     execute(database, *MADE)
-    stopping, ledger = threading.Event(), Ledger(tmp_path / "changes")
-    writers = [threading.Thread(target=transfer, args=(database, stopping, seed)) for seed in (1, 2)]
+    ledger = Ledger(tmp_path / "changes")
+
+    def whole() -> list[Point]:
+        return [point for point in ledger.points() if not point.missing]
+
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         assert scene.settled(applying)
-        for writer in writers:
-            writer.start()
-        try:
+        applying.by_hand = True
+        with transfers(database) as stopping:
             deadline = time.monotonic() + 60
-            while len(list(ledger.points())) < POINTS_MIN and time.monotonic() < deadline:
+            while len(whole()) < POINTS_MIN and time.monotonic() < deadline:
                 applying._come_to(applying.lives.grow())
                 stopping.wait(0.1)
-        finally:
-            stopping.set()
-            for writer in writers:
-                writer.join()
-        points = list(ledger.points())
+        points = whole()
         assert len(points) >= POINTS_MIN
         sums = {
             sum(money_in(tmp_path / "lake", table.name, version) for table, version in point.versions.items())
             for point in points
-            if len(point.versions) == 2
         }
-        assert sums == {2 * ACCOUNTS * MONEY}
+        assert sums == {ALL_MONEY}
         assert len({tuple(point.versions.values()) for point in points}) >= POINTS_MIN, "they are different ones"
+
+
+def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_more_comes(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, *MADE)
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.note_point(applying)
+        before = Ledger(tmp_path / "changes").at()
+        left = life(applying, "left_accounts")
+        with left.lock:
+            execute(database, "UPDATE right_accounts SET money = 0 WHERE id = 1")
+            scene.wait_for_capture()
+            right = life(applying, "right_accounts")
+            assert eventually(lambda: not applying.lives.pending(right, applying.lives.grow()), seconds=30)
+            assert eventually(lambda: point_at(applying.lives, applying.lives.grow()) is not None, seconds=30)
+            applying._come_to(applying.lives.grow())
+            *_, last = Ledger(tmp_path / "changes").points()
+            assert (list(last.versions), list(last.missing)) == ([right.table], [left.table])
+            told = scene.pipeline.ask("at").stdout
+            assert f"commit {before.commit}\n" in told, "the last one that has both"
+        assert scene.settled(applying)
+        applying.sweep()
+        after = Ledger(tmp_path / "changes").at()
+        assert not after.missing
+        assert after.versions[right.table] > before.versions[right.table]
+        assert after.versions[left.table] >= before.versions[left.table]
 
 
 def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from tailrace.pipeline.ledger import Ledger
 from tailrace.spark.java import find_java
 from tailrace.spark.session import Jvm
 from tests.support import typecases
-from tests.support.loads import Scene
+from tests.support.loads import Scene, life
 from tests.support.pipelines import execute
+from tests.support.transfers import ALL_MONEY, MADE, TABLES, transfers
 
+POINTS_READ = 4
 GONE_SECONDS_MAX = 30.0
 TYPES = (
     "boolean", "smallint", "integer", "bigint", "oid", "real", "double precision", "numeric", "numeric(10,2)",
@@ -403,6 +405,29 @@ def test_no_holder_outlives_a_spark_of_any_kind(
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
+
+
+def test_no_point_that_the_helper_reads_sees_money_appear_or_vanish(
+    spark: SparkSession, database: str, tmp_path: Path
+) -> None:
+    execute(database, *MADE)
+    ledger = Ledger(tmp_path / "changes")
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.note_point(applying)
+        applying.by_hand = True
+        with transfers(database) as stopping:
+            for number in range(6 * POINTS_READ):
+                busy = life(applying, TABLES[number % 2]).lock if number % 3 == 2 else nullcontext()
+                with busy:  # as if the table's files were being joined
+                    applying._come_to(applying.lives.grow())
+                stopping.wait(0.05)
+        noted = list(ledger.points())
+        assert len(noted) >= POINTS_READ
+        assert any(point.missing for point in noted)
+        for point in noted[:: len(noted) // POINTS_READ]:
+            found = tailrace.tables_at(spark, scene.pipeline.file, position=str(point.position))
+            assert sorted(found) == [f"public.{table}" for table in TABLES], "one that has both is near"
+            assert sum(row["money"] for table in found.values() for row in table.collect()) == ALL_MONEY
 
 
 def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, database: str, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.engines import only_spark, open_table
+from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, at, by_id, content
 from tests.support.pipelines import Pipeline, execute
@@ -33,6 +33,25 @@ from tests.support.pipelines import Pipeline, execute
 pytestmark = only_spark
 
 HISTORY = Form(mode=TableMode.HISTORY, metadata=("_op",))
+FILE_BYTES = 64 << 10
+
+
+def test_the_connector_writes_files_of_about_the_size_aimed_at(tmp_path: Path) -> None:
+    from tailrace.spark.delta_engine import SparkDeltaTable
+
+    rows = [{"id": i, "name": f"{i * 7919 % 99991}", "big": f"{i * 104729}" * 20, "n": i} for i in range(30_000)]
+    table = SparkDeltaTable(session(), tmp_path / "t", LOG, file_bytes=FILE_BYTES)
+    DeltaRsTable(tmp_path / "t", LOG).load(SHOP, record_batches(SHOP, rows), at(0))
+    (whole,) = (size_of(tmp_path / "t", name) for name in table.files())
+    assert whole > 3 * FILE_BYTES
+    every = [update(row["id"], name="new", big=row["big"], n=0) for row in rows]
+    table.apply(SHOP, fold(SHOP, changes(SHOP, *every)), at(0), at(10))
+    assert max(size_of(tmp_path / "t", name) for name in table.files()) < 2 * FILE_BYTES
+    assert table.rows() == len(rows)
+
+
+def size_of(folder: Path, name: str) -> int:
+    return (folder / name).stat().st_size
 
 
 def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:

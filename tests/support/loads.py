@@ -25,6 +25,7 @@ from tailrace.pipeline import capturing, loading, redelivering, shapewatch
 from tailrace.pipeline.applying import Applying
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.life import TableLife
+from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
@@ -49,6 +50,8 @@ Hook = Callable[[ChunkWork], None]
 class Local(Applying):
     """Applying without Spark. `before` and `after` are called around every chunk, in the thread that reads it."""
 
+    by_hand: bool = False
+    """Whether only the test itself brings loaded tables further."""
     before: Hook | None = None
     after: Hook | None = None
     chunks: list[tuple[str, int]]
@@ -63,7 +66,8 @@ class Local(Applying):
 
     def _apply(self) -> None:
         while not self._stopping.wait(0.1):
-            self._advance(self._loaded(), self.lives.grow())
+            if not self.by_hand:
+                self._advance(self._loaded(), self.lives.grow())
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         if self._settings.tables.engine == "spark" and (engine := spark_engine()).does(task):
@@ -186,7 +190,7 @@ class Scene:
         """Have the tables' versions noted, once nobody is at work on any of them."""
         assert self.settled(applying)
         deadline = time.monotonic() + LOADED_SECONDS_MAX
-        while (point := applying.lives.point(applying.lives.grow())) is None:
+        while (point := point_at(applying.lives, applying.lives.grow())) is None or point.passing:
             assert time.monotonic() < deadline, "all tables are at rest"
             time.sleep(0.02)
         applying._ledger.note(point)

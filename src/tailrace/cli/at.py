@@ -1,4 +1,4 @@
-"""`tailrace at`: which versions of the lake tables belong together."""
+"""`tailrace at`: which versions of the lake tables belong together, and which tables have none there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
          "path": str(settings.tables.layout.path(table))}
         for table, version in sorted(point.versions.items())
     ]  # fmt: skip
+    missing = [
+        {"schema": table.schema, "table": table.name, "state": absence.state, "why": absence.why}
+        for table, absence in sorted(point.missing.items())
+    ]
     if arguments.json:
         print_json({
             "time": point.time.isoformat(), "position": str(point.position), "commit": point.commit, "tables": tables,
+            "missing": missing,
         })  # fmt: skip
         return ExitCode.OK
     lines = [f"{point.time.isoformat()} · position {point.position} · commit {point.commit}"]
     lines += [f"{table['schema']}.{table['table']}: version {table['version']}" for table in tables]
+    lines += [f"{table['schema']}.{table['table']}: missing ({table['state']}): {table['why']}" for table in missing]
     print_out("\n".join(lines))
     return ExitCode.OK

@@ -32,7 +32,14 @@ from tailrace.cli.renderload import (
     rows_under_way,
 )
 from tailrace.cli.units import human_bytes, human_count, human_seconds
-from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus
+from tailrace.pipeline.report import (
+    LogStatus,
+    PipelineStatus,
+    Summary,
+    TableState,
+    TableStatus,
+    amplification,
+)
 
 PLAIN_SECONDS = 5.0
 """How often a line is written when nobody can watch a table."""
@@ -69,6 +76,8 @@ def headline(status: PipelineStatus) -> str:
     ]
     if status.source.retained_bytes is not None:
         parts.append(f"kept at the source {human_bytes(status.source.retained_bytes)}")
+    if status.merging_share is not None:
+        parts.append(f"merging {status.merging_share:.0%} of the time")
     return one_line(" · ".join(parts))
 
 
@@ -96,6 +105,9 @@ def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -
     view.add_column("state", no_wrap=True)
     for title in ("loaded", "captured", "applied", "behind", "lag"):
         view.add_column(title, justify="right", no_wrap=True)
+    amplified = any(table.write_amplification is not None for table in tables)
+    if amplified:
+        view.add_column("written", justify="right", no_wrap=True)
     for table in shown:
         view.add_row(
             Text(one_line(table.name)),
@@ -106,10 +118,18 @@ def tables_view(tables: Sequence[TableStatus], *, rows_max: int | None = None) -
             human_count(table.rows_applied),
             human_bytes(table.lag_bytes),
             human_seconds(table.lag_seconds),
+            *([_written(table)] if amplified else []),
         )
     if len(shown) < len(tables):
         view.add_row(Text(f"… and {len(tables) - len(shown)} more", style="dim"))
     return view
+
+
+def _written(table: TableStatus) -> str:
+    """How much was written, and how many times what its changes weigh that is."""
+    if table.write_amplification is None:
+        return ""
+    return f"{human_bytes(table.bytes_written)} ({table.write_amplification:.1f}×)"
 
 
 def _urgency(table: TableStatus) -> tuple[bool, bool, int]:
@@ -177,9 +197,10 @@ def summary_text(summary: Summary) -> str:
         f"{human_count(summary.rows_captured, 'row')} captured",
         *(f"{human_count(count, 'table')} {state.value}" for state, count in states.items()),
     ]
-    if changed := sum(table.bytes_changed for table in summary.tables):
+    if (times := amplification(summary.tables)) is not None:
         written = sum(table.bytes_written for table in summary.tables)
-        parts.append(f"{human_bytes(written)} written for {human_bytes(changed)} of changes")
+        changed = sum(table.bytes_changed for table in summary.tables)
+        parts.append(f"{human_bytes(written)} written for {human_bytes(changed)} of changes ({times:.1f}×)")
     return redact(one_line(" · ".join(parts)))
 
 

@@ -34,6 +34,8 @@ from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.loading import Loading
+from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.pacing import Pace
 from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
@@ -50,8 +52,6 @@ from tailrace.tables.staging import discard
 log = logging.getLogger(__name__)
 
 REREAD_SECONDS_MAX = 60.0
-REST_SECONDS_MAX = 10.0
-"""Merging uses at most half of the time; after a very long merge the rest is cut here."""
 NEWLINE = "\n"
 RETRY_SECONDS = 0.5
 SWEEP_SECONDS = 2.0
@@ -73,7 +73,7 @@ class Applying:
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
         self._redelivering = Redelivering(self.lives, source, run=self._run, stopping=self._stopping)
-        self._hurry = False
+        self._pace = Pace()
         self._batch = threading.Lock()
         self._woken = threading.Event()
         self._called_for = 0
@@ -140,7 +140,8 @@ class Applying:
         self._spark = self._jvm.open_session()
         self._engine = SparkEngine(self._spark, catalog) if by_spark else None
         known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
-        self._wake = Wake(self.lives.bounded, min([*known, self.lives.index.commit]) if known else 0)
+        begin = min([*known, self.lives.index.commit]) if known else 0
+        self._wake = Wake(lambda done: self.lives.ahead(done).end, begin)
         self._in_background(lambda: self._wake.speak(self._stopping))
         # None of them waits for the query, which takes seconds to start.
         self._in_background(self.loading.look)
@@ -178,6 +179,7 @@ class Applying:
     def stop(self) -> None:
         """Finish what is under way, then let go of everything."""
         self._stopping.set()
+        self._pace.hurry()
         if self._query is None:
             self._kill_unstarted()
         deadline = time.monotonic() + STOP_SECONDS_MAX
@@ -228,8 +230,13 @@ class Applying:
             raise TableFailed("Spark's Java process ended", hint=hint) from error
 
     def hurry(self) -> None:
-        """Do not rest between micro-batches: someone waits for the end."""
-        self._hurry = True
+        """Do not rest between micro-batches, nor go on resting: someone waits for the end."""
+        self._pace.hurry()
+
+    @property
+    def merging_share(self) -> float:
+        """Which part of the last minute went into merging."""
+        return self._pace.share()
 
     def _in_background(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -281,29 +288,29 @@ class Applying:
                 self._come_to(self.lives.grow())
 
     def _on_batch(self, _batch: DataFrame, _number: int) -> None:
-        """One micro-batch: bring every loaded table to the commit it ends on."""
+        """One micro-batch: bring every loaded table to the commit it ends on, then rest as long as is owed for it."""
         with self._batch:
             if self._stopping.is_set():
                 return
             started = time.monotonic()
-            if (end := self._wake.heard()) is None:
+            if self._wake.heard() is None:
                 return
             self._woken.set()
-            newest = self.lives.grow()
-            self._come_to(end)
+            ahead = self.lives.ahead(self._wake.done)  # while Spark got ready the log has grown past what was said
+            self._come_to(ahead.end)
             failpoints.hit("apply.batch_done")
-            log.info(
-                "micro-batch done", extra={"commit": end, "seconds": round(time.monotonic() - started, 3)}
-            )
-            if end == newest and not self._hurry:
-                self._stopping.wait(min(time.monotonic() - started, REST_SECONDS_MAX))
-            self._wake.answer(end)
+            rest = self._pace.rest_seconds(backlog=ahead.limited)
+            said = {"commit": ahead.end, "seconds": round(time.monotonic() - started, 3), "rests": round(rest, 3)}
+            log.info("micro-batch done", extra=said)
+            self._pace.rest(rest)
+            self._wake.answer(ahead.end)
 
     def _come_to(self, end: int) -> None:
         """Bring every loaded table to a commit, and note which of their versions belong together there."""
-        self._advance(self._loaded(), end)
+        with self._pace.merging():
+            self._advance(self._loaded(), end)
         self._called_for = max(self._called_for, end)
-        if (point := self.lives.point(end)) is not None:
+        if (point := point_at(self.lives, end)) is not None:
             self._ledger.note(point)
 
     def _loaded(self) -> list[TableLife]:
@@ -316,6 +323,19 @@ class Applying:
             untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
             if untold or self.lives.pending(life, self._called_for):
                 self._advance_one(life, None if untold else self._called_for)
+        self._complete_point()
+
+    def _complete_point(self) -> None:
+        """Note the last point anew once tables that were missing in passing are there: when all is quiet no other
+        would follow it."""
+        if not self._ledger.passing or not self._batch.acquire(blocking=False):
+            return
+        try:
+            point = point_at(self.lives, self._called_for)
+            if point is not None and point.passing < self._ledger.passing:
+                self._ledger.note(point)
+        finally:
+            self._batch.release()
 
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):

@@ -2,8 +2,9 @@
 
     <log>/ledger/<commit>-<time>.jsonl   points, oldest first; the first of a file is whole, the others say what differs
 
-A point is noted only if every table that goes on holds all changes up to the commit, and none after it. What is lost
-with a crash is a point and never a row: each line has a checksum, and one that is torn ends its file.
+A point names the tables that hold all changes up to the commit, and none after it; of any other it says why that is
+missing. What is lost with a crash is a point and never a row: each line has a checksum, and one that is torn ends its
+file.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import bisect
 import json
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from tailrace.changelog import files
@@ -22,23 +23,48 @@ from tailrace.changelog.files import LogPath
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
+from tailrace.pipeline.report import TableState
 
 FOLDER = "ledger"
 POINTS_MAX = 1000
 """In one file."""
+NEAR_POINTS = 30
+"""So far back is looked for a point that a table is not missing from which is usually there."""
 KEPT_SECONDS = 30 * 86_400.0
 """Points older than this go: the files of tables that old are usually gone as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class Absence:
+    """Why a table is missing from a point."""
+
+    state: str
+    """Of the table, as `TableState` has it,"""
+    why: str
+    """and a few words, or the code of its error."""
+
+    @property
+    def passing(self) -> bool:
+        """Whether the table goes on, and will be with the others again by itself."""
+        return self.state in (TableState.LIVE.value, TableState.CATCHING_UP.value)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Point:
-    """The version of every table at one commit of the log."""
+    """The version of every table that is at one commit of the log."""
 
     commit: int
     position: Lsn
     committed_at: int
     """When the source committed the last transaction that is in it, in microseconds since 1970."""
     versions: Mapping[TableId, int]
+    missing: Mapping[TableId, Absence] = field(default_factory=dict)
+    """The tables that have none there."""
+
+    @property
+    def passing(self) -> int:
+        """How many tables are missing only in passing."""
+        return sum(absence.passing for absence in self.missing.values())
 
     @property
     def time(self) -> datetime:
@@ -52,22 +78,27 @@ class Ledger:
         self._folder = log / FOLDER
         self._file: LogPath | None = None
         self._count = 0
-        self._last: dict[TableId, int] = {}
+        self._last: Point | None = None
+
+    @property
+    def passing(self) -> int:
+        """How many tables are missing in passing from the point that was last noted."""
+        return self._last.passing if self._last is not None else 0
 
     def note(self, point: Point) -> None:
         """Add a point, if it says anything new. Whoever cannot write it goes on without."""
-        if self._file is not None and dict(point.versions) == self._last:
-            return
         file, before = self._file, self._last
+        if file is not None and before is not None and _says_the_same(point, before):
+            return
         if file is None or self._count >= POINTS_MAX:
-            file, before, self._count = self._folder / f"{point.commit:020d}-{time.time_ns():020d}.jsonl", {}, 0
+            file, before, self._count = self._folder / f"{point.commit:020d}-{time.time_ns():020d}.jsonl", None, 0
         self._file = None  # after a line that was not written, or not whole, comes another file
         with suppress(OSError, TailraceError):
             if not self._count:
                 files.make_folder(self._folder)
                 self._sweep()
             files.append(file, _line(point, before))
-            self._file, self._last, self._count = file, dict(point.versions), self._count + 1
+            self._file, self._last, self._count = file, point, self._count + 1
 
     def points(self) -> Iterator[Point]:
         """All of them, oldest first."""
@@ -75,7 +106,8 @@ class Ledger:
             yield from _read(path)
 
     def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> Point:
-        """The last point at or before a position or a time; without either, the last of all."""
+        """The last point at or before a position or a time; without either, the last of all. If tables are missing from
+        it only in passing, one of those shortly before that lacks fewer."""
         names = self._files()
         first = [next(_read(path), None) for path in names]
 
@@ -85,15 +117,18 @@ class Ledger:
             too_far = position is not None and point.position > position
             return too_far or (committed_at is not None and point.committed_at > committed_at)
 
+        near: list[Point] = []
         for path in reversed(names[: bisect.bisect_left(first, True, key=is_after)]):
-            found = [point for point in _read(path) if not is_after(point)]
-            if found:
-                return found[-1]
+            near += reversed([point for point in _read(path) if not is_after(point)])
+            if len(near) >= NEAR_POINTS:
+                break
+        if near:
+            return min(near[:NEAR_POINTS], key=lambda point: point.passing)  # of several, the newest
         known = next((point for point in first if point is not None), None)
         if known is None:
             raise ConfigError(
                 "no point across the tables has been noted yet",
-                hint="One is noted whenever `tailrace run` or `tailrace apply` has brought all tables to one commit.",
+                hint="One is noted whenever `tailrace run` or `tailrace apply` has brought tables to one commit.",
             )
         raise ConfigError(
             "the first point that is known is later", time=known.time.isoformat(), position=known.position,
@@ -109,22 +144,32 @@ class Ledger:
                 path.unlink()
 
 
-def _line(point: Point, before: Mapping[TableId, int]) -> bytes:
-    changed = [
-        [table.schema, table.name, version]
-        for table, version in point.versions.items()
-        if before.get(table) != version
-    ]
+def _says_the_same(point: Point, before: Point) -> bool:
+    return dict(point.versions) == dict(before.versions) and dict(point.missing) == dict(before.missing)
+
+
+def _line(point: Point, before: Point | None) -> bytes:
+    versions = before.versions if before is not None else {}
+    missing = before.missing if before is not None else {}
     stored = {
         "commit": point.commit, "position": str(point.position), "committed_at": point.committed_at,
-        "tables": changed, "gone": [[table.schema, table.name] for table in before.keys() - point.versions.keys()],
+        "tables": [[table.schema, table.name, version] for table, version in point.versions.items()
+                   if versions.get(table) != version],
+        "gone": _names(versions.keys() - point.versions.keys()),
+        "missing": [[table.schema, table.name, absence.state, absence.why] for table, absence in point.missing.items()
+                    if missing.get(table) != absence],
+        "found": _names(missing.keys() - point.missing.keys()),
     }  # fmt: skip
     text = json.dumps(stored).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
+def _names(tables: Iterable[TableId]) -> list[list[str]]:
+    return [[table.schema, table.name] for table in tables]
+
+
 def _read(path: LogPath) -> Iterator[Point]:
-    versions: dict[TableId, int] = {}
+    versions, missing = dict[TableId, int](), dict[TableId, Absence]()
     with suppress(OSError), files.opened(path) as stream:
         for line in stream:
             crc, _, text = line.rstrip(b"\n").partition(b" ")
@@ -134,7 +179,12 @@ def _read(path: LogPath) -> Iterator[Point]:
             versions |= {TableId(schema, name): version for schema, name, version in stored["tables"]}
             for schema, name in stored["gone"]:
                 versions.pop(TableId(schema, name), None)
+            # Points noted before tables could be missing from one say nothing of such.
+            for schema, name, state, why in stored.get("missing", []):
+                missing[TableId(schema, name)] = Absence(state=state, why=why)
+            for schema, name in stored.get("found", []):
+                missing.pop(TableId(schema, name), None)
             yield Point(
                 commit=stored["commit"], position=Lsn.parse(stored["position"]), committed_at=stored["committed_at"],
-                versions=dict(versions),
+                versions=dict(versions), missing=dict(missing),
             )  # fmt: skip

@@ -23,7 +23,6 @@ from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.pipeline.ledger import Point
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little
 from tailrace.spark.seeds import Seed, Seeds
@@ -91,7 +90,7 @@ class TableLife:
     """Commits since its files were last looked after."""
     bytes_changed: int = 0
     bytes_written: int = 0
-    """Since this process began: of changes applied, and of the files that this and joining files took."""
+    """Since this process began: of changes applied, and of the files that this, new shapes and joining files took."""
     insert_only: bool = False
     """Whether only inserts and truncates of it are published, for want of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -151,6 +150,16 @@ class Announced:
     """What the table was when the catalogue was asked; if that very one is no longer so, it must be asked again."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What one micro-batch is to do."""
+
+    end: int
+    """The commit that it ends on."""
+    limited: bool
+    """Whether the log has more already, which would be too much at once."""
+
+
 class Lives:
     """The tables of a pipeline beside the log they are fed from."""
 
@@ -177,11 +186,12 @@ class Lives:
             self.index.grow()
             return self.index.commit
 
-    def bounded(self, after: int) -> int:
+    def ahead(self, after: int) -> Ahead:
         """Take in what the log has got; the commit up to which one micro-batch goes."""
         with self._growing:
             self.index.grow()
-            return self.index.bounded(after, ROWS_PER_BATCH_MAX)
+            end = self.index.bounded(after, ROWS_PER_BATCH_MAX)
+            return Ahead(end=end, limited=end < self.index.commit)
 
     def add(
         self, table: TableId, source: SourceTable | None = None, mode: str = "initial"
@@ -380,13 +390,13 @@ class Lives:
     def _gaps(self) -> list[Gap]:
         return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
 
-    def _lacks(self, life: TableLife) -> bool:
+    def lacks(self, life: TableLife) -> bool:
         """Whether changes are missing after where the table stands."""
         return life.cursor is not None and any(gap.end > life.cursor.position for gap in self._gaps())
 
     def _notice_gap(self, life: TableLife) -> bool:
         """Whether the table must not go on, because changes are missing; then it is loaded anew."""
-        if lacking := self._lacks(life):
+        if lacking := self.lacks(life):
             self.load_anew(life, "the source had discarded changes before they were read")
         return lacking
 
@@ -420,41 +430,9 @@ class Lives:
         """Whether every table that can go on has applied the log up to the commit; some may be left out."""
         return all(
             life.table in but or life.state.broken or life.state in (TableState.LOADED, TableState.PAUSED)
-            or (life.state is TableState.LIVE and not self.pending(life, commit) and not self._lacks(life))
+            or (life.state is TableState.LIVE and not self.pending(life, commit) and not self.lacks(life))
             for life in list(self.tables.values())
         )  # fmt: skip
-
-    def point(self, commit: int) -> Point | None:
-        """The version of every table at the commit, if all that go on hold what is up to there and nothing else.
-
-        For whoever applies, and only while nobody else does: a table that is being worked on is at no point.
-        """
-        position, versions = self.index.end_of(commit), dict[TableId, int]()
-        for life in list(self.tables.values()):
-            if not life.state.going_on or life.halted:
-                continue
-            if not life.lock.acquire(blocking=False):
-                return None
-            try:
-                there = life.cursor is not None and life.cursor.position <= position and life.replay is None
-                if not there or self.pending(life, commit) or self._lacks(life):
-                    return None
-                if life.version is None:
-                    life.version = life.place.look().version()
-                if life.version is None:
-                    return None  # its folder was taken away
-                versions[life.table] = life.version
-            except TailraceError:
-                return None
-            finally:
-                life.lock.release()
-        if not versions:
-            return None
-        # What was loaded may be younger than all rows of the log; what is told now is not.
-        newest = self.index.last_row(commit)
-        told = newest is not None and newest.last > self.loaded_upto
-        committed_at = newest.committed_at if newest is not None and told else time.time_ns() // 1000
-        return Point(commit=commit, position=position, committed_at=committed_at, versions=versions)
 
     def _step(self, life: TableLife, item: Slice) -> Step | None:
         """What the table must become before it can take the slice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,24 @@ if TYPE_CHECKING:
 _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
 
 
+class TablesAt(dict[str, "DataFrame"]):
+    """Tables at one point. Asked for one that has no version there it says why."""
+
+    def __init__(self, tables: Mapping[str, DataFrame], point: Point) -> None:
+        super().__init__(tables)
+        self.point = point
+
+    def __missing__(self, name: str) -> DataFrame:
+        for table, absence in self.point.missing.items():
+            if str(table) == name:
+                raise ConfigError(
+                    "the table has no version at this point", table=name, state=absence.state, why=absence.why,
+                    time=self.point.time.isoformat(),
+                    hint="Ask for an earlier time or position, or wait until `tailrace at` shows the table again.",
+                )  # fmt: skip
+        raise KeyError(name)
+
+
 def find_point(settings: PipelineSettings, *, time: str | None = None, position: str | None = None) -> Point:
     """The last point at or before a time or a position; without either, the last of all."""
     ledger = Ledger(ChangeLog.open(settings.log.path).path)
@@ -42,17 +61,19 @@ def find_point(settings: PipelineSettings, *, time: str | None = None, position:
 
 def tables_at(
     spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None
-) -> dict[str, DataFrame]:
+) -> TablesAt:
     """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
     and for such with deletion vectors or column mapping.
 
-    Transactions that the source committed up to there are in all of them, and later ones in none.
+    Transactions that the source committed up to there are in all of them, and later ones in none. A table that was not
+    at that point is not among them, and asking for it says why.
     """
     settings = load_settings(file)
     point = find_point(settings, time=time, position=position)
     layout = settings.tables.layout
     read = partial(_frame, spark) if layout.catalog is None else partial(_snapshot, spark, layout.catalog)
-    return {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
+    tables = {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
+    return TablesAt(tables, point)
 
 
 def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -> DataFrame:

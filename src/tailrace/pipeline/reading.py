@@ -64,6 +64,7 @@ class Reading:
             schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
             lake=load.life.place.staging, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
             form=load.seed.form, origin=load.origin, numbered=load.life.place.catalog is not None,
+            file_bytes=load.life.place.file_bytes,
         )  # fmt: skip
         outcome = run_one(self._run, load_chunk, work, load.life.table)
         with self._under_way.lock:

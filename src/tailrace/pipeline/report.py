@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tailrace import errors
@@ -128,9 +128,11 @@ class TableStatus:
     lag_bytes: int | None = None
     lag_seconds: float | None = None
     bytes_changed: int = 0
-    """Of the changes that were applied since the process began that does this,"""
+    """Of the changes that were applied since the process began that does this, as a table's files would hold them;"""
     bytes_written: int = 0
-    """and of all files that were written for them: the second over the first is the write amplification."""
+    """and of all files that were written for them, for new shapes, and to join files."""
+    write_amplification: float | None = field(init=False, default=None)
+    """The second over the first; None before the first change."""
     dead_letters: int = 0
     """Changes that it could not take and that were set aside."""
     note: str | None = None
@@ -142,6 +144,7 @@ class TableStatus:
     def __post_init__(self) -> None:
         if self.state is TableState.FAILED and not self.reason:
             raise ValueError("a failed table says why: give `reason`, the code of its error")
+        object.__setattr__(self, "write_amplification", amplification([self]))
 
     @property
     def name(self) -> str:
@@ -203,6 +206,8 @@ class PipelineStatus:
     tables: tuple[TableStatus, ...] = ()
     capture_pid: int | None = None
     apply_pid: int | None = None
+    merging_share: float | None = None
+    """Which part of the last minute went into merging changes into tables; None while nobody applies."""
 
     def to_json(self) -> dict[str, Any]:
         return _fields(self)
@@ -429,6 +434,13 @@ class Observer(Protocol):
         """Something happened that is worth a line: a lower-case fragment, and its identifiers as fields."""
 
 
+def amplification(tables: Iterable[TableStatus]) -> float | None:
+    """How many bytes were written for one of changes; None where there were none."""
+    counts = [(table.bytes_written, table.bytes_changed) for table in tables]
+    changed = sum(count for _, count in counts)
+    return sum(count for count, _ in counts) / changed if changed else None
+
+
 def tables_exit_code(tables: Iterable[TableStatus]) -> ExitCode:
     """How a command that waited for these tables ends: TABLE if one of them cannot go on."""
     return ExitCode.TABLE if any(table.state.broken for table in tables) else ExitCode.OK
@@ -447,7 +459,7 @@ def error_from_json(stored: Mapping[str, Any]) -> TailraceError:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
 
 
 def _plain(value: object) -> Any:

@@ -205,7 +205,7 @@ def _apply(
                 applying.lives.grow()
                 if goal is None and horizon is not None and applying.lives.index.position >= horizon:
                     goal = applying.lives.index.commit
-                status = measure(settings, applying.lives, source, watch.lag())
+                status = measure(settings, applying.lives, source, watch.lag(), applying.merging_share)
                 observer.tick(status)
                 leave_note(log.path, status)
                 applying.holding.say()

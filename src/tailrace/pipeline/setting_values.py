@@ -22,7 +22,7 @@ only, is named after the first."""
 LOG_BYTES_MIN = 1 << 20
 """A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
 FILE_SIZE_MAX = 256 << 20
-"""Of a file of a lake table: none is written larger (`tables/staging.py`)."""
+"""Of a file of a lake table that may be aimed at."""
 
 
 def refusal(message: str, hint: str, at: Loc = ()) -> PydanticCustomError:
@@ -259,7 +259,7 @@ def _check_share(given: object) -> float:
     example = "For example: `budget: 10%`."
     text = _written(given, example)
     if not re.fullmatch(r"[1-9][0-9]?%", text):
-        raise refusal("must be a share of the time, from 1% to 99%", example)
+        raise refusal("must be a share of one core, from 1% to 99%", example)
     return int(text[:-1]) / 100
 
 

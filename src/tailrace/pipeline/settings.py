@@ -369,7 +369,7 @@ class TablesSettings(BaseModel):
 
         return Layout(
             root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine,
-            features_of=self._features_of,
+            features_of=self._features_of, file_bytes=self.upkeep.file,
             catalog=(self.catalog or CatalogSettings()).catalog(self.path) if self.format == "iceberg" else None,
         )  # fmt: skip
 

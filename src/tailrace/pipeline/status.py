@@ -69,14 +69,16 @@ class SourceWatch:
 
 
 def measure(
-    settings: PipelineSettings, lives: Lives, source: PostgresCapture, lag: Lag | None
-) -> PipelineStatus:
+    settings: PipelineSettings, lives: Lives, source: PostgresCapture, lag: Lag | None,
+    merging_share: float | None = None,
+) -> PipelineStatus:  # fmt: skip
     """The pipeline now, from what is at hand."""
     log, index = lives.log, lives.index
     apply_pid, capture_pid = lease.held(log.path, APPLIER), lease.held(log.path)
     end = max(lag.end, index.position) if lag else index.position
     return PipelineStatus(
         name=settings.name, running=bool(apply_pid or capture_pid), capture_pid=capture_pid, apply_pid=apply_pid,
+        merging_share=merging_share,
         source=SourceStatus(
             reachable=lag is not None, place=place(settings.source.url), slot=source.settings.slot,
             slot_active=capture_pid is not None, retained_bytes=lag.retained_bytes if lag else None,
@@ -138,10 +140,9 @@ def deadletters_open(log: LogPath, table: TableId, cursor: Cursor) -> int:
 
 def leave_note(path: LogPath, status: PipelineStatus) -> None:
     """For a `tailrace status` in another process."""
+    note = {"tables": [table.to_json() for table in status.tables], "merging_share": status.merging_share}
     with suppress(OSError):
-        files.replace(
-            path / NOTE, json.dumps({"tables": [table.to_json() for table in status.tables]}).encode()
-        )
+        files.replace(path / NOTE, json.dumps(note).encode())
 
 
 def read_note(path: LogPath) -> dict[TableId, dict[str, Any]]:
@@ -151,6 +152,15 @@ def read_note(path: LogPath) -> dict[TableId, dict[str, Any]]:
         return {TableId.from_json(table): table for table in stored["tables"]}
     except (OSError, ValueError, KeyError):
         return {}
+
+
+def _read_share(path: LogPath) -> float | None:
+    """How much of the time merging took when the applying process last said so."""
+    try:
+        found = json.loads((path / NOTE).read_bytes()).get("merging_share")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(found) if isinstance(found, (int, float)) else None
 
 
 def known_tables(log: ChangeLog) -> set[TableId]:
@@ -183,6 +193,7 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     status = measure(settings, lives, source, lag)
     return replace(
         status,
+        merging_share=_read_share(log.path) if status.apply_pid is not None else None,
         log=replace(status.log, disk_bytes=disk_bytes(log.path)),
         tables=tuple(_with_note(table, noted, status) for table in status.tables),
     )

@@ -1,6 +1,6 @@
 """Tends tables beside applying to them: joins small files, and removes old ones if that is wished.
 
-At most a part of the time goes into it. While a table is tended its changes wait, so it is done table by table, and
+It uses at most a part of one core. While a table is tended its changes wait, so it is done table by table, and
 only for those that have had some commits since.
 """
 
@@ -16,7 +16,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.settings import UpkeepSettings
-from tailrace.spark.tasks import TendWork, tend_table
+from tailrace.spark.tasks import Outcome, TendWork, tend_table
 from tailrace.tables.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 COMMITS_MIN = 8
 """Of a table, before its files are looked at again."""
 LOOK_SECONDS = 1.0
-REST_SECONDS_MIN = 2.0
+PAUSE_SECONDS_MIN = 2.0
 REMOVE_SECONDS = 3600.0
 """Between two looks for old files of a table: none of them is younger than that."""
 
@@ -51,8 +51,8 @@ class Tending:
         pause = LOOK_SECONDS
         while not self._stopping.wait(pause):
             life = self._next()
-            spent = self._tend(life) if life is not None else 0.0
-            pause = max(REST_SECONDS_MIN, spent / self._budget - spent) if spent else LOOK_SECONDS
+            outcome = self._tend(life) if life is not None else None
+            pause = LOOK_SECONDS if outcome is None else pause_after(outcome, self._budget)
 
     def _next(self) -> TableLife | None:
         """The one with the most commits since it was last tended."""
@@ -60,12 +60,12 @@ class Tending:
         due = [life for life in lives if life.state.going_on and life.untended >= COMMITS_MIN]
         return max(due, key=lambda life: life.untended, default=None)
 
-    def _tend(self, life: TableLife) -> float:
+    def _tend(self, life: TableLife) -> Outcome | None:
         started = time.monotonic()
         with life.lock:
             life.untended = 0
             if life.cursor is None:
-                return 0.0
+                return None
             upkeep = self._upkeep
             if started < self._removes_at.get(life.table, 0.0):
                 upkeep = replace(upkeep, remove_after_seconds=None)
@@ -76,7 +76,8 @@ class Tending:
             )
             outcome = run_one(self._run, tend_table, work, life.table)
             life.version = None
-        said = {"table": str(life.table), "seconds": round(outcome.seconds, 3)}
+        used = None if outcome.cpu_seconds is None else round(outcome.cpu_seconds, 3)
+        said = {"table": str(life.table), "seconds": round(outcome.seconds, 3), "cpu_seconds": used}
         if outcome.error is not None:
             # Whoever applies next meets the same trouble, and says so.
             log.warning("table not tended", extra={**said, "code": outcome.error.code})
@@ -85,4 +86,13 @@ class Tending:
             joined, made, removed = outcome.tended.joined, outcome.tended.made, outcome.tended.removed
             log.info("table tended", extra={**said, "joined": joined, "into": made, "removed": removed})
         self._advance(life)  # what came meanwhile was left for us
-        return outcome.seconds
+        return outcome
+
+
+def pause_after(outcome: Outcome, budget: float) -> float:
+    """How long to leave the tables alone, so that what was done and this together use the budget's share of a core.
+
+    Where it is not known what a piece of work used, it counts as one core all the time that it took.
+    """
+    used = outcome.seconds if outcome.cpu_seconds is None else outcome.cpu_seconds
+    return max(PAUSE_SECONDS_MIN, used / budget - outcome.seconds)

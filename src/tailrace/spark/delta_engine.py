@@ -34,8 +34,10 @@ from tailrace.tables.formed import recast_into
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
 from tailrace.tables.limits import refuse_names, refuse_spark_names
 from tailrace.tables.recast import kept_columns, lay_out, only_adds, only_names
-from tailrace.tables.staging import StagedFile
-from tailrace.tables.upkeep import Tended, Upkeep
+from tailrace.tables.staging import FILE_BYTES, StagedFile
+from tailrace.tables.upkeep import Tended, Upkeep, rows_per_file
+
+_ROWS_PER_FILE = "spark.sql.files.maxRecordsPerFile"
 
 
 class SparkDeltaTable(MergedTable[Opened]):
@@ -44,11 +46,12 @@ class SparkDeltaTable(MergedTable[Opened]):
     connector = "Spark's Delta connector"
 
     def __init__(
-        self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES
-    ) -> None:
+        self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:  # fmt: skip
         super().__init__(spark, path, form)
-        self._log_id = log_id
-        self._plain = DeltaRsTable(path, log_id, form, features)
+        self._log_id, self._file_bytes = log_id, file_bytes
+        self._plain = DeltaRsTable(path, log_id, form, features, file_bytes)
 
     def cursor(self) -> Cursor | None:
         return self._plain.cursor()
@@ -129,8 +132,8 @@ class SparkDeltaTable(MergedTable[Opened]):
                 version = self._commit(
                     table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
                 )
-        self._make_durable(version)
-        return Applied(committed=True, cursor=here)
+        written = self._make_durable(version)
+        return Applied(committed=True, cursor=here, bytes=written.bytes, version=version)
 
     # What is Delta's own.
 
@@ -173,6 +176,8 @@ class SparkDeltaTable(MergedTable[Opened]):
         failpoints.hit("table.before_commit")
         conf, before = self.session.conf, table.table.version()
         self._unset()
+        # The connector knows no size to aim at; as many rows as make one, by those that are there, are what it knows.
+        conf.set(_ROWS_PER_FILE, str(rows_per_file(table.table, self._file_bytes)))
         token = uuid.uuid4().hex
         conf.set("spark.databricks.delta.commitInfo.userMetadata", position.user_metadata(token))
         # The connector leaves out what it takes for a repetition; where the number does not rise, the last one stands.

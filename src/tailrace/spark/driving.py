@@ -88,9 +88,13 @@ class SparkEngine:
 
     def _table(self, place: Place) -> WrittenTable:
         if place.catalog is None:
-            return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features)
+            return SparkDeltaTable(
+                self._spark, place.path, place.log_id, place.form, place.features, place.file_bytes
+            )
         if place.path not in self._opened:  # each has a session with a catalog, which takes its time to open
-            opened = SparkIcebergTable(self._spark, place.path, place.log_id, place.catalog, place.form)
+            opened = SparkIcebergTable(
+                self._spark, place.path, place.log_id, place.catalog, place.form, place.file_bytes
+            )
             self._opened[place.path] = opened
         return self._opened[place.path]
 
@@ -176,8 +180,10 @@ class SparkEngine:
         return _timed(work.table, partial(self._evolved, work))
 
     def _evolved(self, work: EvolveWork) -> Outcome:
-        self._table(work.place).evolve(work.recast, work.expected)
-        return Outcome(table=work.table, cursor=work.expected, schema=work.recast.schema)
+        applied = self._table(work.place).evolve(work.recast, work.expected)
+        return Outcome(
+            table=work.table, cursor=work.expected, schema=work.recast.schema, bytes_written=applied.bytes
+        )
 
     def _refresh(self, work: RefreshWork) -> Outcome:
         return _timed(work.schema.table, partial(self._refreshed, work))

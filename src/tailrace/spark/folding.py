@@ -41,6 +41,7 @@ from tailrace.tables.history import LATEST, latest_times
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.limits import refuse_far_dates
 from tailrace.tables.partitions import partition_texts, refuse_misfits
+from tailrace.tables.weighing import Weight, weigh
 
 ROWS_AT_ONCE_MAX = 1 << 18
 """Changes that one task folds."""
@@ -65,7 +66,7 @@ class FoldedFiles:
     truncated: bool = False
     changes: int = 0
     bytes: int = 0
-    """Of the changes, in memory."""
+    """Of the changes, as a table's files would hold them, about."""
     upserts: int = 0
     deletes: int = 0
     """Rows that say what becomes of others: that they go, end, or are marked."""
@@ -249,7 +250,7 @@ def _fold_whole(part: _Part) -> FoldedFiles | TailraceError:
         done = _fold_changes(part.work, changes, part.scratch, "folded", part.sifts)
     except Exception as error:  # the task's boundary: what went wrong is an answer, too
         return as_ours(error)
-    return replace(done, changes=changes.num_rows, bytes=changes.nbytes)
+    return replace(done, changes=changes.num_rows, bytes=weigh(part.work.shape, changes))
 
 
 def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, sifts: bool) -> FoldedFiles:
@@ -268,26 +269,28 @@ def _fold_each(part: _Part) -> FoldedFiles | TailraceError:
     """Every change as a row, a few at a time."""
     form, shape = part.work.place.form, part.work.shape
     stored, path = form.stored(shape), part.scratch / f"folded-{part.number:05d}.parquet"
-    rows = size = 0
+    rows, weight = 0, Weight(shape)
     try:
         with pq.ParquetWriter(path, file_fields(stored), store_schema=False) as writer:
             for batch in part.batches():
-                rows, size = rows + batch.num_rows, size + batch.nbytes
+                rows += batch.num_rows
+                weight.add(batch)
                 folded = fold_into(form, shape, pa.Table.from_batches([batch])).rows
                 _refuse_unheld(stored, folded, form.partition_by)
                 writer.write_table(folded.select(file_fields(stored).names))
     except Exception as error:  # the task's boundary
         return as_ours(error)
-    return FoldedFiles(files=(path,), changes=rows, bytes=size, upserts=rows)
+    return FoldedFiles(files=(path,), changes=rows, bytes=weight.bytes, upserts=rows)
 
 
 def _look(part: _Part) -> _Seen | TailraceError:
     """Count, find the last TRUNCATE, and note the keys of rows that moved and left values behind."""
-    rows = size = latest = 0
+    rows, latest, weight = 0, 0, Weight(part.work.shape)
     truncated_at, moves = None, list[Prints]()
     try:
         for batch in part.batches():
-            rows, size = rows + batch.num_rows, size + batch.nbytes
+            rows += batch.num_rows
+            weight.add(batch)
             truncates = batch.column(change.SEQ).filter(_is(batch, Operation.TRUNCATE))
             truncated_at = truncates[-1].as_py() if len(truncates) else truncated_at
             latest = max(latest, int(latest_times(pa.Table.from_batches([batch]))[-1]))
@@ -296,7 +299,7 @@ def _look(part: _Part) -> _Seen | TailraceError:
         np.save(part.scratch / f"moves-{part.number:05d}.npy", np.concatenate([np.empty((0, 2), np.uint64), *moves]))
     except Exception as error:  # the task's boundary
         return as_ours(error)
-    return _Seen(rows=rows, bytes=size, truncated_at=truncated_at, latest=latest)
+    return _Seen(rows=rows, bytes=weight.bytes, truncated_at=truncated_at, latest=latest)
 
 
 def _deal(part: _Part) -> int | TailraceError:

@@ -49,7 +49,7 @@ from tailrace.tables.icebergshape import (
     refuse_iceberg_names,
 )
 from tailrace.tables.recast import kept_columns, lay_out
-from tailrace.tables.staging import StagedFile, discard, stage
+from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
 
 LANDED = "tailrace.landed"
@@ -70,6 +70,7 @@ _PROPERTIES = {
     "write.metadata.previous-versions-max": "20",
 }
 """Of every table of ours."""
+_FILE_BYTES = "write.target-file-size-bytes"
 
 
 class SparkIcebergTable(MergedTable[OpenedIceberg]):
@@ -78,12 +79,13 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     connector = "Spark's Iceberg connector"
 
     def __init__(
-        self, spark: SparkSession, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN
-    ) -> None:
+        self, spark: SparkSession, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:  # fmt: skip
         super().__init__(spark, path, form)
         for name, value in catalog_settings(catalog).items():
             self.session.conf.set(name, value)
-        self._log_id, self._version = log_id, catalog.version
+        self._log_id, self._version, self._file_bytes = log_id, catalog.version, file_bytes
         self._last = 0, Written()
         self._plain = IcebergTable(path, log_id, catalog, form)
         self._commits = Commits(self.session, catalog, self._path)
@@ -122,8 +124,9 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         files = stage(
-            self._path / STAGED, name, stored, loaded(self._form, schema, batches, origin), numbered=True
-        )
+            self._path / STAGED, name, stored, loaded(self._form, schema, batches, origin), numbered=True,
+            file_bytes=self._file_bytes,
+        )  # fmt: skip
         try:
             return self._land(seen, schema, files, cursor, origin)
         finally:
@@ -163,7 +166,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             raise unreadable(self._path, exc) from exc
 
         def commit(summary: Summary, properties: Properties) -> int:
-            said, given = {**summary, **more}, {**_PROPERTIES, **properties}
+            said, given = {**summary, **more}, {**_PROPERTIES, _FILE_BYTES: str(self._file_bytes), **properties}
             if seen is None:
                 return self._commits.create(fields, paths, {**given, "format-version": str(self._version)}, said)
             return self._commits.replace(seen, fields, paths, given, said)
@@ -205,15 +208,18 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
                 self._replace(seen, fresh_fields(shape.columns), files, after, {})
             finally:
                 self._discard(name)
-        return Applied(committed=True, cursor=here)
+        return Applied(committed=True, cursor=here, bytes=sum(file.size for file in files))
 
     def _numbered(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
         """Rows in Parquet files of Spark's, which does not number what is in a list, as files that the table can
         have."""
         works = [
-            _Anew(shape=shape, file=file, path=self._path / STAGED, name=f"{name}-{number:06d}")
+            _Anew(
+                shape=shape, file=file, path=self._path / STAGED, name=f"{name}-{number:06d}",
+                file_bytes=self._file_bytes,
+            )
             for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
-        ]
+        ]  # fmt: skip
         done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_write_anew).collect()
         return [file for files in done for file in files]
 
@@ -332,10 +338,12 @@ class _Anew:
     file: Path
     path: Path
     name: str
+    file_bytes: int
 
 
 def _write_anew(work: _Anew) -> tuple[StagedFile, ...]:
     fields = pa.schema(work.shape.row_fields())
     with pq.ParquetFile(work.file) as source:
         rows = (pa.Table.from_batches([batch]).cast(fields).to_batches() for batch in source.iter_batches())
-        return stage(work.path, work.name, work.shape, (batch for some in rows for batch in some), numbered=True)
+        anew = (batch for some in rows for batch in some)
+        return stage(work.path, work.name, work.shape, anew, numbered=True, file_bytes=work.file_bytes)

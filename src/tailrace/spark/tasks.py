@@ -40,8 +40,9 @@ from tailrace.tables.formed import loaded
 from tailrace.tables.forms import NOWHERE, PLAIN, Form, Origin
 from tailrace.tables.layout import Place
 from tailrace.tables.shapes import unusable
-from tailrace.tables.staging import StagedFile, stage
+from tailrace.tables.staging import FILE_BYTES, StagedFile, stage
 from tailrace.tables.upkeep import Tended, Upkeep
+from tailrace.tables.weighing import weigh
 
 PROGRESS_SECONDS = 0.5
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2
@@ -67,6 +68,8 @@ class ChunkWork:
     """and what its rows then say of where they come from."""
     numbered: bool = False
     """Whether the columns of the files are known by numbers, as Iceberg has it."""
+    file_bytes: int = FILE_BYTES
+    """The size of file that is aimed at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,11 +146,13 @@ class Outcome:
     table: TableId
     rows: int = 0
     seconds: float = 0.0
+    cpu_seconds: float | None = None
+    """Of the process that did it, where it did nothing else meanwhile; None: that is not known."""
     cursor: Cursor | None = None
     schema: TableSchema | None = None
     staged: StagedChunk | None = None
     bytes_changed: int = 0
-    """Of the changes, as they lie in memory,"""
+    """Of the changes, as a table's files would hold them, about;"""
     bytes_written: int = 0
     """and of the files that it took to write them."""
     version: int | None = None
@@ -173,7 +178,9 @@ def load_chunk(work: ChunkWork) -> Outcome:
             rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
             stored = work.form.stored(work.schema)
             own = loaded(work.form, work.schema, rows, work.origin)
-            staged = stage(work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered)
+            staged = stage(
+                work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered, file_bytes=work.file_bytes
+            )
             keys: tuple[StagedFile, ...] = ()
             if work.condition is not None:
                 key = _key_shape(work.schema)
@@ -262,7 +269,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
         seconds=time.monotonic() - started,
         cursor=work.cursor,
         schema=work.shape,
-        bytes_changed=changes.nbytes,
+        bytes_changed=weigh(work.shape, changes),
         bytes_written=done.applied.bytes,
         version=done.applied.version,
         letters=done.letters,
@@ -271,24 +278,29 @@ def apply_changes(work: ApplyWork) -> Outcome:
 
 def tend_table(work: TendWork) -> Outcome:
     """What a table needs besides its changes."""
-    started = time.monotonic()
+    started, used = time.monotonic(), time.process_time()  # a worker of Spark's does one task at a time
+    tended, failed = None, None
     try:
         tended = work.place.open().tend(work.upkeep, work.expected)
     except Exception as error:  # the task's boundary
-        return Outcome(table=work.table, error=as_ours(error), seconds=time.monotonic() - started)
-    return Outcome(table=work.table, seconds=time.monotonic() - started, tended=tended)
+        failed = as_ours(error)
+    return Outcome(
+        table=work.table, seconds=time.monotonic() - started, cpu_seconds=time.process_time() - used, tended=tended,
+        error=failed,
+    )  # fmt: skip
 
 
 def evolve_table(work: EvolveWork) -> Outcome:
     """One commit that leaves every row as the new shape has it."""
     started = time.monotonic()
     try:
-        work.place.open().evolve(work.recast, work.expected)
+        applied = work.place.open().evolve(work.recast, work.expected)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
-        table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema
-    )
+        table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema,
+        bytes_written=applied.bytes,
+    )  # fmt: skip
 
 
 def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:

@@ -39,9 +39,14 @@ class Wake:
         return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", str(checkpoint)).start()
 
     def heard(self) -> int | None:
-        """The commit to go to, known without a Spark job that reads it; None: a query begins with a micro-batch that
-        says nothing."""
+        """The commit to go to at least, known without a Spark job that reads it; None: a query begins with a
+        micro-batch that says nothing."""
         return self._said if self._said > self._done else None
+
+    @property
+    def done(self) -> int:
+        """The commit that was last answered."""
+        return self._done
 
     def answer(self, end: int) -> None:
         """The work up to there is done; the next number may be said."""

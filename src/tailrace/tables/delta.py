@@ -87,7 +87,7 @@ from tailrace.tables.refusals import (
     strangers,
 )
 from tailrace.tables.rewriting import plan
-from tailrace.tables.staging import StagedFile, discard, stage
+from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.upkeep import Tended, Upkeep, remove_files, to_join
 
 P = ParamSpec("P")
@@ -124,13 +124,17 @@ def _explained(method: Callable[Concatenate[DeltaRsTable, P], T]) -> Callable[Co
 class DeltaRsTable:
     """A table of one change log; keeps the promises of `LakeTable`."""
 
-    def __init__(self, path: Path, log_id: str, form: Form = PLAIN, features: Features | None = None) -> None:
+    def __init__(
+        self, path: Path, log_id: str, form: Form = PLAIN, features: Features | None = None,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:  # fmt: skip
         """`features`: what the table gets when it is loaded, where Spark's connector writes its rows; None: delta-rs
-        does, and the table may have none."""
+        does, and the table may have none. `file_bytes`: the size of file that is aimed at."""
         self._path = path.absolute()
         self._log_id = log_id
         self._form = form
         self._features = features
+        self._file_bytes = file_bytes
 
     def cursor(self) -> Cursor | None:
         return None if (opened := self._open()) is None else opened.position.cursor
@@ -167,7 +171,7 @@ class DeltaRsTable:
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         with self._staging("load") as name:
             rows = loaded(self._form, schema, batches, origin)
-            files = stage(self._path, name, stored, rows, self._form.partition_by)
+            files = self._staged(name, stored, rows)
             return self._land(table, schema, files, cursor, origin)
 
     def land(
@@ -355,7 +359,7 @@ class DeltaRsTable:
         """Swap some files for others, each of the rows' parts in files of their own. Without any the position moves."""
         folder, by = opened.folder, self._form.partition_by
         with self._staging(EXCHANGE) as name:
-            staged = [stage(self._path, f"{name}-{n}", stored, some, by) for n, some in enumerate(rows)]
+            staged = [self._staged(f"{name}-{n}", stored, some) for n, some in enumerate(rows)]
             adds = self._adds_of(folder, [file for files in staged for file in files])
             if named_oddly(opened.table):
                 refuse_unknown(self._path, opened.table)
@@ -372,6 +376,13 @@ class DeltaRsTable:
                 )
         self._make_durable(folder, opened.following)
         return Written(len(adds), len(gone), sum(add.size for add in adds))
+
+    def _staged(
+        self, name: str, stored: TableSchema, rows: Iterable[pa.RecordBatch], by: Sequence[str] | None = None
+    ) -> tuple[StagedFile, ...]:
+        """Rows in files of the size aimed at, in the partitions that the form asks for unless others are named."""
+        by = self._form.partition_by if by is None else by
+        return stage(self._path, name, stored, rows, by, file_bytes=self._file_bytes)
 
     @contextlib.contextmanager
     def _staging(self, kind: str) -> Iterator[str]:
@@ -399,22 +410,23 @@ class DeltaRsTable:
         refuse_names(shape)
         position = self._position(recast.schema, here, opened.position.clock)
         self.add_features(opened.folder, opened.table, shape)
-        before = opened.table.version()
+        before, written = opened.table.version(), 0
         if not only_adds(opened.table, laid):
-            self._recast(opened, shape, laid, position)
+            written = self._recast(opened, shape, laid, position)
         elif laid.added:
             fields = list(DeltaSchema.from_arrow(pa.schema([(c.name, c.type) for c in laid.added])).fields)
             self._commit(lambda: opened.table.alter.add_columns(fields, commit_properties=position.properties()))
         else:
             self._exchange(opened, shape, [], [], {}, position)
         self._make_durable(opened.folder, before + 1)
-        return Applied(committed=True, cursor=here)
+        return Applied(committed=True, cursor=here, bytes=written)
 
-    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, position: Position) -> None:
-        """Write every row anew, and swap the files."""
+    def _recast(self, opened: Opened, shape: TableSchema, laid: Laid, position: Position) -> int:
+        """Write every row anew, and swap the files; how many bytes that took."""
         with self._staging(RECAST) as name:
-            files = stage(self._path, name, shape, recast_rows(opened.table, laid), self._form.partition_by)
+            files = self._staged(name, shape, recast_rows(opened.table, laid))
             self._swap(opened.folder, opened.table, shape, files, position)
+        return sum(file.size for file in files)
 
     def lay(self, opened: Opened, shape: TableSchema, laid: Laid, schema: TableSchema) -> None:
         """Give a table with column mapping these columns, of which none has other values; no file is touched."""
@@ -463,7 +475,7 @@ class DeltaRsTable:
             stored = replace(shape, columns=(*shape.columns, *kept_columns(opened.table, shape)), facts=None)
             own, by = featured.in_files(stored), featured.names_in_files(self._form.partition_by)
             with self._staging(EXCHANGE) as name:
-                files = stage(self._path, name, own, featured.rows_of(some, own.columns, parts), by)
+                files = self._staged(name, own, featured.rows_of(some, own.columns, parts), by)
                 adds = self._adds_of(opened.folder, files)
                 self._commit(lambda: featured.exchange(some, adds, opened.position, changes_rows=False))
             self._make_durable(opened.folder, featured.following)

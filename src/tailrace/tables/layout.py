@@ -14,6 +14,7 @@ from tailrace.tables.features import PLAIN_FILES, Features
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberg import STAGED, IcebergTable
 from tailrace.tables.paths import TEMPLATE, table_path
+from tailrace.tables.staging import FILE_BYTES
 
 Engine = Literal["delta-rs", "spark"]
 """Who writes rows: delta-rs, on one machine, or Spark's Delta connector."""
@@ -31,6 +32,8 @@ class Place:
     """What it gets when it is loaded; only Spark's connector can write it then."""
     catalog: Catalog | None = None
     """Of an Iceberg table; None: it is a Delta table."""
+    file_bytes: int = FILE_BYTES
+    """The size of file that is aimed at."""
 
     @property
     def staging(self) -> Path:
@@ -41,7 +44,8 @@ class Place:
         """The Delta table, whether it is there or not. What needs no rows is the same for every engine; with another
         than delta-rs, work that changes rows is done by `spark/driving.py`."""
         assert self.catalog is None, "an Iceberg table's commits are made by Spark"
-        return DeltaRsTable(self.path, self.log_id, self.form, self.features if self.engine == "spark" else None)
+        features = self.features if self.engine == "spark" else None
+        return DeltaRsTable(self.path, self.log_id, self.form, features, self.file_bytes)
 
     def look(self) -> DeltaRsTable | IcebergTable:
         """The table, to be asked where it stands."""
@@ -63,12 +67,13 @@ class Layout:
     engine: Engine = "delta-rs"
     features_of: Callable[[TableId], Features] = lambda _: PLAIN_FILES
     catalog: Catalog | None = None
+    file_bytes: int = FILE_BYTES
 
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
         return Place(
             path=self.path(table), log_id=log_id, form=self.form_of(table), engine=self.engine,
-            features=self.features_of(table), catalog=self.catalog,
+            features=self.features_of(table), catalog=self.catalog, file_bytes=self.file_bytes,
         )  # fmt: skip
 
     def path(self, table: TableId) -> Path:

@@ -32,11 +32,11 @@ from tailrace.tables.limits import own_batches, refuse_names
 from tailrace.tables.partitions import Partition, Texts, apart, folder_of, inside, refuse_misfits
 from tailrace.tables.stats import FloatBounds, delta_stats, footer_columns
 
-FILE_BYTES_MAX = 256 << 20
-"""A file that has passed this gets no further row group."""
+FILE_BYTES = 128 << 20
+"""The size of file that is aimed at where nobody says another."""
 GROUP_ROWS_MAX = 1 << 20
-GROUP_BYTES_MAX = 32 << 20
-"""Of a row group in memory."""
+GROUP_BYTES_MIN, GROUP_BYTES_MAX = 1 << 20, 32 << 20
+"""Of a row group in memory; small files have small ones."""
 
 WAITING_BYTES_MAX = 64 << 20
 """Of rows of many partitions, in memory until they are written."""
@@ -74,22 +74,25 @@ class StagedFile:
 
 def stage(
     path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch], partition_by: Sequence[str] = (), *,
-    numbered: bool = False,
+    numbered: bool = False, file_bytes: int = FILE_BYTES,
 ) -> tuple[StagedFile, ...]:  # fmt: skip
     """Write rows, the table's own columns, to files in its folder; none for no rows.
 
     `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
     two row groups: one is written while the next is read; and of a table that is partitioned, rows that wait. An
     exception out of `batches` is raised unchanged, and nothing is left of what was written. With `numbered` the
-    columns have numbers in the files, as Iceberg knows them by.
+    columns have numbers in the files, as Iceberg knows them by. A file that has passed `file_bytes` gets no further row
+    group.
     """
     refuse_names(schema)
     _refuse_token(name)
     find_folder(path)  # refuses a place that holds something else
     fields = file_fields(schema) if numbered else None
-    parts = _Partitions(path, name, schema, partition_by) if partition_by else _Parts(path, name, schema, fields=fields)
+    parts: _Parts | _Partitions = _Parts(path, name, schema, file_bytes, fields=fields)
+    if partition_by:
+        parts = _Partitions(path, name, schema, file_bytes, partition_by)
     try:
-        _write_behind(parts, _groups(own_batches(schema, batches)))
+        _write_behind(parts, _groups(own_batches(schema, batches), _group_bytes(file_bytes)))
         return parts.close()
     except BaseException:
         parts.abandon()
@@ -157,12 +160,16 @@ def _write_behind(parts: _Parts | _Partitions, groups: Iterator[pa.Table]) -> No
             writing.result()
 
 
-def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+def _group_bytes(file_bytes: int) -> int:
+    return min(max(file_bytes, GROUP_BYTES_MIN), GROUP_BYTES_MAX)
+
+
+def _groups(batches: Iterable[pa.RecordBatch], bytes_max: int) -> Iterator[pa.Table]:
     """The rows in pieces that each make one row group."""
     pending: list[pa.RecordBatch] = []
     rows = size = 0
-    for piece in (piece for batch in batches for piece in _pieces(batch)):
-        if pending and (rows + piece.num_rows > GROUP_ROWS_MAX or size + piece.nbytes > GROUP_BYTES_MAX):
+    for piece in (piece for batch in batches for piece in _pieces(batch, bytes_max)):
+        if pending and (rows + piece.num_rows > GROUP_ROWS_MAX or size + piece.nbytes > bytes_max):
             yield pa.Table.from_batches(pending)
             pending, rows, size = [], 0, 0
         pending.append(piece)
@@ -171,7 +178,7 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(pending)
 
 
-def _repetitive(group: pa.Table) -> list[str]:
+def repetitive(group: pa.Table) -> list[str]:
     """The columns whose values repeat themselves, by their paths in the file, as some of the rows tell. Of others a
     dictionary holds nearly every value, and costs more than all the rest of writing them."""
     rows = pa.array(np.linspace(0, group.num_rows - 1, min(group.num_rows, SAMPLE_ROWS), dtype=np.int64))
@@ -185,8 +192,8 @@ def _repetitive(group: pa.Table) -> list[str]:
     return found
 
 
-def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    parts = max(math.ceil(batch.num_rows / GROUP_ROWS_MAX), math.ceil(batch.nbytes / GROUP_BYTES_MAX), 1)
+def _pieces(batch: pa.RecordBatch, bytes_max: int) -> Iterator[pa.RecordBatch]:
+    parts = max(math.ceil(batch.num_rows / GROUP_ROWS_MAX), math.ceil(batch.nbytes / bytes_max), 1)
     step = math.ceil(batch.num_rows / parts)
     for start in range(0, batch.num_rows, max(step, 1)):
         yield batch.slice(start, step)
@@ -196,9 +203,10 @@ class _Parts:
     """The files of one name, written one after the other; those of a partition in its folder."""
 
     def __init__(
-        self, path: Path, name: str, schema: TableSchema, values: Texts | None = None, fields: pa.Schema | None = None
-    ) -> None:
-        self._path, self._name, self._schema = path, name, schema
+        self, path: Path, name: str, schema: TableSchema, file_bytes: int, values: Texts | None = None,
+        fields: pa.Schema | None = None,
+    ) -> None:  # fmt: skip
+        self._path, self._name, self._schema, self._file_bytes = path, name, schema, file_bytes
         self._values = values or {}
         self._inside = folder_of(self._values) + "/" if values else ""
         self._folder = path
@@ -215,7 +223,7 @@ class _Parts:
             writer.write_table(group, row_group_size=group.num_rows)
             for name, bounds in self._floats.items():
                 bounds.see(group.column(name))
-            if handle.tell() >= FILE_BYTES_MAX:
+            if handle.tell() >= self._file_bytes:
                 self._finish()
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
@@ -253,7 +261,7 @@ class _Parts:
             # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
             self._writer = pq.ParquetWriter(
                 self._handle, self._fields, version="2.6", compression=COMPRESSION, store_schema=False,
-                write_statistics=footer_columns(self._schema), use_dictionary=_repetitive(group),
+                write_statistics=footer_columns(self._schema), use_dictionary=repetitive(group),
                 store_decimal_as_integer=True, use_deprecated_int96_timestamps=False,
             )  # fmt: skip
         return self._handle, self._writer
@@ -286,8 +294,11 @@ class _Partitions:
     order they come, and memory and open files are bounded however many there are.
     """
 
-    def __init__(self, path: Path, name: str, schema: TableSchema, partition_by: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, name: str, schema: TableSchema, file_bytes: int, partition_by: Sequence[str]
+    ) -> None:
         self._path, self._name, self._schema, self._by = path, name, schema, partition_by
+        self._file_bytes = file_bytes
         self._inside = inside(schema, partition_by)
         self._waiting: dict[str, list[Partition]] = {}
         self._bytes = 0
@@ -307,13 +318,16 @@ class _Partitions:
     def _write(self) -> None:
         for folder, some in self._waiting.items():
             parts = self._opened(folder, some[0].values)
-            parts.add(pa.concat_tables([partition.rows for partition in some]))
+            rows = (batch for partition in some for batch in partition.rows.to_batches())
+            for group in _groups(rows, _group_bytes(self._file_bytes)):
+                parts.add(group)
         self._waiting, self._bytes = {}, 0
 
     def _opened(self, folder: str, values: Texts) -> _Parts:
         parts = self._open.pop(folder, None)
         if parts is None:
-            parts = _Parts(self._path, f"{self._name}-{len(self._all):06d}", self._inside, values)
+            name = f"{self._name}-{len(self._all):06d}"
+            parts = _Parts(self._path, name, self._inside, self._file_bytes, values)
             self._all.append(parts)
         self._open[folder] = parts
         if len(self._open) > OPEN_FILES_MAX:

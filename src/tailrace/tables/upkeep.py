@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable
 
 from tailrace.tables.partitions import Parts, folder_of, texts_of
@@ -22,6 +24,8 @@ STEPS = 4
 """Below half of the size aimed at: 64 MiB, 8 MiB, 1 MiB, 128 KiB, 16 KiB."""
 FILES_MIN = STEP
 """Of one step, before they are joined."""
+TELLING_ROWS_MIN = 10_000
+"""Of a table, before its files tell how many rows make one of a size."""
 REMEMBERED_DAYS = 7
 """After a file may be removed, in which a pipeline that stood still can come to do it."""
 REMEMBERED = "delta.deletedFileRetentionDuration"
@@ -73,6 +77,14 @@ def _alike(sizes: Mapping[str, int], file_bytes: int) -> list[str]:
             return [name for (_, name), total in zip(small, totals, strict=True) if total <= file_bytes]
         least = size // 2
     return []
+
+
+def rows_per_file(table: DeltaTable, file_bytes: int) -> int:
+    """How many rows make a file of that size, as the table's files tell; 0: they do not."""
+    adds = pa.table(table.get_add_actions(flatten=True))
+    size, rows = (pc.sum(adds.column(name), min_count=0).as_py() for name in ("size_bytes", "num_records"))
+    # A file of a few rows is mostly head and foot, and tells nothing.
+    return max(file_bytes * rows // size, 1) if rows >= TELLING_ROWS_MIN else 0
 
 
 def remembered(after_seconds: float) -> str:

@@ -579,6 +579,21 @@ def test_a_first_load_has_a_bar_that_is_full_only_at_its_end() -> None:
     assert "7 …" in text
 
 
+def test_what_was_written_stands_beside_how_many_times_the_changes_that_is() -> None:
+    busy, quiet = table("a", bytes_changed=2 << 20, bytes_written=9 << 20), table("b")
+    console = screen()
+    console.print(render.tables_view([busy, quiet]))
+    assert "9.0 MiB (4.5×)" in shown(console)
+    data = status_of(busy, quiet).to_json()["tables"]
+    assert [found["write_amplification"] for found in data] == [4.5, None]
+    assert replace(busy, bytes_written=1 << 20).write_amplification == 0.5, "it follows what it is made of"
+    without = screen()
+    without.print(render.tables_view([quiet]))
+    assert "written" not in shown(without), "before the first change there is nothing to tell"
+    closing = render.summary_text(Summary(name="shop", command="run", seconds=1.0, tables=(busy, quiet)))
+    assert closing.endswith("9.0 MiB written for 2.0 MiB of changes (4.5×)")
+
+
 def test_every_state_can_be_shown() -> None:
     console = screen()
     console.print(render.tables_view([table(state.value, state, reason="x") for state in TableState]))
@@ -789,7 +804,14 @@ def test_the_status_is_plain_json_all_the_way_down() -> None:
     assert json.loads(json.dumps(data)) == data
     assert data["tables"][0]["state"] == "failed"
     assert data["log"]["bytes"] == 5 << 20
-    assert list(data) == ["name", "running", "source", "log", "tables", "capture_pid", "apply_pid"]
+    assert list(data) == ["name", "running", "source", "log", "tables", "capture_pid", "apply_pid", "merging_share"]
+
+
+def test_the_headline_tells_how_much_of_the_time_merging_takes_while_someone_merges() -> None:
+    merging = status_of(merging_share=0.4721)
+    assert render.headline(merging).endswith("merging 47% of the time")
+    assert merging.to_json()["merging_share"] == 0.472
+    assert "merging" not in render.headline(status_of())
 
 
 def test_an_error_of_an_unknown_code_comes_back_as_the_root() -> None:

@@ -609,6 +609,8 @@ def test_upkeep_is_on_and_removes_nothing_unless_told(tmp_path: Path) -> None:
     given = settings_of(tmp_path, CONTRACT + said).tables.upkeep
     assert (given.join, given.file, given.budget, given.remove_after) == (False, 64 << 20, 0.25, 7 * 86_400)
     assert settings_of(tmp_path, CONTRACT + "  upkeep: {remove_after: none}\n").tables.upkeep.remove_after is None
+    layout = settings_of(tmp_path, CONTRACT + said).tables.layout
+    assert layout.place(TableId("public", "a"), "log").file_bytes == 64 << 20, "whoever writes aims at it, too"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import pytest
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model.position import ZERO
-from tailrace.spark.tasks import ApplyWork, apply_changes
+from tailrace.spark.tasks import ApplyWork, EvolveWork, advance_table, apply_changes
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.evolving import Recast
 from tailrace.tables.layout import Place
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, seal
@@ -57,6 +58,27 @@ def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: 
     assert outcome.error is None
     assert (outcome.rows, table.rows()) == (COMMITS + 5, COMMITS + 5)
     assert memory.max_memory() < 8 * COMMITS * BIG
+
+
+def test_a_new_shape_says_what_its_rows_took_to_write_and_changes_what_they_weigh(tmp_path: Path) -> None:
+    diary = Diary(tmp_path / "log")
+    diary.commit(inserts(1, 2, 3, big="words " * 9))
+    log = ChangeLog.open(diary.path)
+    diary.close()
+    start, place = Cursor(seq=0, commit=0, position=ZERO), Place(path=tmp_path / "lake", log_id=log.log_id)
+    place.open().load(SHOP, [], start)
+    slices = tuple(pending(log, after_seq=0))
+    there = replace(start, seq=slices[-1].last_seq, commit=1)
+    done = apply_changes(ApplyWork(
+        table=SHOP.table, log=diary.path, place=place, slices=slices, shape=SHOP, expected=start, cursor=there
+    ))  # fmt: skip
+    assert 0 < done.bytes_changed < done.bytes_written, "a file has a head and a foot besides"
+    wider = replace(SHOP, columns=tuple(replace(c, type=pa.int64()) if c.name == "n" else c for c in SHOP.columns))
+    recast = Recast(schema=wider)
+    evolved = advance_table(EvolveWork(table=SHOP.table, place=place, recast=recast, expected=there))
+    (file,) = place.open().files()
+    assert (evolved.error, evolved.bytes_written) == (None, (tmp_path / "lake" / file).stat().st_size)
+    assert evolved.bytes_changed == 0, "no change asked for it"
 
 
 def write(diary: Diary, keys: range) -> None:

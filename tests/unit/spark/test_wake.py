@@ -52,7 +52,8 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 @pytest.fixture
 def speaking(diary: Diary, tmp_path: Path) -> Iterator[Wake]:
-    stopping, made = threading.Event(), Wake(Lives(ChangeLog.open(diary.path), Layout(root=tmp_path)).bounded, 0)
+    lives = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path))
+    stopping, made = threading.Event(), Wake(lambda done: lives.ahead(done).end, 0)
     thread = threading.Thread(target=made.speak, args=(stopping,))
     thread.start()
     yield made
@@ -74,6 +75,7 @@ def test_it_says_how_far_the_log_has_grown_and_waits_for_an_answer(diary: Diary,
     assert speaking.heard() in (1, 2, 3)
     assert listener.hears_nothing(), "one at a time"
     speaking.answer(1)
+    assert speaking.done == 1
     assert eventually(lambda: not listener.hears_nothing(), seconds=5)
     assert listener.hear() == 3
     speaking.answer(3)

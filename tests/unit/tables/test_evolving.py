@@ -238,6 +238,14 @@ def test_a_key_may_be_renamed(table: AnyTable) -> None:
     assert rows == [{"ident": 1, "a": 5, "b": "x"}, {"ident": 3, "a": 30, "b": "b3"}]
 
 
+def test_what_a_new_shape_costs_to_write_is_told(table: AnyTable) -> None:
+    wider = shape(ID, A, B, (4, "c", pa.int32()))
+    assert table.evolve(recast(wider), START).bytes == 0, "no row is written"
+    done = table.evolve(recast(shape(ID, (2, "a", pa.int64()), B, (4, "c", pa.int32())), old=wider), START)
+    sizes = pa.table(DeltaTable(str(table._path)).get_add_actions(flatten=True)).column("size_bytes").to_pylist()
+    assert done.bytes == sum(sizes) > 0
+
+
 def test_what_was_done_is_not_done_again(table: AnyTable) -> None:
     step = recast(shape(ID, A, B, (4, "c", pa.int32()), fills={"c": "5"}))
     table.evolve(step, START)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from deltalake import DeltaTable
 from tailrace.errors import BaseRowMissing, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableSchema
+from tailrace.tables import staging
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import stage
 from tests.support.changes import (
@@ -31,6 +34,7 @@ from tests.support.changes import (
 )
 
 LOG = "a-log"
+SMALL_FILE = 300
 TEXT_KEYS = table_schema({"id": pa.string(), "big": pa.string()})
 ODD = table_schema({"id": pa.int64(), "a.b": pa.int64(), "a": pa.float64(), "lists": pa.list_(pa.string())})
 
@@ -190,3 +194,19 @@ def test_without_a_key_only_files_with_a_copy_that_goes_are_written(tmp_path: Pa
     with pytest.raises(BaseRowMissing):
         lake.apply(delete({"id": 3, "name": "n3"}), delete({"id": 3, "name": "other"}))
     assert lake.files() == before
+
+
+def test_what_is_loaded_rewritten_or_recast_is_in_files_of_the_size_aimed_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 10)
+    table = DeltaRsTable(tmp_path, LOG, file_bytes=SMALL_FILE)
+    rows = [{"id": i, "big": f"{i}" * 9, "name": "n", "n": i} for i in range(40)]
+    table.load(SHOP, record_batches(SHOP, rows), at(0))
+    assert len(table.files()) == 4
+    table.apply(SHOP, fold(SHOP, changes(SHOP, *(insert(i, big="b" * 99) for i in range(100, 120)))), at(0), at(10))
+    assert len(table.files()) == 6, "what comes in is not put into one"
+    wider = replace(SHOP, columns=tuple(replace(c, type=pa.int64()) if c.name == "n" else c for c in SHOP.columns))
+    table.evolve(Recast(schema=wider), at(10))
+    assert len(table.files()) == 6
+    assert table.rows() == 60

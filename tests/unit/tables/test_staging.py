@@ -79,12 +79,23 @@ def test_a_file_that_is_large_enough_is_followed_by_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 2)
-    monkeypatch.setattr(staging, "FILE_BYTES_MAX", 100)
-    files = stage(tmp_path, "x", SHOP, record_batches(SHOP, ROWS))
+    files = stage(tmp_path, "x", SHOP, record_batches(SHOP, ROWS), file_bytes=100)
     assert [file.path for file in files] == [f"part-x-{n:03d}.parquet" for n in range(3)]
     assert [file.rows for file in files] == [2, 2, 1]
     assert [json.loads(file.stats)["maxValues"]["id"] for file in files] == [2, 4, 5]
     assert staged_rows(tmp_path, files) == ROWS
+
+
+def test_files_are_about_as_large_as_is_aimed_at(tmp_path: Path) -> None:
+    text = np.random.default_rng(1).integers(97, 123, 12 << 20, np.uint8).tobytes().decode()
+    rows = [{"id": i, "big": text[i * 1000 : i * 1000 + 1000], "name": f"p{i % 2}"} for i in range(12_000)]
+    aim = 2 << 20
+    for name, by in (("whole", ()), ("apart", ("name",))):
+        files = stage(tmp_path / name, "x", SHOP, record_batches(SHOP, rows), by, file_bytes=aim)
+        full = [file.size for file in files if file.size >= aim]
+        assert len(full) >= 2, "several are full"
+        assert max(full) < 2 * aim, "and none has got more than a row group besides"
+        assert sum(file.rows for file in files) == len(rows)
 
 
 def test_row_groups_are_bounded_by_rows_and_by_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +198,6 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 1)
-    monkeypatch.setattr(staging, "FILE_BYTES_MAX", 1)
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield from record_batches(SHOP, ROWS)
@@ -195,7 +205,7 @@ def test_an_error_of_the_source_is_raised_as_it_is_and_leaves_nothing(
         raise ConnectionResetError("the source went away")
 
     with pytest.raises(ConnectionResetError, match="went away"):
-        stage(tmp_path, "x", SHOP, batches())
+        stage(tmp_path, "x", SHOP, batches(), file_bytes=1)
     assert names(tmp_path) == []
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
-from tailrace.tables.upkeep import FILES_MIN, STEPS, to_join
+from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.upkeep import FILES_MIN, STEPS, TELLING_ROWS_MIN, rows_per_file, to_join
+from tests.support.changes import SHOP, record_batches
+from tests.support.mirrors import LOG, at
 
 MIB = 1 << 20
 AIM = 128 * MIB
@@ -50,3 +55,20 @@ def test_files_are_joined_with_others_of_their_partition_alone_and_not_too_much_
     assert {name[0] for name in joined} == {"a", "b"}
     assert len(joined) == 18
     assert to_join({name: size for name, size in sizes.items() if name.startswith("few")}, AIM, parts) == []
+
+
+def test_a_table_tells_how_many_of_its_rows_make_a_file_once_it_has_some(tmp_path: Path) -> None:
+    def told(count: int) -> int:
+        rows = [{"id": i, "big": f"large {i}"} for i in range(count)]
+        DeltaRsTable(tmp_path, LOG).load(SHOP, record_batches(SHOP, rows), at(0))
+        return rows_per_file(DeltaTable(str(tmp_path)), MIB)
+
+    assert told(0) == 0
+    assert told(TELLING_ROWS_MIN - 1) == 0, "a small file is mostly head and foot"
+    many = told(TELLING_ROWS_MIN)
+    (size,) = (file.stat().st_size for file in tmp_path.glob("*.parquet") if file.name in names(tmp_path))
+    assert many == MIB * TELLING_ROWS_MIN // size
+
+
+def names(folder: Path) -> set[str]:
+    return {Path(uri).name for uri in DeltaTable(str(folder)).file_uris()}
