@@ -32,6 +32,8 @@ SPARK_TESTS = (
 ICEBERG_TESTS = (
     "tests/integration/test_iceberg_table.py", "tests/integration/test_iceberg_pipeline.py",
     "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py",
+    "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
+    "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
 )  # fmt: skip
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (

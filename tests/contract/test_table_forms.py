@@ -395,7 +395,10 @@ def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: Op
         (Form(soft_delete=True), KEYLESS, "needs a table with a key"),
         (Form(metadata=("_seq",)), KEYLESS, "needs a table with a key"),
         (HISTORY, replace(SHOP, identity=Identity.NONE), "does not tell which rows"),
-        (Form(soft_delete=True), table_schema({"id": pa.int64(), "_Deleted": pa.bool_()}), "has the name of one"),
+        (
+            Form(soft_delete=True), table_schema({"id": pa.int64(), engines.MARK.upper(): pa.bool_()}),
+            "has the name of one",
+        ),
         (APPEND, table_schema({"id": pa.int64(), "_op": pa.string()}), "has the name of one"),
     ],
 )

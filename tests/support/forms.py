@@ -77,6 +77,7 @@ class Formed:
     given: list[pa.Table] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.form = engines.form_here(self.form)
         origin = Origin(seq=self.seq, position="0/0", read_at=READ_AT * 1_000_000)
         self.table.load(self.schema, record_batches(self.schema, self.rows), self.cursor(self.seq), origin=origin)
 

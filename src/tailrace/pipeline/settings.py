@@ -277,9 +277,10 @@ class TablesSettings(BaseModel):
     @model_validator(mode="after")
     def _settings_go_together(self) -> TablesSettings:
         if self.format == "iceberg":
-            refuse([*self._engines_but_spark(), *self._unknown_to_iceberg()])
+            of_format = [*self._engines_but_spark(), *self._unknown_to_iceberg()]
         else:
-            refuse([*self._catalog_of_delta(), *self._marks_without_mirror(), *self._features_without_spark()])
+            of_format = [*self._catalog_of_delta(), *self._features_without_spark()]
+        refuse([*of_format, *self._marks_without_mirror()])
         return self
 
     def _catalog_of_delta(self) -> Iterator[PydanticCustomError]:
@@ -296,9 +297,6 @@ class TablesSettings(BaseModel):
             for name in ("partition_by", "deletion_vectors", "column_mapping"):
                 if getattr(said, name):
                     yield refusal("is not known to `format: iceberg`", "Remove it.", (*at, name))
-            if said.soft_delete:
-                hint = "Remove it; `mode: history` keeps what is deleted, too."
-                yield refusal("would add `_deleted`, which is a name of Iceberg's own", hint, (*at, "soft_delete"))
             if said.on_bad_row == "dead-letter":
                 hint = "Remove it, or write `on_bad_row: stop`."
                 yield refusal("cannot be `dead-letter` with `format: iceberg` yet", hint, (*at, "on_bad_row"))
@@ -342,15 +340,17 @@ class TablesSettings(BaseModel):
 
     def form_of(self, table: TableId) -> Form:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
-        from tailrace.tables.forms import Form, TableMode
+        from tailrace.tables.forms import DELETED, ICEBERG_DELETED, Form, TableMode
 
         rule = self._rule_of(table)
         mode = rule.mode or self.mode
-        soft_delete = self.soft_delete if rule.soft_delete is None else rule.soft_delete
+        wanted = self.soft_delete if rule.soft_delete is None else rule.soft_delete
+        soft_delete = wanted and mode == "mirror"
         metadata = self.metadata if rule.metadata is None else rule.metadata
         partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
         return Form(
-            mode=TableMode(mode), soft_delete=soft_delete and mode == "mirror", metadata=tuple(sorted(set(metadata))),
+            mode=TableMode(mode), soft_delete=soft_delete, metadata=tuple(sorted(set(metadata))),
+            mark=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
             columns=tuple(sorted(rule.columns.items())),
             partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
         )  # fmt: skip

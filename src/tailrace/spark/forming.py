@@ -16,7 +16,7 @@ from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.spark.frames import all_of, bits, merge_statement, named, own_columns, quoted, spark_schema
 from tailrace.tables.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
-from tailrace.tables.forms import CURRENT, DELETED, VALID_FROM, VALID_TO, Form, TableMode
+from tailrace.tables.forms import CURRENT, VALID_FROM, VALID_TO, Form, TableMode
 from tailrace.tables.refresh import Keeping
 
 BACK = "back"
@@ -33,7 +33,7 @@ def merge_for(
         return _merge_versions(stored, target, view, ended, also)
     if not form.soft_delete:
         return merge_statement(stored, target, view, kept, emptied, also=also)
-    there = f"NOT t.{quoted(DELETED)}"
+    there = f"NOT t.{quoted(form.mark)}"
     said = {column.name: f"s.c{stored.names.index(column.name)}" for column in form.added}
     marks = f" WHEN MATCHED AND s.op = {MARK} AND {there} THEN UPDATE SET {_assigned(said)}"
     statement = merge_statement(stored, target, view, kept, emptied, matched=marks, also=also)

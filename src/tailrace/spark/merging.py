@@ -39,7 +39,7 @@ from tailrace.tables.deltalog import REPLACE_HINT, Position, Written
 from tailrace.tables.fold import MARK, UPSERT, Ended, Folded, key_ordinals
 from tailrace.tables.folder import unreadable
 from tailrace.tables.formed import compared, keeping
-from tailrace.tables.forms import CURRENT, DELETED, Form, Origin, TableMode
+from tailrace.tables.forms import CURRENT, Form, Origin, TableMode
 from tailrace.tables.history import ended_after
 from tailrace.tables.refusals import overtaken
 from tailrace.tables.staging import StagedFile
@@ -289,7 +289,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         same = [named(name) == f.col(f"w{i}") for i, name in names.items()]
         found = answers.join(wanted, same).select(*own, op, *none)
         if self._form.soft_delete:  # whatever of such a row stands in the table is marked
-            lost = wanted.join(answers, same, "left_anti").where(f"w{schema.names.index(DELETED)}")
+            lost = wanted.join(answers, same, "left_anti").where(f"w{schema.names.index(self._form.mark)}")
             left = [
                 (f.col(f"w{i}") if i in names or i >= theirs else f.lit(None).cast(kind.dataType)).alias(f"c{i}")
                 for i, kind in enumerate(spark_schema(pa.schema(schema.row_fields())))

@@ -69,7 +69,7 @@ from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
-from tailrace.tables.forms import DELETED, PLAIN, Form, Origin, TableMode
+from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_names
 from tailrace.tables.lookup import Baseless, held, without_base
@@ -290,7 +290,7 @@ class DeltaRsTable:
         if baseless is None:
             return rows
         given = reread(baseless.keys)  # what goes wrong here is the source's, and not told as the table's
-        return baseless.filled(given, marks=DELETED if self._form.soft_delete else None)
+        return baseless.filled(given, marks=self._form.mark if self._form.soft_delete else None)
 
     @_explained
     def _without_base(self, opened: Opened, stored: TableSchema, rows: pa.Table) -> Baseless | None:

@@ -32,7 +32,7 @@ from tailrace.tables.fold import (
     operation_codes,
     refuse_unfit,
 )
-from tailrace.tables.forms import CURRENT, DELETED, PLAIN, VALID_FROM, VALID_TO, Form, Origin, TableMode
+from tailrace.tables.forms import CURRENT, PLAIN, VALID_FROM, VALID_TO, Form, Origin, TableMode
 from tailrace.tables.history import fold_versions
 from tailrace.tables.refresh import Keeping
 from tailrace.tables.states import States
@@ -101,15 +101,15 @@ def _fold_marked(form: Form, schema: TableSchema, stored: TableSchema, changes: 
     only_marked = gone & (states.prev[which] < 0)
     operations = np.where(only_marked, MARK, UPSERT).astype(np.int8)
     added = [
-        pa.array(gone) if column.name == DELETED else _column(changes, column).take(pa.array(states.row[which]))
+        pa.array(gone) if column.name == form.mark else _column(changes, column).take(pa.array(states.row[which]))
         for column in form.added
     ]
     rows = states.rows(which, stored, added, operations)
     if (at := states.truncated_at) is None:
         return Folded(truncated=False, rows=rows)
-    values = {column.name: changes.column(column.name)[at] for column in form.added if column.name != DELETED}
+    values = {column.name: changes.column(column.name)[at] for column in form.added if column.name != form.mark}
     tx = changes.column(change.TX)[at].as_py()
-    return Folded(truncated=False, rows=rows, ended=Ended(values={DELETED: pa.scalar(True), **values}, tx=tx))
+    return Folded(truncated=False, rows=rows, ended=Ended(values={form.mark: pa.scalar(True), **values}, tx=tx))
 
 
 def loaded(
@@ -121,7 +121,7 @@ def loaded(
         return
     said: Mapping[str, Any] = {
         change.OP: Operation.READ.value, change.SEQ: origin.seq, change.POSITION: origin.position,
-        DELETED: False, VALID_FROM: origin.read_at, CURRENT: True,
+        form.mark: False, VALID_FROM: origin.read_at, CURRENT: True,
     }  # fmt: skip
     fields = pa.schema(form.stored(schema).row_fields())
     for batch in batches:
@@ -133,10 +133,11 @@ def keeping(form: Form, origin: Origin, clock: int) -> Keeping | None:
     """What becomes of rows that a load does not find any more; None for a table that does not keep them."""
     if form.soft_delete:
         said = {
-            DELETED: True, change.OP: Operation.DELETE.value, change.SEQ: origin.seq, change.POSITION: origin.position
+            form.mark: True, change.OP: Operation.DELETE.value, change.SEQ: origin.seq,
+            change.POSITION: origin.position,
         }
         values = {column.name: _scalar(column, said) for column in form.added}
-        return Keeping(flag=DELETED, past=True, replaces=True, values=values)
+        return Keeping(flag=form.mark, past=True, replaces=True, values=values)
     if form.mode is not TableMode.HISTORY:
         return None
     types = {column.name: column.type for column in form.added}

@@ -33,13 +33,15 @@ class TableMode(enum.Enum):
 
 
 DELETED = "_deleted"
+ICEBERG_DELETED = "_is_deleted"
+"""In an Iceberg table, where the other name is the connector's own."""
 VALID_FROM, VALID_TO, CURRENT = "_valid_from", "_valid_to", "_current"
 
 TIME = pa.timestamp("us", "UTC")
 _TYPES: Mapping[str, pa.DataType] = {
     **{field.name: field.type for field in change.ALWAYS},
     change.UNCHANGED: pa.list_(pa.string()),
-    DELETED: pa.bool_(), VALID_FROM: TIME, VALID_TO: TIME, CURRENT: pa.bool_(),
+    VALID_FROM: TIME, VALID_TO: TIME, CURRENT: pa.bool_(),
 }  # fmt: skip
 
 METADATA = tuple(field.name for field in change.ALWAYS)
@@ -60,7 +62,9 @@ class Form:
 
     mode: TableMode = TableMode.MIRROR
     soft_delete: bool = False
-    """Of a mirror: rows that are deleted stay, marked."""
+    """Of a mirror: rows that are deleted stay, marked"""
+    mark: str = DELETED
+    """in this column."""
     metadata: tuple[str, ...] = ()
     """Which of `METADATA` stand with each row, besides those that the mode needs."""
     columns: tuple[tuple[str, str], ...] = ()
@@ -79,8 +83,8 @@ class Form:
         """The columns beside the source's own, in order."""
         needed = {TableMode.MIRROR: (), TableMode.HISTORY: _OF_HISTORY, TableMode.APPEND: _OF_APPEND}[self.mode]
         wanted = [name for name in METADATA if name in self.metadata and name not in needed]
-        marks = (DELETED,) if self.soft_delete else ()
-        return tuple(Column(name=name, source_type="", type=_TYPES[name]) for name in (*marks, *needed, *wanted))
+        marks = (Column(name=self.mark, source_type="", type=pa.bool_()),) if self.soft_delete else ()
+        return (*marks, *(Column(name=name, source_type="", type=_TYPES[name]) for name in (*needed, *wanted)))
 
     @property
     def retains(self) -> bool:
@@ -153,6 +157,7 @@ class Form:
         return {
             "mode": self.mode.value, "soft_delete": self.soft_delete, "metadata": list(self.metadata),
             "columns": [list(pair) for pair in self.columns],
+            **({"mark": self.mark} if self.mark != DELETED else {}),
             **({"partition_by": list(self.partition_by)} if self.partition_by else {}),
         }  # fmt: skip
 
@@ -161,7 +166,7 @@ class Form:
         return cls(
             mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"]),
             columns=tuple((old, new) for old, new in stored["columns"]),
-            partition_by=tuple(stored.get("partition_by", ())),
+            mark=stored.get("mark", DELETED), partition_by=tuple(stored.get("partition_by", ())),
         )  # fmt: skip
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.deltalog import data_path
 from tailrace.tables.deltashape import parts_of
 from tailrace.tables.fold import CLOSE, MARK, UPSERT, Ended, Flags, Folded, key_ordinals
-from tailrace.tables.forms import CURRENT, DELETED, VALID_TO, Form, TableMode
+from tailrace.tables.forms import CURRENT, VALID_TO, Form, TableMode
 from tailrace.tables.identity import Ints, image_numbers, integer_bits, key_numbers
 from tailrace.tables.lookup import CHUNK_BYTES_MAX, CHUNK_ROWS_MIN, merge_source, missing
 from tailrace.tables.merge import operations
@@ -273,8 +273,8 @@ class _Rows:
 
     def __init__(self, form: Form, schema: TableSchema, source: _Source) -> None:
         self.sought = _Sought(schema, source.own, np.arange(source.operations.size))
-        self._marks = form.soft_delete
-        self.columns = [*self.sought.key, *(c for c in schema.columns if self._marks and c.name == DELETED)]
+        self._mark = form.mark if form.soft_delete else None
+        self.columns = [*self.sought.key, *(c for c in schema.columns if c.name == self._mark)]
         self.source = source
         self._seen = np.zeros(source.operations.size, np.bool_)
         self._schema = schema
@@ -289,9 +289,9 @@ class _Rows:
         self._seen[at[rows]] = True
         fate_of = np.array([_REPLACED, _GONE, 0, _AMENDED], np.int8)
         fates, sources = fate_of[operations], at[rows]
-        if not self._marks:
+        if self._mark is None:
             return rows, fates, sources
-        there = ~piece.column(DELETED).to_numpy()
+        there = ~piece.column(self._mark).to_numpy()
         counts = (operations != MARK) | there[rows]
         rows, fates, sources = rows[counts], fates[counts], sources[counts]
         if (ended := self.source.ended) is None:

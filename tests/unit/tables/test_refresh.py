@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
+from deltalake import write_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,16 @@ from tailrace.tables.base import Applied, Cursor
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import StagedFile, stage
 from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update
-from tests.support.engines import examples, not_spark, open_table
+from tests.support.engines import (
+    IS_ICEBERG,
+    commits_of,
+    examples,
+    not_spark,
+    only_delta,
+    open_table,
+    rows_of,
+    staging,
+)
 
 LOG = "a-log"
 KEYED = table_schema(
@@ -51,19 +60,20 @@ class Lake:
     def stage(self, rows: Sequence[dict[str, Any]], schema: Any = None) -> tuple[StagedFile, ...]:
         self._count += 1
         used = schema or self.schema
-        return stage(self.path, f"s{self._count:03d}", used, record_batches(used, rows))
+        name, given = f"s{self._count:03d}", record_batches(used, rows)
+        return stage(staging(self.path), name, used, given, numbered=IS_ICEBERG)
 
     def refresh(self, rows: Sequence[dict[str, Any]], upto: int = 10, keys: Any = None) -> Applied:
         listed = None if keys is None else self.stage(keys, KEYS if self.schema is KEYED else ID)
         return self.table.refresh(self.schema, self.stage(rows), at(0), at(upto), keys=listed)
 
     def content(self) -> list[str]:
-        rows = pa.table(DeltaTable(str(self.path)).scan()).to_pylist()
+        rows = rows_of(self.path).to_pylist()
         return sorted(str(dict(zip(self.schema.names, row.values(), strict=True))) for row in rows)
 
     @property
     def version(self) -> int:
-        return DeltaTable(str(self.path)).version()
+        return commits_of(self.path)
 
 
 ID = replace(SHOP, columns=SHOP.columns[:1])
@@ -158,7 +168,7 @@ def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
     )
     lake.table.apply(SHOP, folded, at(0), at(5))
     expected = lake.content()
-    rows = pa.table(DeltaTable(str(lake.path)).scan()).to_pylist()
+    rows = rows_of(lake.path).to_pylist()
     assert not lake.table.refresh(SHOP, lake.stage(rows), at(5), at(5)).committed
     applied = lake.table.refresh(SHOP, lake.stage(ALL), at(5), at(6))
     assert (applied.upserted, applied.deleted) == (3, 0)
@@ -179,6 +189,7 @@ def test_a_table_that_went_on_meanwhile_is_refreshed_to_where_the_rows_are_from_
     assert str(row(3, "new")) in lake.content()
 
 
+@only_delta
 def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None:
     lake.refresh(ALL[:45])
     lines = (lake.path / "_delta_log" / f"{1:020d}.json").read_text().splitlines()
@@ -207,6 +218,7 @@ def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path
         open_table(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
 
 
+@only_delta
 def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,8 +238,8 @@ def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(
 
 def test_a_staged_file_that_is_gone_or_damaged_is_an_error_and_commits_nothing(lake: Lake) -> None:
     gone, damaged = lake.stage(ALL[:5]), lake.stage(ALL[:5])
-    (lake.path / gone[0].path).unlink()
-    (lake.path / damaged[0].path).write_bytes(b"PAR1 nonsense PAR1")
+    (staging(lake.path) / gone[0].path).unlink()
+    (staging(lake.path) / damaged[0].path).write_bytes(b"PAR1 nonsense PAR1")
     for files in (gone, damaged):
         with pytest.raises(TableUnusable):
             lake.table.refresh(SHOP, files, at(0), at(10))
@@ -243,12 +255,12 @@ VALUE = st.tuples(st.sampled_from([None, 0.0, -0.0, math.nan]), st.sampled_from(
 Rows = dict[Any, dict[str, Any]]
 
 
-def rows_of(drawn: dict[Any, Any]) -> Rows:
+def by_key(drawn: dict[Any, Any]) -> Rows:
     """By key; the two zeros are one."""
     return {key: {"v": value[0], "a": key[0], "b": key[1], "l": value[1]} for key, value in drawn.items()}
 
 
-ROWS = st.dictionaries(KEY, VALUE, max_size=5).map(rows_of)
+ROWS = st.dictionaries(KEY, VALUE, max_size=5).map(by_key)
 
 
 @given(st.lists(ROWS, max_size=4), ROWS, st.none() | st.lists(KEY, max_size=8), st.integers(0, 4))
