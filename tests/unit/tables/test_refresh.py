@@ -93,7 +93,7 @@ def test_only_the_files_in_which_a_row_differs_are_written(lake: Lake) -> None:
     assert (applied.committed, applied.cursor, applied.upserted, applied.deleted) == (True, at(10), 3, 1)
     assert lake.content() == sorted(map(str, wanted))
     after = lake.table.files()
-    assert [name for name in before if name in after] == [before[0], before[3], before[4]]
+    assert [name for name in before if name in after] == (before if IS_ICEBERG else [before[0], before[3], before[4]])
     assert (lake.version, lake.table.cursor(), lake.table.rows()) == (1, at(10), 51)
 
 
@@ -105,7 +105,8 @@ def test_new_rows_alone_leave_every_file_alone(lake: Lake) -> None:
 
 def test_nothing_staged_empties_the_table(lake: Lake) -> None:
     assert lake.refresh([]).deleted == 50
-    assert (lake.content(), lake.table.files(), lake.table.cursor()) == ([], [], at(10))
+    assert (lake.content(), lake.table.cursor()) == ([], at(10))
+    assert IS_ICEBERG or lake.table.files() == [], "Iceberg strikes rows out where they lie"
 
 
 def test_an_empty_table_is_filled(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_the_staged_files_stay_apart_from_the_table(lake: Lake) -> None:
     files = lake.stage([row(1)])
     lake.table.refresh(SHOP, files, at(0), at(10))
     assert files[0].path not in lake.table.files()
-    assert (lake.path / files[0].path).exists()
+    assert (staging(lake.path) / files[0].path).exists()
 
 
 @not_spark  # a merge does not tell copies apart
@@ -288,4 +289,4 @@ def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys
         assert applied.upserted == len([key for key in staged if str(table.get(key)) != str(staged[key])])
         for name, part in zip(names, filter(None, files), strict=True):
             alone = all(str(wanted.get(key)) == str(found) for key, found in part.items())
-            assert alone == (name in lake.table.files())
+            assert (alone or IS_ICEBERG) == (name in lake.table.files())
