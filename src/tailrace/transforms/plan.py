@@ -35,6 +35,10 @@ HALT_HINT = (
     "Mend the row at the source or the rule, and start again: nothing was let through. With `on_error: dead-letter` "
     "only such rows are set aside."
 )
+LOAD_HINT = (
+    "Mend the row at the source or the rule: nothing was let through. A load has no place to set rows aside; only "
+    "changes are."
+)
 _MAKERS = {**steps.MAKERS, **deriving.MAKERS, **routing.MAKERS}
 
 
@@ -233,14 +237,15 @@ class TransformPlan:
     # Snapshots.
 
     def rows(self, schema: TableSchema, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Rows of a snapshot, of the table's own columns, as rows of the transformed shape."""
+        """Rows of a snapshot, of the table's own columns, as rows of the transformed shape; for a load, which can set
+        none aside. A runtime makes changes of them, and has `sifted`."""
         plan = self.table(schema)
         if not plan.steps:
             return data
         lots = plan.run(opened_snapshot(schema, data))
         for _, rows in lots:
             for one in rows.failures:
-                raise _failed(plan.source, one, None)
+                raise _failed(plan.source, one, None, HALT_HINT if self._policy[one.rule] == "halt" else LOAD_HINT)
         if any(target is not plan.target for target, _ in lots):
             raise Unsupported(
                 "rows of one table cannot be loaded into several", table=schema.table,
@@ -266,11 +271,13 @@ def _position(batch: ChangeBatch, row: int) -> str | None:
     return found
 
 
-def _failed(schema: TableSchema, failure: Failure, position: str | None) -> TransformFailed:
+def _failed(
+    schema: TableSchema, failure: Failure, position: str | None, hint: str = HALT_HINT
+) -> TransformFailed:
     where = {} if position is None else {"position": position}
     return TransformFailed(
         f"a rule could not be applied: {failure.why}", rule=failure.rule, table=schema.table, column=failure.column,
-        rows=int(failure.rows.sum()), **where, hint=HALT_HINT,
+        rows=int(failure.rows.sum()), **where, hint=hint,
     )  # fmt: skip
 
 
