@@ -29,7 +29,7 @@ class Ruling:
     def __init__(
         self, rules: Transforms | TransformPlan | None, on_letter: OnLetter | None, tell: Telling
     ) -> None:
-        self._plan = _made_ready(rules) if isinstance(rules, Transforms) else rules
+        self._plan = (_made_ready(rules) if rules else None) if isinstance(rules, Transforms) else rules
         self._on_letter, self._tell = on_letter, tell
         for rule in self._plan.transforms.rules if self._plan is not None else ():
             if rule.on_error == "dead-letter" and on_letter is None:
