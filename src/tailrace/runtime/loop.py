@@ -23,6 +23,7 @@ from tailrace import failpoints
 from tailrace.capture.base import OfTimeline, Scannable, Stream
 from tailrace.errors import (
     ConfigError,
+    RuleInvalid,
     RuntimeRefused,
     SinkError,
     SinkRejected,
@@ -236,7 +237,7 @@ class CdcRuntime:
             return self._given
         try:
             return self._next_batch(READ_SECONDS if wait_seconds is None else wait_seconds)
-        except TransformFailed as error:
+        except (TransformFailed, RuleInvalid) as error:
             said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
             self._tell(facts.RuleHalted(**said, error=error))
             raise
@@ -306,7 +307,7 @@ class CdcRuntime:
                 if not self._buffer and not self._buffer.gathering:
                     self._buffer.forget(place.position, place.rows)  # a snapshot that begins again moves it
             return self._snapshots.next(self._here, self._limits, wait_seconds)
-        except (TransformFailed, SinkError) as error:  # the rules', not the source's: the same rows are tried again
+        except (TransformFailed, RuleInvalid, SinkError) as error:  # the rules', not the source's: tried again
             self._intake.fail(error, keep=True)
             return None
         except TailraceError as error:

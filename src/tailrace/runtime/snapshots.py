@@ -43,6 +43,10 @@ WAITED_FOR = (SourceUnreachable, SourceSlow)
 """What a snapshot that was asked for is begun again after."""
 
 
+PASSED_SECONDS = 10.0
+"""How often the cursor is saved while rules leave nothing of what is read."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A snapshot: what is read, and how far it is."""
@@ -112,6 +116,8 @@ class Snapshots:
         self._piece: ScanPiece | None = None
         """Read, and not through the rules yet: what they halt at is tried again."""
         self._given: Given | None = None
+        self._passed_since: float | None = None
+        """Since when rows were read of which nothing is left, and that is not on record."""
         self._in_chunk = False
         self._streams_turn = False
         self._delivered: set[int] = set()
@@ -191,6 +197,9 @@ class Snapshots:
             return self._end(place, stopped=True)
         if not self._in_chunk and self._scan.done:
             return self._end(place, stopped=False)
+        if self._passed_since is not None and time.monotonic() - self._passed_since >= PASSED_SECONDS:
+            self._passed_since = None
+            return self._recorded(place)
         return None
 
     def _fulfil(self, place: Place, wish: Wish, control: Control) -> Place | None:
@@ -268,6 +277,9 @@ class Snapshots:
         batches = self._rules.sifted(read.batches)
         piece, self._piece = self._piece, None
         if not batches:
+            assert self._job is not None, "it is of one"
+            self._job = replace(self._job, cursor=piece.record(len(piece.data)))
+            self._passed_since = self._passed_since or time.monotonic()
             self._pass(piece)
             return
         sources = np.sort(np.concatenate([batch.data.column(change.SEQ).to_numpy() for batch in batches]))
@@ -303,6 +315,7 @@ class Snapshots:
         self._job, given = self._job_after(rows), self._given
         assert given is not None, "rows of it were handed out"
         given.done += rows
+        self._passed_since = None
         if given.done >= given.window.rows:
             self._given = None
             self._pass(given.piece)
@@ -316,7 +329,7 @@ class Snapshots:
         self._delivered.clear()
 
     def _forget_rows(self) -> None:
-        self._piece, self._given, self._in_chunk = None, None, False
+        self._piece, self._given, self._passed_since, self._in_chunk = None, None, None, False
 
     def _let_go(self) -> None:
         scan, self._scan = self._scan, None

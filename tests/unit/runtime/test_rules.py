@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tailrace.capture.base import OfTimeline, Stream
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.errors import AckRefused, ConfigError, SinkError, SinkUnready, TransformFailed
+from tailrace.errors import AckRefused, ConfigError, RuleInvalid, SinkError, SinkUnready, TransformFailed
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.runtime import observing
+from tailrace.runtime import observing, snapshots
 from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
 from tailrace.runtime.intake import Holding
 from tailrace.runtime.loop import CdcRuntime
@@ -240,6 +240,39 @@ def test_whatever_rules_leave_of_a_snapshot_each_row_is_acknowledged_once(
     assert taken == [key for key, land in enumerate(lands) if land != "XX"]
     assert runtime.control.status().snapshot is None
     runtime.stop()
+
+
+@pytest.mark.parametrize("how", ["snapshot_tables", "incremental_snapshot"])
+def test_a_snapshot_of_which_nothing_is_left_is_on_record_now_and_then(
+    source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(snapshots, "PASSED_SECONDS", 0.0)
+    source.commit(some(*range(35), land="FR"), some(99))
+    runtime = started(source, store, GERMANS, **{how: (TABLE,)}, limits=Limits(rows=5))
+    for _ in range(6):
+        batch = runtime.poll(0.0)
+        assert batch.kind is not Kind.SNAPSHOT
+        runtime.commit(batch.ack)
+    saved = store.load("default")
+    assert saved is not None
+    assert 0 <= saved.metadata["snapshot"]["cursor"]["after"][0] < 35
+    runtime.force_stop()
+    again = started(source, store, GERMANS, **{how: (TABLE,)})
+    assert [keys_of(batch) for batch in take(again) if batch.kind is Kind.SNAPSHOT] == [[99]]
+    again.force_stop()
+
+
+def test_a_rule_that_does_not_fit_the_table_is_no_reason_to_give_up_its_snapshot(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    source.commit(some(1))
+    strict = Mask(tables=(str(TABLE),), columns=("no_such_column",))
+    runtime = started(source, store, strict, incremental_snapshot=(TABLE,))
+    for _ in range(2):
+        with pytest.raises(RuleInvalid):
+            runtime.poll(0.0)
+    assert runtime.control.status().snapshot is not None
+    runtime.force_stop()
 
 
 def test_rows_are_numbered_without_a_gap_behind_a_filter_and_a_prefix_counts_what_is_left(
