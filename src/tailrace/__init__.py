@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tailrace.capture.base import Capabilities, ChangeCapture, Lag, SourceId, Stream
-    from tailrace.capture.memory import MemoryCapture
+    from tailrace.capture.memory import MemoryCapture, batch_of
     from tailrace.capture.postgres.settings import PostgresSettings
     from tailrace.capture.postgres.source import PostgresCapture
     from tailrace.changelog.reader import ChangeLog
@@ -32,13 +32,36 @@ if TYPE_CHECKING:
     from tailrace.model.schema import Column, Identity, TableId, TableSchema
     from tailrace.pipeline.datasource import CdcSource, register
     from tailrace.pipeline.points import tables_at
-    from tailrace.runtime.batch import Ack, Batch, Limits, Transactions
+    from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
     from tailrace.runtime.control import Control
     from tailrace.runtime.keeping import LogSink
     from tailrace.runtime.loop import CdcRuntime
-    from tailrace.runtime.observing import Fact, Health, Status, Verdict
+    from tailrace.runtime.observing import (
+        Committed,
+        Delivered,
+        Fact,
+        Failed,
+        Health,
+        Lost,
+        Paused,
+        Resumed,
+        RowsRejected,
+        RuleHalted,
+        RuleUnmatched,
+        SetAside,
+        ShapeSeen,
+        SnapshotBegun,
+        SnapshotEnded,
+        Started,
+        StartFailed,
+        Status,
+        Stopped,
+        StreamOpened,
+        TableRead,
+        Verdict,
+    )
     from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Rejected, Sink, StreamSink, TableRouter
-    from tailrace.runtime.states import Drained
+    from tailrace.runtime.states import Drained, State
     from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key, seed_checkpoint
     from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
     from tailrace.state.feeding import RecordedStream
@@ -50,9 +73,14 @@ if TYPE_CHECKING:
         SchemaHistory,
         SchemaVersion,
     )
+    from tailrace.transforms import rules
+    from tailrace.transforms.plan import Applied, Letter, TransformPlan, Unmatched
+    from tailrace.transforms.rules import KeySource, Rule, Transforms
+    from tailrace.transforms.stream import TransformedStream
 
 _HOMES = {
     "Ack": "runtime.batch",
+    "Applied": "transforms.plan",
     "Batch": "runtime.batch",
     "BinlogPosition": "model.positions",
     "Capabilities": "capture.base",
@@ -64,23 +92,30 @@ _HOMES = {
     "Checkpoint": "state.checkpoint",
     "CheckpointStore": "state.checkpoint",
     "Column": "model.schema",
+    "Committed": "runtime.observing",
     "Control": "runtime.control",
     "CustomPosition": "model.positions",
     "Delete": "model.event",
+    "Delivered": "runtime.observing",
     "Drained": "runtime.states",
     "Event": "model.event",
     "ExitCode": "errors",
     "Fact": "runtime.observing",
+    "Failed": "runtime.observing",
     "FanOut": "runtime.sinks",
     "FileCheckpointStore": "state.checkpoints",
     "FileSchemaHistory": "state.histories",
     "Health": "runtime.observing",
     "Identity": "model.schema",
     "JsonlSink": "runtime.sinks",
+    "KeySource": "transforms.rules",
+    "Kind": "runtime.batch",
     "Lag": "capture.base",
+    "Letter": "transforms.plan",
     "Limits": "runtime.batch",
     "LogSink": "runtime.keeping",
     "LogWriter": "changelog.writer",
+    "Lost": "runtime.observing",
     "Lsn": "model.position",
     "MariadbGtidSet": "model.positions",
     "MemoryCapture": "capture.memory",
@@ -91,6 +126,7 @@ _HOMES = {
     "MysqlGtidSet": "model.positions",
     "Nothing": "model.event",
     "Operation": "model.change",
+    "Paused": "runtime.observing",
     "PositionType": "model.positions",
     "PostgresCapture": "capture.postgres.source",
     "PostgresSettings": "capture.postgres.settings",
@@ -98,24 +134,44 @@ _HOMES = {
     "Rejected": "runtime.sinks",
     "Remedy": "errors",
     "Replace": "model.event",
+    "Resumed": "runtime.observing",
     "Retention": "state.history",
+    "RowsRejected": "runtime.observing",
+    "Rule": "transforms.rules",
+    "RuleHalted": "runtime.observing",
+    "RuleUnmatched": "runtime.observing",
     "SchemaEvent": "state.history",
     "SchemaHistory": "state.history",
     "SchemaVersion": "state.history",
+    "SetAside": "runtime.observing",
+    "ShapeSeen": "runtime.observing",
     "Sink": "runtime.sinks",
+    "SnapshotBegun": "runtime.observing",
+    "SnapshotEnded": "runtime.observing",
     "SourceId": "capture.base",
     "SqlServerLsn": "model.positions",
+    "StartFailed": "runtime.observing",
+    "Started": "runtime.observing",
+    "State": "runtime.states",
     "Status": "runtime.observing",
+    "Stopped": "runtime.observing",
     "Stream": "capture.base",
+    "StreamOpened": "runtime.observing",
     "StreamSink": "runtime.sinks",
     "TableId": "model.schema",
+    "TableRead": "runtime.observing",
     "TableRouter": "runtime.sinks",
     "TableSchema": "model.schema",
     "TailraceError": "errors",
     "Transactions": "runtime.batch",
+    "TransformPlan": "transforms.plan",
+    "TransformedStream": "transforms.stream",
+    "Transforms": "transforms.rules",
     "Truncate": "model.event",
+    "Unmatched": "transforms.plan",
     "Verdict": "runtime.observing",
     "Window": "model.batch",
+    "batch_of": "capture.memory",
     "check_key": "state.checkpoint",
     "register": "pipeline.datasource",
     "seed_checkpoint": "state.checkpoint",
@@ -126,6 +182,7 @@ _HOMES = {
 
 __all__ = [
     "Ack",
+    "Applied",
     "Batch",
     "BinlogPosition",
     "Capabilities",
@@ -137,23 +194,30 @@ __all__ = [
     "Checkpoint",
     "CheckpointStore",
     "Column",
+    "Committed",
     "Control",
     "CustomPosition",
     "Delete",
+    "Delivered",
     "Drained",
     "Event",
     "ExitCode",
     "Fact",
+    "Failed",
     "FanOut",
     "FileCheckpointStore",
     "FileSchemaHistory",
     "Health",
     "Identity",
     "JsonlSink",
+    "KeySource",
+    "Kind",
     "Lag",
+    "Letter",
     "Limits",
     "LogSink",
     "LogWriter",
+    "Lost",
     "Lsn",
     "MariadbGtidSet",
     "MemoryCapture",
@@ -164,6 +228,7 @@ __all__ = [
     "MysqlGtidSet",
     "Nothing",
     "Operation",
+    "Paused",
     "PositionType",
     "PostgresCapture",
     "PostgresSettings",
@@ -171,26 +236,47 @@ __all__ = [
     "Rejected",
     "Remedy",
     "Replace",
+    "Resumed",
     "Retention",
+    "RowsRejected",
+    "Rule",
+    "RuleHalted",
+    "RuleUnmatched",
     "SchemaEvent",
     "SchemaHistory",
     "SchemaVersion",
+    "SetAside",
+    "ShapeSeen",
     "Sink",
+    "SnapshotBegun",
+    "SnapshotEnded",
     "SourceId",
     "SqlServerLsn",
+    "StartFailed",
+    "Started",
+    "State",
     "Status",
+    "Stopped",
     "Stream",
+    "StreamOpened",
     "StreamSink",
     "TableId",
+    "TableRead",
     "TableRouter",
     "TableSchema",
     "TailraceError",
     "Transactions",
+    "TransformPlan",
+    "TransformedStream",
+    "Transforms",
     "Truncate",
+    "Unmatched",
     "Verdict",
     "Window",
+    "batch_of",
     "check_key",
     "register",
+    "rules",
     "seed_checkpoint",
     "tables_at",
     "to_debezium",
@@ -199,6 +285,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "rules":  # a module: its names are words of every day
+        return importlib.import_module("tailrace.transforms.rules")
     if name not in _HOMES:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
     return getattr(importlib.import_module(f"tailrace.{_HOMES[name]}"), name)

@@ -17,6 +17,10 @@ NAMES = (
     "capture.piece_read",
     "capture.before_confirm",
     "capture.after_confirm",
+    "runtime.sink_written",
+    "runtime.sink_flushed",
+    "runtime.scan_saved",
+    "runtime.prefix_saved",
     "log.before_write",
     "log.after_write",
     "log.after_link",
@@ -53,8 +57,17 @@ NAMES = (
 
 LINGER_SECONDS = 0.5
 
-_armed, _, _count = os.environ.get("TAILRACE_FAILPOINT", "").partition(":")
-_left = int(_count or 1)
+_armed, _left = "", 1
+
+
+def arm(setting: str) -> None:
+    """Have this process die at a place: `name:n`; an empty text disarms it. The environment does so at the start."""
+    global _armed, _left
+    _armed, _, count = setting.partition(":")
+    _left = int(count or 1)
+
+
+arm(os.environ.get("TAILRACE_FAILPOINT", ""))
 
 
 def hit(name: str) -> None:

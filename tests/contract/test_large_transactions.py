@@ -12,6 +12,7 @@ from tailrace.errors import SourceUnreachable
 from tailrace.model import change
 from tailrace.model.batch import Window
 from tailrace.model.position import Lsn
+from tailrace.runtime.intake import Holding
 from tests.contract.conftest import KEEPALIVE_SECONDS
 from tests.support.benches import (
     COME_SECONDS_MAX,
@@ -179,6 +180,7 @@ def test_the_position_does_not_move_between_two_parts(bench: Bench, streams: Str
 def test_a_reader_that_holds_back_holds_little_and_answers_keepalives(postgres: PostgresBench) -> None:
     postgres.give_in_parts(PART)
     with contextlib.closing(postgres.capture.live(postgres.begin)) as stream:
+        assert isinstance(stream, Holding)
         sender = postgres.walsender()
         postgres.write_many(0, LARGE)
         until, most = time.monotonic() + 2.5 * KEEPALIVE_SECONDS, 0

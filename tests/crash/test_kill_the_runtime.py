@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -14,12 +16,26 @@ from typing import Any
 
 import psycopg
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
+from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.transforms.encryption import bound_to
 from tests.support.databases import database
+from tests.support.runtime_worker import KEY_ID, KEY_VARIABLE, forked
 
 ROOT = Path(__file__).parents[2]
-PLACES = ("capture.window_read", "capture.before_confirm", "capture.after_confirm", "state.replaced")
+SCANNING = "runtime.scan_saved"
+"""Passed only while tables are read, so it comes first."""
+PLACES = (
+    "state.written", "state.replaced", "state.saved", "capture.window_read", "capture.piece_read",
+    "runtime.sink_written", "runtime.sink_flushed", "runtime.prefix_saved", "capture.before_confirm",
+    "capture.after_confirm",
+)  # fmt: skip
+READ = 300
+"""Rows that are there at first."""
+KEY = bytes(range(32))
 THOROUGH = "TAILRACE_THOROUGH" in os.environ
 
 
@@ -81,23 +97,40 @@ class Worker:
         return [key for item in self.said for key in item.get("ids", ())]
 
 
-def test_killed_before_the_acknowledgement_the_batch_comes_again_whole(url: str, tmp_path: Path) -> None:
-    first = Worker(url, tmp_path, "hold", 100, "hide")
+def killed_before_the_acknowledgement(url: str, folder: Path, *more: str, **environment: str) -> list[str]:
+    """100 rows, taken and not acknowledged, then taken by another: the names that the second was given."""
+    first = Worker(url, folder, "hold", 100, *more, **environment)
     first.until("started")
     write(url, 1, 100)
     first.until("marker")
     first.kill()
     assert first.ids == list(range(1, 101))
-    second = Worker(url, tmp_path, "all", 100, "hide")
+    second = Worker(url, folder, "all", 100, *more, **environment)
     assert second.until("started")["committed"] == 0
     ended = second.until("ended")
     assert second.wait() == 0
-    assert second.ids == list(range(1, 101))
+    assert second.ids == list(range(1, 101)), "the batch comes again, whole"
     assert second.said[1]["seqs"] == first.said[1]["seqs"] == list(range(100))
     assert ended["committed"] == 100
-    names = [name for worker in (first, second) for item in worker.said for name in item.get("names", ())]
-    assert len(names) == 200
-    assert not [name for name in names if name.startswith("name")], "what comes again passes the same function"
+    names: list[str] = second.said[1]["names"]
+    return names
+
+
+def test_killed_before_the_acknowledgement_the_batch_comes_again_whole(url: str, tmp_path: Path) -> None:
+    assert killed_before_the_acknowledgement(url, tmp_path) == [f"name {key}" for key in range(1, 101)]
+
+
+def test_killed_before_the_acknowledgement_every_value_that_comes_again_is_encrypted(url: str, tmp_path: Path) -> None:
+    names = killed_before_the_acknowledgement(url, tmp_path, "encrypt", **{KEY_VARIABLE: KEY.hex()})
+    sealed = [bytes.fromhex(name) for name in names]
+    head = bytes([1, len(KEY_ID)]) + KEY_ID.encode()
+    assert all(value.startswith(head) and b"name" not in value for value in sealed)
+    opened = [
+        AESGCM(KEY).decrypt(rest[:12], rest[12:], bound_to("public.items", "name")).decode()
+        for value in sealed
+        if (rest := value.removeprefix(head))
+    ]
+    assert opened == [f"name {key}" for key in range(1, 101)]
 
 
 def test_a_snapshot_killed_after_its_first_acknowledgement_goes_on_behind_it(url: str, tmp_path: Path) -> None:
@@ -118,28 +151,60 @@ def test_a_snapshot_killed_after_its_first_acknowledgement_goes_on_behind_it(url
     assert ("stream", 1000) in by_kind, "and the stream goes on from the snapshot's own position"
 
 
-@pytest.mark.skipif(not THOROUGH, reason="many processes: it runs where there is time")
+def test_the_places_are_all_that_the_runtime_passes() -> None:
+    """Of what only a history keeps, and of removing, see test_kill_the_stores."""
+    named = {name for name in failpoints.NAMES if name.startswith(("capture.", "runtime.", "state."))}
+    assert {SCANNING, *PLACES} == named - {"state.created", "state.removed"}
+
+
 def test_killed_at_every_named_place_of_the_loop_nothing_is_lost(url: str, tmp_path: Path) -> None:
-    """Each place is hit twice, under load; a row may come twice, with the same number, and the count is exact."""
+    """Under load, each place in turn. Rows may come twice, with the same number, and the count is exact."""
     hits = tmp_path / "hits"
-    last = 0
-    for place in PLACES * 2:
-        armed = {
-            "TAILRACE_FAILPOINT": f"{place}:2", "TAILRACE_FAILPOINT_LOG": str(hits),
-        }  # fmt: skip
-        worker = Worker(url, tmp_path, "run", 10_000_000, **armed)
-        worker_started = place == "state.replaced" or worker.until("started")
-        while worker._process.poll() is None:
+    write(url, 1, READ)
+    last = READ
+    turns = (SCANNING, *PLACES * (3 if THOROUGH else 1))
+    workers = multiprocessing.get_context("forkserver")
+    workers.set_forkserver_preload(["tests.support.runtime_worker"])
+
+    def worker(place: str, how: str, rows: int, *more: str) -> multiprocessing.process.BaseProcess:
+        given = (place, hits, url, str(tmp_path), how, str(rows), "snapshot", *more)
+        started = workers.Process(target=forked, args=given)
+        started.start()
+        return started
+
+    for place in turns:
+        how = "prefix" if place == "runtime.prefix_saved" else "run"
+        more = ("parts",) if place == "capture.piece_read" else ()
+        running = worker(f"{place}:2", how, 10_000_000, *more)
+        while running.is_alive():
             write(url, last + 1, last + 70)
             last += 70
-        assert worker.wait() == -signal.SIGKILL, (place, worker_started)
-    assert Counter(hits.read_text().split()) == Counter(PLACES * 2)
-    done = Worker(url, tmp_path, "run", last)
-    assert done.until("ended")["committed"] == last
-    assert done.wait() == 0
-    rows: dict[int, set[int]] = {}
-    for file in sorted((tmp_path / "out").glob("*.jsonl")):
+            running.join(0.1)
+        assert running.exitcode == -signal.SIGKILL, place
+    assert Counter(hits.read_text().split()) == Counter(turns)
+    last += 1
+    write(url, last, last)
+    running = worker("", "run", last)
+    running.join()
+    assert running.exitcode == 0
+    with FileCheckpointStore(tmp_path / "state") as store:
+        checkpoint = store.load("default")
+    assert checkpoint is not None
+    assert_each_once(tmp_path / "out", last, checkpoint.metadata["rows"])
+
+
+def assert_each_once(out: Path, last: int, committed: int) -> None:
+    """Each change has one number, which it keeps; all that was there at first was read, all the rest streamed."""
+    by_number: dict[int, set[tuple[str, int]]] = {}
+    for file in sorted(out.glob("*.jsonl")):
         for line in file.read_text().splitlines():
             event = json.loads(line)
-            rows.setdefault(event["seq"], set()).add(event["after"]["id"])
-    assert rows == {number: {number + 1} for number in range(last)}
+            by_number.setdefault(event["seq"], set()).add((event["op"], event["after"]["id"]))
+    assert sorted(by_number) == list(range(committed))
+    assert all(len(rows) == 1 for rows in by_number.values())
+    found = Counter(row for rows in by_number.values() for row in rows)
+    assert set(found.values()) == {1}
+    assert {key for kind, key in found if kind == "read"} >= set(range(1, READ + 1))
+    streamed = {key for kind, key in found if kind == "insert"}
+    assert streamed == set(range(min(streamed), last + 1))
+    assert {key for _, key in found} == set(range(1, last + 1))

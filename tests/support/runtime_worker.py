@@ -1,34 +1,40 @@
 """A program of a user's own that captures with a runtime, in a process that a test kills.
 
-`python -m tests.support.runtime_worker URL FOLDER HOW ROWS` prints a JSON object for each thing it does. HOW is
+`python -m tests.support.runtime_worker URL FOLDER HOW ROWS …` prints a JSON object for each thing it does. HOW is
 `hold` (take the first batch and never acknowledge it), `one` (acknowledge the first batch, then wait), `all` (poll and
-acknowledge until so many rows are committed) or `run` (the same with the loop, into files in FOLDER/out). With
-`snapshot` behind it the tables are read first, with `hide` names pass a function that hides them.
+acknowledge until so many rows are committed), `run` (the loop, into files in FOLDER/out, until the stream has brought
+the row of that id) or `prefix` (the same by hand, and of each batch a half is accepted first). Behind it may stand
+`snapshot` (the tables are read first), `encrypt` (a rule encrypts names, with the key in the environment) and `parts`
+(large transactions come in parts). `forked` is the same in a process that was forked, which costs no start of Python.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
+from tailrace import failpoints
+from tailrace.capture.postgres import stream
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch, Limits, Transactions
+from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import JsonlSink
 from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.transforms.rules import Encrypt, KeySource, Transforms
 
 ITEMS = TableId("public", "items")
 SECONDS_MAX = 60.0
+KEY_ID, KEY_VARIABLE = "main", "TAILRACE_WORKER_KEY"
+ENCRYPTING = Transforms(
+    keys={KEY_ID: KeySource(env=KEY_VARIABLE)},
+    rules=(Encrypt(tables=(str(ITEMS),), columns=("name",), key=KEY_ID),),
+)
 
 
 def capture(url: str) -> PostgresCapture:
@@ -39,45 +45,66 @@ def capture(url: str) -> PostgresCapture:
     return made
 
 
-def hidden(batch: ChangeBatch) -> ChangeBatch:
-    """Each name as its hash."""
-    place = batch.data.schema.get_field_index("name")
-    names = [name and hashlib.sha256(name.encode()).hexdigest() for name in batch.data.column(place).to_pylist()]
-    column = pa.array(names, pa.string())
-    return replace(batch, data=batch.data.set_column(place, batch.data.schema.field(place), column))
-
-
 def say(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
 def told(batch: Batch) -> dict[str, Any]:
     events = list(batch.events())
+    names = [event.values["name"] for event in events]
     return {
         "kind": batch.kind.value, "ids": [event.values["id"] for event in events],
-        "seqs": [event.seq for event in events], "names": [event.values["name"] for event in events],
+        "seqs": [event.seq for event in events],
+        "names": [name.hex() if isinstance(name, bytes) else name for name in names],
     }  # fmt: skip
 
 
-def main() -> None:
-    url, folder, how, rows = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-    tables = (ITEMS,) if "snapshot" in sys.argv[5:] else ()
-    limits = Limits(rows=100, transactions=Transactions.SPLIT if how == "run" else Transactions.WHOLE)
-    with FileCheckpointStore(folder / "state") as store:
-        hide = hidden if "hide" in sys.argv[5:] else None
-        runtime = CdcRuntime(capture(url), store, snapshot_tables=tables, limits=limits, transform=hide)
+class Followed(JsonlSink):
+    """Files, and the highest id that the stream has brought."""
+
+    last = 0
+
+    def write(self, batch: Batch) -> tuple[()]:
+        if batch.kind is Kind.STREAM:
+            self.last = max([self.last, *(event.values["id"] for event in batch.events())])
+        return super().write(batch)
+
+
+def forked(place: str, log: Path, *arguments: str) -> None:
+    """The program, to be killed at a place."""
+    os.setsid()  # it dies with its group
+    os.environ["TAILRACE_FAILPOINT_LOG"] = str(log)
+    failpoints.arm(place)
+    main(*arguments)
+
+
+def main(url: str, folder: str, how: str, rows: str, *more: str) -> None:
+    tables = (ITEMS,) if "snapshot" in more else ()
+    in_parts = how in ("run", "prefix")
+    limits = Limits(rows=50 if in_parts else 100, transactions=Transactions.SPLIT if in_parts else Transactions.WHOLE)
+    if "parts" in more:
+        stream.BIG_BYTES, stream.DRAIN_BYTES = 2_000, 250
+    with FileCheckpointStore(Path(folder) / "state") as store:
+        rules = ENCRYPTING if "encrypt" in more else None
+        runtime = CdcRuntime(capture(url), store, snapshot_tables=tables, limits=limits, transforms=rules)
         runtime.start()
         say(started=str(runtime.position), committed=runtime.rows_committed)
-        deadline = time.monotonic() + SECONDS_MAX
-        if how == "run":
-            sink = JsonlSink(folder / "out")
-            runtime.run(sink, lambda: runtime.rows_committed >= rows or time.monotonic() > deadline)
-        else:
-            poll(runtime, how, rows, deadline)
+        follow(runtime, how, int(rows), Path(folder) / "out")
         say(ended=True, committed=runtime.rows_committed)
 
 
-def poll(runtime: CdcRuntime, how: str, rows: int, deadline: float) -> None:
+def follow(runtime: CdcRuntime, how: str, rows: int, out: Path) -> None:
+    deadline = time.monotonic() + SECONDS_MAX
+    if how in ("run", "prefix"):
+        sink = Followed(out)
+        if how == "run":
+            runtime.run(sink, lambda: sink.last >= rows or time.monotonic() > deadline)
+        while how == "prefix" and time.monotonic() < deadline:
+            batch = runtime.poll()
+            sink.write(batch)
+            sink.flush(caught_up=False)
+            runtime.commit(batch.ack, rows=(batch.rows + 1) // 2)
+        return
     while runtime.rows_committed < rows and time.monotonic() < deadline:
         batch = runtime.poll()
         if not batch.rows:
@@ -94,4 +121,4 @@ def poll(runtime: CdcRuntime, how: str, rows: int, deadline: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -79,6 +79,7 @@ def test_the_code_of_the_guide_to_the_library_runs_from_top_to_bottom(
     assert said.startswith("public.orders 2\npublic.orders 1\n3\n")
     assert "delete {'id': 2} None" in said
     assert "['SENT']" in said
+    assert "[('shop.orders', 7)] [('numbers'," in said
     assert '"op":"insert"' in said
     assert said.endswith("running healthy\ninjected\nNone 0 0\n")
 

@@ -132,6 +132,10 @@ class OfTimeline(Protocol):
     timeline: int
 
 
+class StreamOfTimeline(Stream, OfTimeline, Protocol):
+    """A stream that is one, whatever stands around it."""
+
+
 @runtime_checkable
 class Remembering(Protocol):
     """A source to which the last known shapes of its tables are told: rows may come of one that is gone."""

@@ -431,8 +431,11 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         return handle(load(arguments.file), arguments)
     if arguments.command == "schema-history":
         from tailrace.cli import schemahistory
+        from tailrace.pipeline.schemahistory import of_folder, of_log
 
-        return schemahistory.schema_history(load(arguments.file), arguments)
+        folder = os.path.isdir(arguments.file)
+        history = of_folder(arguments.file) if folder else of_log(load(arguments.file).log.path)
+        return schemahistory.schema_history(history, arguments)
     if arguments.command == "checkpoints":
         from tailrace.cli import checkpoints
 

@@ -15,15 +15,14 @@ from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count
 from tailrace.errors import ExitCode
 from tailrace.pipeline import schemahistory
-from tailrace.pipeline.settings import PipelineSettings
-from tailrace.state.history import SchemaEvent, SchemaVersion
+from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
 
 _STYLES = {SchemaEvent.CREATE: "green", SchemaEvent.DROP: "red"}
 
 
-def schema_history(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+def schema_history(history: SchemaHistory, arguments: argparse.Namespace) -> ExitCode:
     """Show the history of all tables, or of one."""
-    found = schemahistory.read_history(settings.log.path, arguments.table)
+    found = schemahistory.read_history(history, arguments.table)
     if arguments.json:
         print_json({"tables": [_json(versions) for versions in found]})
     else:

@@ -38,7 +38,6 @@ from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.transforms.postgres import TransformedCapture
-from tailrace.transforms.stream import TransformedStream
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +193,7 @@ class Capturing:
             stream = self.source.live(after, self._origin())
         # A failover that kept our history: from here on positions are of the new timeline.
         self.log.timeline = stream.timeline
-        return stream if self._rules is None else TransformedStream(stream, self._rules)
+        return stream
 
     def _check_rules(self) -> None:
         """Refuse rules that cannot be used on the tables as they are published, and name those that concern none."""

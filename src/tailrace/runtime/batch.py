@@ -256,6 +256,15 @@ def cut(window: Window, rows: int) -> tuple[Window, Window | None]:
     return begun, rest
 
 
+def some_of(window: Window, begin: int, end: int) -> Window:
+    """Some rows of a window that is of no transaction."""
+    if not begin and end >= window.rows:
+        return window
+    first = first_seq(window)
+    batches = _before(_from(window.batches, first + begin), first + end)
+    return replace(window, batches=batches, rows=end - begin)
+
+
 def accepted(window: Window, rows: int) -> tuple[list[Window], Window]:
     """The first rows of a window, fewer than all: whole transactions, then a part of one; and the rest."""
     ends = _ends(window) if not window.open else np.empty(0, np.int64)

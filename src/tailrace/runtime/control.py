@@ -38,6 +38,7 @@ class Control:
         self._paused = False
         self._wishes: deque[Wish] = deque()
         self._stopped: set[str] = set()
+        self._stop_under_way = False
 
     def pause(self) -> None:
         """Hand nothing out from the next poll on. What was handed out can be acknowledged."""
@@ -77,9 +78,15 @@ class Control:
         return wish.id
 
     def stop_snapshot(self, snapshot: str | None = None) -> None:
-        """Give up a snapshot, or the one under way and all that wait. What was read of it stays delivered."""
+        """Give up a snapshot, or the one under way and all that wait now. What was read of it stays delivered. Where it
+        came before the stream, the stream goes on from its moment."""
         with self._changed:
-            self._stopped.add(snapshot or "")
+            if snapshot is None:
+                self._wishes.clear()
+                self._stop_under_way = True
+            else:
+                self._wishes = deque(wish for wish in self._wishes if wish.id != snapshot)
+                self._stopped.add(snapshot)
             self._changed.notify_all()
 
     def status(self) -> Status:
@@ -96,31 +103,25 @@ class Control:
             self._changed.wait_for(lambda: not self._paused, seconds)
 
     def next_wish(self) -> Wish | None:
-        """The next snapshot that was asked for and not given up since."""
+        """The next snapshot that was asked for, while none is under way: there is nothing to stop any more."""
         with self._changed:
-            if "" in self._stopped:
-                self._wishes.clear()
-            while self._wishes:
-                wish = self._wishes.popleft()
-                if wish.id not in self._stopped:
-                    return wish
-            self._stopped.clear()
-            return None
+            self._forget_stops()
+            return self._wishes.popleft() if self._wishes else None
 
     def put_back(self, wish: Wish) -> None:
         """It could not be begun now."""
         with self._changed:
-            self._wishes.appendleft(wish)
+            if not self._stop_under_way and wish.id not in self._stopped:
+                self._wishes.appendleft(wish)
 
     def is_given_up(self, snapshot: str) -> bool:
         """Whether somebody has stopped this snapshot, which is under way."""
-        if not self._stopped:
-            return False
         with self._changed:
-            if "" in self._stopped:
-                self._stopped.clear()
-                self._wishes.clear()
-                return True
-            found = snapshot in self._stopped
-            self._stopped.discard(snapshot)
+            found = self._stop_under_way or snapshot in self._stopped
+            if found:
+                self._forget_stops()
             return found
+
+    def _forget_stops(self) -> None:
+        self._stop_under_way = False
+        self._stopped.clear()

@@ -54,13 +54,13 @@ class Intake:
     """Windows of one source, one after the other, whatever becomes of its connection."""
 
     def __init__(
-        self, source: Streams, retry_seconds_max: float, *, lost: Callable[[TailraceError, float, bool], None],
+        self, source: Streams, retry_seconds_max: float, *, through: Callable[[Stream], Stream],
+        dropped: Callable[[], None], lost: Callable[[TailraceError, float], None],
         opened: Callable[[Stream, Lsn], None],
     ) -> None:  # fmt: skip
         self._source = source
         self._retry_seconds_max = retry_seconds_max
-        self._lost = lost
-        self._opened = opened
+        self._through, self._dropped, self._lost, self._opened = through, dropped, lost, opened
         self._stream: Stream | None = None
         self._holding: Holding | None = None
         self.outage: Outage | None = None
@@ -81,7 +81,7 @@ class Intake:
             return None
         try:
             if self._stream is None:
-                self._stream = self._source.live(after)
+                self._stream = self._through(self._source.live(after))
                 self._holding = self._stream if isinstance(self._stream, Holding) else None
                 self._opened(self._stream, after)
                 self._stream.confirm(durable)
@@ -122,6 +122,7 @@ class Intake:
         wait: it is not the stream that failed, and what it gave is still to be taken."""
         if not keep:
             self.close()
+            self._dropped()
         now = time.monotonic()
         since = self.outage.since if self.outage else now
         if error.remedy is not Remedy.RETRY or now - since > self._retry_seconds_max:
@@ -134,7 +135,7 @@ class Intake:
             log.error("the log or sink takes nothing, trying again", extra=said | {"hint": error.hint})
         else:
             log.warning("source lost, trying again", extra=said)
-        self._lost(error, pause, keep)
+        self._lost(error, pause)
 
     def close(self) -> None:
         """Let go of the source; nothing is confirmed that was not."""

@@ -7,7 +7,7 @@ was read and not acknowledged comes again.
 
 In a pipeline the change log is the sink and keeps the place, in one commit; otherwise a checkpoint store does. What is
 never different is the order, which stands in `_turn` and `_settle`. docs/decisions/0016-one-runtime.md has the whole
-list of what must stay true.
+list of what must stay true. The file is long because all that holds the order, and nothing else, stands in it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,24 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from tailrace import failpoints
 from tailrace.capture.base import OfTimeline, Scannable, Stream
-from tailrace.errors import ConfigError, RuntimeRefused, SinkRejected, TailraceError, Unacknowledged
+from tailrace.errors import (
+    ConfigError,
+    RuleInvalid,
+    RuntimeRefused,
+    SinkError,
+    SinkRejected,
+    TailraceError,
+    TransformFailed,
+    Unacknowledged,
+)
 from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.event import Event
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.runtime import observing as facts
@@ -39,9 +49,11 @@ from tailrace.runtime.batch import (
 )
 from tailrace.runtime.buffer import Buffer
 from tailrace.runtime.control import Control
+from tailrace.runtime.injecting import Injected
 from tailrace.runtime.intake import Intake, Streams
 from tailrace.runtime.keeping import Keeper, Place, StoreKeeper
 from tailrace.runtime.observing import Health, Observer, Status, Telling, judge
+from tailrace.runtime.ruling import Ruling
 from tailrace.runtime.shapes import Shapes
 from tailrace.runtime.sinks import Rejected, Sink
 from tailrace.runtime.snapshots import Snapshots
@@ -50,6 +62,10 @@ from tailrace.runtime.states import Drained, Progress, State
 from tailrace.runtime.transforming import Transform, transformed
 from tailrace.state.checkpoint import CheckpointStore
 from tailrace.state.history import SchemaHistory
+from tailrace.transforms.rules import Transforms
+
+if TYPE_CHECKING:
+    from tailrace.transforms.plan import OnLetter, TransformPlan
 
 IDLE_SECONDS_MAX = 10.0
 IDLE_BYTES_MAX = 16 << 20
@@ -57,9 +73,9 @@ IDLE_BYTES_MAX = 16 << 20
 READ_SECONDS = 0.25
 RETRY_SECONDS = 300.0
 STALLED_SECONDS = 60.0
-INJECTED_MAX = 10_000
 SCAN_SECONDS = 0.05
 """Between two looks for whether a snapshot may begin."""
+OnRejected: TypeAlias = Callable[[Sequence[Rejected]], None]
 
 
 class CdcRuntime:
@@ -69,9 +85,11 @@ class CdcRuntime:
         self, source: Streams, checkpoint: CheckpointStore | Keeper, schema_history: SchemaHistory | None = None, *,
         key: str = "default", snapshot_tables: Sequence[TableId] = (),
         incremental_snapshot: Sequence[TableId] = (), limits: Limits | None = None, target: Lsn | None = None,
+        transforms: Transforms | TransformPlan | None = None, on_letter: OnLetter | None = None,
         transform: Transform | None = None, observers: Sequence[Observer] = (),
         retry_seconds_max: float = RETRY_SECONDS, stalled_seconds: float = STALLED_SECONDS,
     ) -> None:  # fmt: skip
+        """`transforms` are declared rules; `on_letter` takes the rows that they set aside. `transform` comes after."""
         self._source = source
         self._keeper = checkpoint if isinstance(checkpoint, Keeper) else StoreKeeper(checkpoint, key)
         self._snapshot_tables, self._incremental = tuple(snapshot_tables), tuple(incremental_snapshot)
@@ -82,13 +100,17 @@ class CdcRuntime:
         self._stalled_seconds = stalled_seconds
         self._id, self._number = uuid.uuid4(), 0
         self._tell = Telling(observers)
-        self._intake = Intake(source, retry_seconds_max, lost=self._on_lost, opened=self._on_opened)
+        self._rules = Ruling(transforms, on_letter, self._tell)
+        self._intake = Intake(
+            source, retry_seconds_max, through=self._rules.stream, dropped=self._on_dropped, lost=self._on_lost,
+            opened=self._on_opened,
+        )  # fmt: skip
         self._raw = self._keeper.takes_windows
         self._buffer = Buffer(self._limits, as_they_come=self._raw)
         self._history = schema_history
         self._shapes = Shapes(schema_history, self._tell)
-        self._snapshots = Snapshots(source, self._tell)
-        self._injected: deque[ChangeBatch] = deque()
+        self._snapshots = Snapshots(source, self._rules, self._tell)
+        self._injected = Injected(self._rules, as_they_come=self._raw)
         self._place: Place | None = None
         self._given: Batch | None = None
         self._taken = Window(start=ZERO, end=ZERO)
@@ -140,9 +162,11 @@ class CdcRuntime:
             place, resumed = begin(
                 self._source, self._keeper, self._history, self._snapshots, self._snapshot_tables, self._incremental
             )
-        except BaseException:
+        except BaseException as error:
             self._snapshots.close()
             self.state = State.IDLE
+            if isinstance(error, TailraceError):
+                self._tell(facts.StartFailed(error=error))
             raise
         self._place, self._given, self._part_rows = place, None, 0
         self._buffer.forget(place.position, place.rows)
@@ -157,7 +181,7 @@ class CdcRuntime:
         """Stop, unless something is not acknowledged."""
         self._require_running()
         handed = self._given.rows if self._given else 0
-        injected = sum(map(len, self._injected))
+        injected = self._injected.rows
         if handed or injected or self._part_rows:
             raise Unacknowledged(
                 "something is not acknowledged", handed_out=handed, injected=injected, in_part=self._part_rows,
@@ -172,8 +196,9 @@ class CdcRuntime:
         if self._halted is not None:
             self._buffer.put_back(self._halted[1])
         whole, parts = self._buffer.drain()
-        drained = Drained(in_flight=self._given, buffered=whole, pending=parts, injected=tuple(self._injected))
-        self._injected.clear()
+        drained = Drained(
+            in_flight=self._given, buffered=whole, pending=parts, injected=self._injected.drain()
+        )
         self._let_go()
         return drained
 
@@ -194,6 +219,7 @@ class CdcRuntime:
             self.progress.rows -= self._part_rows  # they come again
             self._given, self._halted, self._part_rows = None, None, 0
             self.state = State.STOPPED
+        self._rules.tell_unmatched()
         place = self._here
         self._tell(facts.Stopped(position=place.position, rows=place.rows, unacknowledged=left))
 
@@ -206,16 +232,23 @@ class CdcRuntime:
     def poll(self, wait_seconds: float | None = None) -> Batch:
         """The next batch, or the same one while it is not acknowledged; an empty one if nothing came in time."""
         self._require_running()
-        wait = READ_SECONDS if wait_seconds is None else wait_seconds
         self._polled_at = time.monotonic()
         if self._given is not None:
             return self._given
+        try:
+            return self._next_batch(READ_SECONDS if wait_seconds is None else wait_seconds)
+        except (TransformFailed, RuleInvalid) as error:
+            said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
+            self._tell(facts.RuleHalted(**said, error=error))
+            raise
+
+    def _next_batch(self, wait: float) -> Batch:
         if self._is_paused(wait):
             return empty(self.position)
         if self._halted is not None:
             return self._give(*self._halted)
-        if self._injected:
-            return self._injection()
+        if injected := self._injected.next():
+            return self._injection(injected)
         if (scanned := self._next_scanned(wait)) is not None:
             self._shapes.see(scanned)
             return self._give(Kind.SNAPSHOT, scanned)
@@ -241,9 +274,15 @@ class CdcRuntime:
         if was != self._was_paused:
             self._tell(facts.Paused() if self._was_paused else facts.Resumed())
 
-    def _injection(self) -> Batch:
-        batch, at = self._injected.popleft(), self.position
-        return Batch(kind=Kind.INJECTED, window=Window(start=at, end=at, batches=(batch,), rows=len(batch)))
+    def _injection(self, batches: tuple[ChangeBatch, ...]) -> Batch:
+        window = Window(start=self.position, end=self.position, batches=batches, rows=sum(map(len, batches)))
+        try:
+            batch = Batch(kind=Kind.INJECTED, window=transformed(window, self._transform))
+        except BaseException:
+            self._injected.put_back()
+            raise
+        self._tell(facts.Delivered(kind=batch.kind.value, rows=batch.rows, end=batch.end))
+        return batch
 
     def _give(self, kind: Kind, window: Window) -> Batch:
         if not self._raw and window.batches:
@@ -267,7 +306,10 @@ class CdcRuntime:
                 self._save(place)
                 if not self._buffer and not self._buffer.gathering:
                     self._buffer.forget(place.position, place.rows)  # a snapshot that begins again moves it
-            return self._snapshots.next(self._here, self._limits.rows)
+            return self._snapshots.next(self._here, self._limits, wait_seconds)
+        except (TransformFailed, RuleInvalid, SinkError) as error:  # the rules', not the source's: tried again
+            self._intake.fail(error, keep=True)
+            return None
         except TailraceError as error:
             if (given_up := self._snapshots.failed(self._here, error)) is not None:
                 self._save(given_up)
@@ -280,8 +322,13 @@ class CdcRuntime:
         until = time.monotonic() + (0.0 if self._buffer else wait_seconds)
         while not self._buffer.full:
             had = bool(self._buffer)
-            if self._read(max(0.0, until - time.monotonic())) is None:
-                break
+            try:
+                if self._read(max(0.0, until - time.monotonic())) is None:
+                    break
+            except TailraceError:
+                if not self._buffer:
+                    raise
+                break  # what came before it is handed out first; it is met again
             if self._buffer and not had:
                 until = time.monotonic() + self._limits.seconds
             elif not self._buffer and time.monotonic() >= until:
@@ -340,9 +387,13 @@ class CdcRuntime:
 
     def _settle_scanned(self, rows: int) -> None:
         self._save(self._snapshots.place_after(self._here, rows))
+        failpoints.hit("runtime.scan_saved")
         self.progress.rows += rows
         self._given = None
-        if (rest := self._snapshots.acknowledged(self._here, rows)) is not None:
+        rest = self._snapshots.acknowledged(rows)
+        if self._tell:
+            self._tell(facts.Committed(position=self.position, rows=self._here.rows))
+        if rest is not None:
             self._give(Kind.SNAPSHOT, rest)
 
     def _settle_first(self, window: Window, rows: int) -> None:
@@ -354,32 +405,42 @@ class CdcRuntime:
         self._buffer.put_back(rest)  # before the source is told: a stream that breaks there goes on behind it
         try:
             for part in taken:
-                self._settle(part)
+                self._record(part)
         except BaseException:
             if self._given is not None:
                 self._buffer.take_back()  # nothing was acknowledged
             raise
+        failpoints.hit("runtime.prefix_saved")
+        if not taken[0].open:
+            self._release(taken[0].end)
 
     def _settle(self, window: Window) -> None:
         """What the sink has, on record; then the source may forget it."""
+        self._record(window)
+        if not window.open:
+            self._release(window.end)
+
+    def _record(self, window: Window) -> None:
+        """Make it durable that the sink has it. A part of a transaction moves no position: it is only counted."""
         if window.open:
-            self._part_rows += window.rows  # a part of a transaction moves no position: there is nothing to confirm
-            self._count(window)
-            return
-        place = self._here
-        self._save(replace(
-            place, position=window.end, rows=place.rows + self._part_rows + window.rows,
-            transactions=place.transactions + window.transactions,
-            transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
-        ))  # fmt: skip
-        self._part_rows = 0
+            self._part_rows += window.rows
+        else:
+            place = self._here
+            self._save(replace(
+                place, position=window.end, rows=place.rows + self._part_rows + window.rows,
+                transactions=place.transactions + window.transactions,
+                transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
+            ))  # fmt: skip
+            self._part_rows = 0
+            self._last_commit = time.monotonic()
         self._count(window)
-        self._last_commit = time.monotonic()
+
+    def _release(self, position: Lsn) -> None:
         failpoints.hit("capture.before_confirm")
-        self._intake.confirm(window.end)  # only now may the server drop its log
+        self._intake.confirm(position)  # only now may the server drop its log
         failpoints.hit("capture.after_confirm")
         if self._tell:
-            self._tell(facts.Committed(position=window.end, rows=self._here.rows))
+            self._tell(facts.Committed(position=position, rows=self._here.rows))
 
     def _save(self, place: Place) -> None:
         self._keeper.save(place)
@@ -403,19 +464,22 @@ class CdcRuntime:
             self._place = replace(place, source=replace(place.source, timeline=stream.timeline))
         self._tell(facts.StreamOpened(after=after))
 
-    def _on_lost(self, error: TailraceError, wait_seconds: float, kept: bool) -> None:
-        self.progress.last_error, self.progress.reconnects = error, self._intake.reconnects
+    def _on_dropped(self) -> None:
+        """The stream is closed: what had not come whole comes again."""
         place = self._here
-        if not kept and self._buffer.lose(place.position, place.rows):
+        if self._buffer.lose(place.position, place.rows):
             self.progress.rows -= self._part_rows
             self._part_rows = 0
+
+    def _on_lost(self, error: TailraceError, wait_seconds: float) -> None:
+        self.progress.last_error, self.progress.reconnects = error, self._intake.reconnects
         self._tell(facts.Lost(code=error.code, reason=error.message, wait_seconds=wait_seconds))
 
     # The whole loop, for those who bring a sink.
 
     def run(
         self, sink: Sink, stop: threading.Event | Callable[[], bool], *,
-        on_rejected: Callable[[Sequence[Rejected]], None] | None = None,
+        on_rejected: OnRejected | None = None,
     ) -> None:  # fmt: skip
         """Poll, write, flush, commit, until told to stop; a source that is lost, and a sink that takes nothing for a
         while, are waited out. Rows that the sink does not take go to `on_rejected`, or end it."""
@@ -437,7 +501,8 @@ class CdcRuntime:
             raise
         self._let_go()
 
-    def _turn(self, sink: Sink, on_rejected: Callable[[Sequence[Rejected]], None] | None) -> None:
+    def _turn(self, sink: Sink, on_rejected: OnRejected | None) -> None:
+        batch: Batch | None = None
         try:
             if not self._intake.may_try(READ_SECONDS):
                 return
@@ -446,20 +511,33 @@ class CdcRuntime:
                 self.progress.last_error = None
             if batch.kind is Kind.EMPTY:
                 return
-            rejected = sink.write(batch)
-            if rejected and on_rejected is None:
+            self._deliver(batch, sink, on_rejected)
+        except BaseException as error:
+            if batch is not None and batch.kind is Kind.INJECTED:
+                self._injected.put_back()
+            if not isinstance(error, TailraceError):
+                raise
+            waits = self._given is not None or self._halted is not None
+            keep = waits or bool(self._injected)  # it is not the stream that has failed
+            if waits and self._raw:  # of a transaction that came in parts the log may have some: it begins again
+                self._given, self._halted, keep = None, None, False
+            self._intake.fail(error, keep=keep)
+
+    def _deliver(self, batch: Batch, sink: Sink, on_rejected: OnRejected | None) -> None:
+        rejected = sink.write(batch)
+        failpoints.hit("runtime.sink_written")
+        if rejected:
+            tables = tuple(dict.fromkeys(row.table for row in rejected))
+            self._tell(facts.RowsRejected(rows=len(rejected), tables=tables, reason=rejected[0].reason))
+            if on_rejected is None:
                 raise SinkRejected(
                     "the sink does not take some of the rows", rows=len(rejected), reason=rejected[0].reason,
                     hint="Mend the sink, or give `run` an `on_rejected` that sets them aside.",
                 )  # fmt: skip
-            if rejected and on_rejected is not None:
-                on_rejected(rejected)
-            sink.flush(self._is_last)
-            self.commit(batch.ack)
-        except TailraceError as error:
-            if self._raw:  # of a transaction that came in parts the log may have some: it begins again
-                self._given = self._halted = None
-            self._intake.fail(error, keep=self._given is not None or self._halted is not None)
+            on_rejected(rejected)
+        sink.flush(self._is_last)
+        failpoints.hit("runtime.sink_flushed")
+        self.commit(batch.ack)
 
     @property
     def _is_last(self) -> bool:
@@ -468,13 +546,10 @@ class CdcRuntime:
 
     # From outside.
 
-    def enqueue(self, batch: ChangeBatch) -> None:
+    def enqueue(self, changes: ChangeBatch | Event) -> None:
         """Inject changes of one's own: the next poll hands them out. They carry no position and are not kept."""
         self._require_running()
-        if len(self._injected) >= INJECTED_MAX:
-            raise RuntimeRefused("too much was injected and not polled", hint="Poll before injecting more.")
-        if len(batch):
-            self._injected.append(batch)
+        self._injected.add(changes)
 
     def health(self) -> Health:
         """How it is, and what to do about it."""
@@ -494,6 +569,6 @@ class CdcRuntime:
             state=self.state.value, paused=self.control.paused, position=str(place.position) if place else None,
             rows=place.rows if place else 0, transactions=place.transactions if place else 0,
             unacknowledged=(given.rows if given else 0) + self._part_rows, buffered=self._buffer.rows,
-            injected=sum(map(len, tuple(self._injected))), reconnects=self._intake.reconnects,
+            injected=self._injected.rows, reconnects=self._intake.reconnects,
             snapshot=self._snapshots.told, health=self.health(),
         )  # fmt: skip

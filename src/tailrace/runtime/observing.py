@@ -31,6 +31,13 @@ class Started:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartFailed:
+    """It could not be started: who acts next stands in the error. It may be started again."""
+
+    error: TailraceError
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamOpened:
     """The source streams what committed after this."""
 
@@ -65,11 +72,48 @@ class Delivered:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """An acknowledgement is durable, and the source was told."""
+    """An acknowledgement is durable, and the source was told if the position has moved."""
 
     position: Lsn
     rows: int
     """All, ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsRejected:
+    """The sink does not take some rows of a batch, and will not."""
+
+    rows: int
+    tables: tuple[TableId, ...]
+    reason: str
+    """Of the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleHalted:
+    """A rule could not be applied: nothing is handed out until it can be."""
+
+    rule: str
+    table: str
+    error: TailraceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside:
+    """Rows that a rule could not be applied to were taken by `on_letter`."""
+
+    rule: str
+    table: TableId
+    rows: int
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleUnmatched:
+    """A rule has had nothing to do by the time of stopping: no table, or no row, was one for it."""
+
+    rule: str
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +172,8 @@ class Stopped:
 
 
 Fact: TypeAlias = (
-    Started | StreamOpened | Lost | ShapeSeen | Delivered | Committed | SnapshotBegun | TableRead | SnapshotEnded
-    | Paused | Resumed | Failed | Stopped
+    Started | StartFailed | StreamOpened | Lost | ShapeSeen | Delivered | Committed | RowsRejected | RuleHalted
+    | SetAside | RuleUnmatched | SnapshotBegun | TableRead | SnapshotEnded | Paused | Resumed | Failed | Stopped
 )  # fmt: skip
 Observer: TypeAlias = Callable[[Fact], None]
 """Called in the runtime's own thread: what takes long holds the changes up."""

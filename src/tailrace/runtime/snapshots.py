@@ -4,6 +4,7 @@ A row that was read is never older than what was handed out before it, so whoeve
 never set back: a chunk is read in a snapshot that sees every transaction that was handed out, and until all its rows
 are, nothing else is. Whatever a row shows that the stream has not told yet, the stream tells after it.
 
+Rows go through the rules after the cursor was taken of them: it is a key of the source, whatever rules make of keys.
 The cursor is part of the place: it moves when rows are acknowledged. A snapshot that breaks goes on behind it, or
 begins again where its source cannot do that.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -28,14 +30,21 @@ from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
+from tailrace.runtime.batch import Limits, bytes_of, some_of
 from tailrace.runtime.control import Control, Wish
 from tailrace.runtime.keeping import Place
 from tailrace.runtime.observing import SnapshotBegun, SnapshotEnded, TableRead, Telling
+from tailrace.runtime.ruling import Ruling
+from tailrace.transforms.numbering import numbered_anew
 
 log = logging.getLogger(__name__)
 
 WAITED_FOR = (SourceUnreachable, SourceSlow)
 """What a snapshot that was asked for is begun again after."""
+
+
+PASSED_SECONDS = 10.0
+"""How often the cursor is saved while rules leave nothing of what is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +73,51 @@ class Job:
         )  # fmt: skip
 
 
+@dataclass
+class Given:
+    """A piece on its way out: its rows as the rules show them, and how many are handed out and acknowledged."""
+
+    piece: ScanPiece
+    window: Window
+    sources: npt.NDArray[np.int64]
+    """Which row of the piece each was, in order."""
+    done: int = 0
+    upto: int = 0
+
+    def hand_out(self, limits: Limits) -> Window:
+        """As many of the rows as a batch holds."""
+        size = max(1, bytes_of(self.window))
+        room = max(1, min(limits.rows, limits.bytes * self.window.rows // size))
+        self.upto = min(self.done + room, self.window.rows)
+        return some_of(self.window, self.done, self.upto)
+
+    @property
+    def handed_out(self) -> Window | None:
+        """What of it is handed out and not acknowledged."""
+        return some_of(self.window, self.done, self.upto) if self.done < self.upto else None
+
+    def record(self, rows: int) -> Mapping[str, Any]:
+        """The scan's record once so many more are acknowledged."""
+        after = self.done + rows
+        if after >= self.window.rows:
+            return self.piece.record(len(self.piece.data))
+        # A row that rules have made two of is done when both are.
+        whole = min(int(self.sources[after - 1]) + 1, int(self.sources[after])) if after else 0
+        return self.piece.record(whole)
+
+
 class Snapshots:
     """The snapshot under way, if there is one."""
 
-    def __init__(self, source: object, tell: Telling) -> None:
-        self._source, self._tell = source, tell
+    def __init__(self, source: object, rules: Ruling, tell: Telling) -> None:
+        self._source, self._rules, self._tell = source, rules, tell
         self._job: Job | None = None
         self._scan: Scan | None = None
         self._piece: ScanPiece | None = None
+        """Read, and not through the rules yet: what they halt at is tried again."""
+        self._given: Given | None = None
+        self._passed_since: float | None = None
+        """Since when rows were read of which nothing is left, and that is not on record."""
         self._in_chunk = False
         self._streams_turn = False
         self._delivered: set[int] = set()
@@ -130,7 +176,8 @@ class Snapshots:
         return self._source
 
     def _start(self, job: Job, *, resumed: bool) -> None:
-        self._job, self._piece, self._in_chunk, self._tables_done = job, None, False, 0
+        self._job, self._tables_done = job, 0
+        self._forget_rows()
         self._streams_turn = False
         self._tell(SnapshotBegun(id=job.id, tables=job.tables, incremental=job.live, resumed=resumed))
 
@@ -146,10 +193,13 @@ class Snapshots:
             return None if wish is None else self._fulfil(place, wish, control)
         if self._scan is None:
             return self.resume(place)
-        if self._job.live and control.is_given_up(self._job.id):
+        if control.is_given_up(self._job.id):
             return self._end(place, stopped=True)
-        if self._piece is None and not self._in_chunk and self._scan.done:
+        if not self._in_chunk and self._scan.done:
             return self._end(place, stopped=False)
+        if self._passed_since is not None and time.monotonic() - self._passed_since >= PASSED_SECONDS:
+            self._passed_since = None
+            return self._recorded(place)
         return None
 
     def _fulfil(self, place: Place, wish: Wish, control: Control) -> Place | None:
@@ -180,7 +230,7 @@ class Snapshots:
         """What it is read with is gone: it goes on behind what was acknowledged. Or, where trying again would not help,
         one beside the stream is given up: the place without it."""
         self._let_go()
-        self._in_chunk, self._piece = False, None
+        self._forget_rows()
         job = self._job
         if job is None or not job.live or error.remedy is Remedy.RETRY:
             return None
@@ -188,17 +238,29 @@ class Snapshots:
         self._give_up(job.id, job.rows, error)
         return replace(place, scan=None)
 
-    def next(self, place: Place, rows_max: int) -> Window | None:
-        """Rows to hand out now; None if the stream is to be asked, or nothing is there yet."""
-        if self._scan is None or self._job is None:
-            return None
-        while True:
+    def next(self, place: Place, limits: Limits, wait_seconds: float) -> Window | None:
+        """Rows to hand out now; None if the stream is to be asked, or nothing is there yet. Rows that the rules leave
+        nothing of are passed, for so long."""
+        until = time.monotonic() + wait_seconds
+        while self._given is None:
+            if not self._read(limits.rows):
+                return None
+            self._sift(place)
+            if self._given is None and time.monotonic() >= until:
+                return None
+        return self._given.hand_out(limits)
+
+    def _read(self, rows_max: int) -> bool:
+        """Have a piece; False if there is none now."""
+        while self._piece is None:
+            if self._scan is None or self._job is None:
+                return False
             if not self._in_chunk:
                 if self._scan.done or (self._job.live and self._streams_turn):
                     self._streams_turn = False
-                    return None
+                    return False
                 if not self._scan.begin(self._delivered):
-                    return None
+                    return False
                 self._delivered.clear()
                 self._in_chunk = True
             piece = self._scan.next(rows_max)
@@ -206,7 +268,31 @@ class Snapshots:
                 self._in_chunk, self._streams_turn = False, True
             elif len(piece.data):
                 self._piece = piece
-                return _window(piece, place.position)
+        return True
+
+    def _sift(self, place: Place) -> None:
+        """What the rules leave of the piece, to be given out; it stays where it is if they halt."""
+        assert self._piece is not None, "one was read"
+        read = _window(self._piece, place.position)
+        batches = self._rules.sifted(read.batches)
+        piece, self._piece = self._piece, None
+        if not batches:
+            assert self._job is not None, "it is of one"
+            self._job = replace(self._job, cursor=piece.record(len(piece.data)))
+            self._passed_since = self._passed_since or time.monotonic()
+            self._pass(piece)
+            return
+        sources = np.sort(np.concatenate([batch.data.column(change.SEQ).to_numpy() for batch in batches]))
+        if len(batches) > 1 or batches[0] is not read.batches[0]:
+            batches = numbered_anew(batches)
+        self._given = Given(piece, replace(read, batches=batches, rows=sources.size), sources)
+
+    def _pass(self, piece: ScanPiece) -> None:
+        """All its rows are acknowledged, or there is nothing to acknowledge of it."""
+        assert self._job is not None, "it is of one"
+        if piece.table_done:
+            self._tables_done += 1
+            self._tell(TableRead(id=self._job.id, table=piece.schema.table))
 
     def delivering(self, window: Window) -> None:
         """Transactions that are about to be handed out, by which the next chunk's snapshot is to be judged."""
@@ -221,31 +307,29 @@ class Snapshots:
 
     def _job_after(self, rows: int) -> Job:
         assert self._job is not None, "rows of it were handed out"
+        assert self._given is not None, "these"
         return replace(self._job, rows=self._job.rows + rows, cursor=self._given.record(rows))
 
-    @property
-    def _given(self) -> ScanPiece:
-        assert self._piece is not None, "rows of it were handed out"
-        return self._piece
-
-    def acknowledged(self, place: Place, rows: int) -> Window | None:
+    def acknowledged(self, rows: int) -> Window | None:
         """That place is saved; the rest of what was handed out."""
-        piece, self._job = self._given, self._job_after(rows)
-        if rows < len(piece.data):
-            record = piece.record
-            self._piece = replace(piece, data=piece.data.slice(rows), record=lambda more: record(rows + more))
-            return _window(self._piece, place.position)
-        self._piece = None
-        if piece.table_done:
-            self._tables_done += 1
-            self._tell(TableRead(id=self._job.id, table=piece.schema.table))
-        return None
+        self._job, given = self._job_after(rows), self._given
+        assert given is not None, "rows of it were handed out"
+        given.done += rows
+        self._passed_since = None
+        if given.done >= given.window.rows:
+            self._given = None
+            self._pass(given.piece)
+        return given.handed_out
 
     def close(self) -> None:
         """Forget it; the place still tells of it."""
         self._let_go()
-        self._job, self._piece, self._in_chunk = None, None, False
+        self._job = None
+        self._forget_rows()
         self._delivered.clear()
+
+    def _forget_rows(self) -> None:
+        self._piece, self._given, self._passed_since, self._in_chunk = None, None, None, False
 
     def _let_go(self) -> None:
         scan, self._scan = self._scan, None

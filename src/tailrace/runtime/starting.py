@@ -64,7 +64,9 @@ def _learn(source: object, history: SchemaHistory | None) -> None:
     if isinstance(source, Remembering):
         newest = [history.latest(table) for table in history.tables()]
         source.remember([
-            version.shape for version in newest if version is not None and version.event is not SchemaEvent.DROP
+            version.shape.at_source
+            for version in newest
+            if version is not None and version.event is not SchemaEvent.DROP
         ])  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from tailrace.capture.base import Stream
+from tailrace.capture.base import OfTimeline, Stream
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.evolution import same_version
@@ -78,6 +78,13 @@ class RecordedStream:
 
     def __init__(self, stream: Stream, history: SchemaHistory) -> None:
         self._stream, self._feed = stream, SchemaFeed(history)
+        if isinstance(stream, OfTimeline):
+            self.timeline = stream.timeline
+
+    @property
+    def held_bytes(self) -> int:
+        """What the stream has read ahead, if it does."""
+        return getattr(self._stream, "held_bytes", 0)
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         window = self._stream.read(after, wait_seconds)

@@ -9,7 +9,7 @@ of the value, and the rule's name beside it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system
 from tailrace.transforms import deriving, routing, steps
 from tailrace.transforms.matching import matches_any
+from tailrace.transforms.numbering import numbered_anew
 from tailrace.transforms.rows import AFTER, Failure, Rows, closed, opened, opened_snapshot
 from tailrace.transforms.rules import Rule, Transforms
 from tailrace.transforms.secrets import Keyring
@@ -33,6 +34,10 @@ SHAPES_KEPT_MAX = 10_000
 HALT_HINT = (
     "Mend the row at the source or the rule, and start again: nothing was let through. With `on_error: dead-letter` "
     "only such rows are set aside."
+)
+LOAD_HINT = (
+    "Mend the row at the source or the rule: nothing was let through. A load has no place to set rows aside; only "
+    "changes are."
 )
 _MAKERS = {**steps.MAKERS, **deriving.MAKERS, **routing.MAKERS}
 
@@ -53,6 +58,10 @@ class Letter:
         data = self.batch.data
         known = change.POSITION in data.schema.names
         return data.column(change.POSITION).to_pylist() if known else [None] * data.num_rows
+
+
+OnLetter = Callable[[Letter], None]
+"""Takes rows that were set aside. When it returns, they are as safe as they need to be: the rows beside them go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,29 +209,43 @@ class TransformPlan:
                 texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.unfit_by_rule(one.rule, one.why)))
         return tuple(closed(rows, schema) for schema, rows in lots)
 
-    def window(self, window: Window) -> Window | None:
-        """A window's batches, transformed; rows are numbered anew where some went or came.
+    def sifted(self, batches: Sequence[ChangeBatch], on_letter: OnLetter) -> tuple[ChangeBatch, ...]:
+        """The batches, transformed, each row with the `_seq` it had. What was set aside is told of once all of them
+        have passed, and before anyone has a row of them."""
+        applied = [self.apply(batch) for batch in batches]
+        for one in applied:
+            for letter in one.letters:
+                on_letter(letter)
+        return tuple(made for one in applied for made in one.batches)
+
+    def window(self, window: Window, on_letter: OnLetter | None = None) -> Window | None:
+        """A window's batches, transformed; rows are numbered anew where some went or came. Rows that a rule failed at
+        are marked, or go to `on_letter`.
 
         None: it was a part of a transaction, and nothing of it is left."""
-        batches = tuple(made for batch in window.batches for made in self.marking(batch))
+        if on_letter is None:
+            batches = tuple(made for batch in window.batches for made in self.marking(batch))
+        else:
+            batches = self.sifted(window.batches, on_letter)
         if len(batches) == len(window.batches) and all(map(operator.is_, batches, window.batches)):
             return window
         if window.open and not batches:
             return None
-        numbered = _numbered(batches)
+        numbered = numbered_anew(batches)
         return replace(window, batches=numbered, rows=sum(map(len, numbered)))
 
     # Snapshots.
 
     def rows(self, schema: TableSchema, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Rows of a snapshot, of the table's own columns, as rows of the transformed shape."""
+        """Rows of a snapshot, of the table's own columns, as rows of the transformed shape; for a load, which can set
+        none aside. A runtime makes changes of them, and has `sifted`."""
         plan = self.table(schema)
         if not plan.steps:
             return data
         lots = plan.run(opened_snapshot(schema, data))
         for _, rows in lots:
             for one in rows.failures:
-                raise _failed(plan.source, one, None)
+                raise _failed(plan.source, one, None, HALT_HINT if self._policy[one.rule] == "halt" else LOAD_HINT)
         if any(target is not plan.target for target, _ in lots):
             raise Unsupported(
                 "rows of one table cannot be loaded into several", table=schema.table,
@@ -248,11 +271,13 @@ def _position(batch: ChangeBatch, row: int) -> str | None:
     return found
 
 
-def _failed(schema: TableSchema, failure: Failure, position: str | None) -> TransformFailed:
+def _failed(
+    schema: TableSchema, failure: Failure, position: str | None, hint: str = HALT_HINT
+) -> TransformFailed:
     where = {} if position is None else {"position": position}
     return TransformFailed(
         f"a rule could not be applied: {failure.why}", rule=failure.rule, table=schema.table, column=failure.column,
-        rows=int(failure.rows.sum()), **where, hint=HALT_HINT,
+        rows=int(failure.rows.sum()), **where, hint=hint,
     )  # fmt: skip
 
 
@@ -264,23 +289,3 @@ def _letter(failure: Failure, batch: ChangeBatch, rows: Any) -> Letter:
         rule=failure.rule, cause=failure.why, column=failure.column,
         batch=replace(batch, data=data, ends=None, moves=moves, truncates=0),
     )  # fmt: skip
-
-
-def _numbered(batches: tuple[ChangeBatch, ...]) -> tuple[ChangeBatch, ...]:
-    """The batches with `_seq` counting from zero without a gap, in the order it had."""
-    if not batches:
-        return ()
-    seqs = [batch.data.column(change.SEQ).to_numpy() for batch in batches]
-    every = np.concatenate(seqs)
-    numbers = np.empty(every.size, np.int64)
-    numbers[np.argsort(every, kind="stable")] = np.arange(every.size)
-    found, begin = [], 0
-    for batch, mine in zip(batches, seqs, strict=True):
-        now = numbers[begin : begin + mine.size]
-        begin += mine.size
-        place = batch.data.schema.get_field_index(change.SEQ)
-        data = batch.data
-        if not np.array_equal(now, mine):
-            data = data.set_column(place, data.schema.field(place), pa.array(now))
-        found.append(replace(batch, data=data, ends=(int(now[0]), int(now[-1]))))
-    return tuple(found)

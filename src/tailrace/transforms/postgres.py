@@ -1,4 +1,4 @@
-"""PostgreSQL seen through rules: its shapes and the rows of its snapshots, transformed.
+"""PostgreSQL seen through rules: its shapes, its stream and the rows of its snapshots, transformed.
 
 Here and in `stream` rules meet the source, and nothing behind them knows of rules: what the log, a load and a lake
 table get is what the rules have made. Questions to the server are asked in its own terms: a transformed shape
@@ -7,12 +7,15 @@ remembers the one at the source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 
+from tailrace.capture.base import SourceId, StreamOfTimeline
 from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.scan import PostgresScan
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import OPEN_SECONDS_MAX, ExactSnapshot, SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
@@ -21,6 +24,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.shape import is_touched
+from tailrace.transforms.stream import TransformedStream
 
 
 class TransformedCapture(PostgresCapture):
@@ -36,6 +40,15 @@ class TransformedCapture(PostgresCapture):
     def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
         found = super().describe(tables)
         return {table: self.rules.transformed_schema(schema) for table, schema in found.items()}
+
+    def live(self, after: Lsn, origin: SourceId | None = None) -> StreamOfTimeline:
+        return TransformedStream(super().live(after, origin), self.rules)
+
+    def scan(self, tables: Sequence[TableId], *, live: bool, where: str | None = None) -> PostgresScan:
+        raise _no_scan()
+
+    def resume_scan(self, record: Mapping[str, Any]) -> PostgresScan | None:
+        raise _no_scan()
 
     def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
         plan = super().plan(table, cut, chunk_bytes)
@@ -53,6 +66,14 @@ class TransformedCapture(PostgresCapture):
 
     def row_reader(self, seconds_max: float) -> SnapshotReader:
         return TransformedReader(super().row_reader(seconds_max), self.rules)
+
+
+def _no_scan() -> Unsupported:
+    """A scan goes on behind keys of the source, which rules may have changed."""
+    return Unsupported(
+        "a runtime cannot read tables through a source that has rules",
+        hint="Give it the plain source and the rules: `CdcRuntime(PostgresCapture(…), …, transforms=…)`.",
+    )
 
 
 class _Snapshot(ExactSnapshot):

@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tailrace.capture.base import Stream
-from tailrace.errors import TailraceError
+from tailrace.capture.base import OfTimeline, Stream
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.transforms.plan import TransformPlan
+from tailrace.transforms.plan import OnLetter, TransformPlan
 
 
 class TransformedStream:
-    """A stream as the rules show it. Windows of which nothing is left only move the position, now and then."""
+    """A stream as the rules show it. Windows of which nothing is left only move the position, now and then.
 
-    def __init__(self, stream: Stream, rules: TransformPlan) -> None:
+    Rows that a rule with `dead-letter` failed at are marked, for a log; or they go to `on_letter` before the window is
+    given out, and come to it again with a window that comes again."""
+
+    def __init__(self, stream: Stream, rules: TransformPlan, on_letter: OnLetter | None = None) -> None:
         self._stream = stream
-        self._rules = rules
+        self._rules, self._on_letter = rules, on_letter
+        if isinstance(stream, OfTimeline):
+            self.timeline = stream.timeline
         self._passed = ZERO
         """The end of a window that had rows, none of which was let through."""
         self._kept = False
         """Whether any part of the transaction under way was."""
-        self._failure: TailraceError | None = None
+        self._failure: Exception | None = None
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         if self._failure is not None:
@@ -35,8 +39,8 @@ class TransformedStream:
         if window is None:
             return Window(start=after, end=reached) if reached > after and not self._kept else None
         try:
-            made = self._rules.window(window)
-        except TailraceError as error:
+            made = self._rules.window(window, self._on_letter)
+        except Exception as error:  # whatever it is: the window is lost to this stream
             self._failure = error
             raise
         if made is None:
@@ -51,6 +55,11 @@ class TransformedStream:
         if made.empty:
             self._passed = made.end
         return made if made.start == after else replace(made, start=after)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the stream has read ahead, if it does."""
+        return getattr(self._stream, "held_bytes", 0)
 
     def confirm(self, position: Lsn) -> None:
         self._stream.confirm(position)

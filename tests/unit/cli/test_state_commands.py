@@ -16,6 +16,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.state.histories import FileSchemaHistory
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, WIDER, Diary, inserts
 
@@ -100,6 +101,17 @@ def test_a_log_that_is_not_there_yet_is_told_with_what_makes_it(call: Any, tmp_p
     code, _, err = call("schema-history", tmp_path / "tailrace.yaml")
     assert code == ExitCode.LOG
     assert "hint: Start `tailrace run`" in err
+
+
+def test_a_folder_of_a_programs_own_history_is_shown_beside_the_program(call: Any, tmp_path: Path) -> None:
+    with FileSchemaHistory(tmp_path / "shapes") as history:
+        history.record(SHOP)
+        history.record(WIDER)
+        code, out, err = call("schema-history", tmp_path / "shapes")
+        assert (code, err) == (0, "")
+        assert "add added bool" in " ".join(out.split())
+        code, out, _ = call("schema-history", tmp_path / "shapes", str(SHOP.table), "--json")
+        assert [item["version"] for item in json.loads(out)["tables"][0]["versions"]] == [1, 2]
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column
-from tailrace.runtime import loop, observing
+from tailrace.runtime import injecting, loop, observing
 from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
@@ -358,10 +358,12 @@ def test_a_running_one_cannot_be_started_and_an_idle_one_not_polled(source: Memo
 
 
 def test_a_failed_start_leaves_it_startable(source: MemoryCapture, store: Store) -> None:
-    runtime = CdcRuntime(source, store)
+    heard: list[Fact] = []
+    runtime = CdcRuntime(source, store, observers=(heard.append,))
     store.failures = [StateFull("disk full", hint="Free space.")]
-    with pytest.raises(StateFull):
+    with pytest.raises(StateFull) as raised:
         runtime.start()
+    assert heard == [observing.StartFailed(error=raised.value)]
     assert runtime.state is State.IDLE
     runtime.start()
     source.commit(inserts(1))
@@ -450,7 +452,7 @@ def test_what_is_injected_comes_first_and_carries_no_position(source: MemoryCapt
 
 
 def test_injecting_without_end_is_refused(runtime: CdcRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "INJECTED_MAX", 2)
+    monkeypatch.setattr(injecting, "INJECTED_MAX", 2)
     runtime.enqueue(inserts(1))
     runtime.enqueue(inserts(2))
     with pytest.raises(RuntimeRefused):
@@ -592,9 +594,11 @@ def test_rejected_rows_end_the_loop_unless_somebody_takes_them(source: MemoryCap
     assert source.confirmed == ZERO
     sink.rejections = [bad]
     aside: list[Rejected] = []
-    runtime = CdcRuntime(source, store)
+    heard: list[Fact] = []
+    runtime = CdcRuntime(source, store, observers=(heard.append,))
     runtime.run(sink, until(lambda: source.confirmed > ZERO), on_rejected=aside.extend)
     assert aside == [bad]
+    assert observing.RowsRejected(rows=1, tables=(SHOP.table,), reason="too wide") in heard
 
 
 def test_the_log_keeps_its_own_place_and_no_other_sink_may_use_it(source: MemoryCapture, tmp_path: Path) -> None:
@@ -618,6 +622,8 @@ def test_observers_hear_every_fact_and_cannot_disturb(source: MemoryCapture, sto
     runtime.start()
     source.commit(inserts(1))
     runtime.commit(runtime.poll().ack)
+    runtime.enqueue(inserts(2))
+    runtime.poll()
     runtime.control.pause()
     runtime.poll(0.0)
     runtime.control.resume()
@@ -627,7 +633,7 @@ def test_observers_hear_every_fact_and_cannot_disturb(source: MemoryCapture, sto
     runtime.stop()
     assert [type(fact) for fact in heard] == [
         observing.Started, observing.StreamOpened, observing.ShapeSeen, observing.Delivered, observing.Committed,
-        observing.Paused, observing.Resumed, observing.Lost, observing.Stopped,
+        observing.Delivered, observing.Paused, observing.Resumed, observing.Lost, observing.Stopped,
     ]  # fmt: skip
 
 
@@ -801,6 +807,23 @@ def test_a_source_that_breaks_when_it_is_told_loses_and_repeats_nothing(store: S
     assert seen == list(range(6))[-len(seen) :]
     assert len(seen) == (3 if isinstance(error, SourceUnreachable) else 4)
     assert runtime.rows_committed == 6
+    runtime.stop()
+
+
+def test_a_prefix_that_ends_in_a_transaction_is_counted_though_the_source_cannot_be_told(store: Store) -> None:
+    source = Deaf(window_transactions_max=10)
+    source.faults = [PositionLost("gone", hint="Begin again.")]
+    source.commit(inserts(0, 1))
+    source.commit(inserts(2, 3, 4))
+    runtime = CdcRuntime(source, store)
+    runtime.start()
+    with pytest.raises(PositionLost):
+        runtime.commit(runtime.poll().ack, rows=3)
+    assert (runtime.rows_committed, runtime.control.status().unacknowledged) == (2, 1)
+    batch = runtime.poll()
+    assert [(event.seq, event.values["id"]) for event in batch.events()] == [(3, 3), (4, 4)]
+    runtime.commit(batch.ack)
+    assert (runtime.rows_committed, runtime.progress.rows) == (5, 5)
     runtime.stop()
 
 

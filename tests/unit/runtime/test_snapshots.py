@@ -199,6 +199,64 @@ def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: Memo
     runtime.stop()
 
 
+def test_what_is_asked_for_after_a_stop_is_read_though_nobody_polled_between(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store)
+    take(runtime)
+    runtime.control.snapshot(SHOP.table)
+    runtime.control.stop_snapshot()
+    runtime.control.snapshot(OTHER.table)
+    assert keys(take(runtime), Kind.SNAPSHOT) == [100, 101, 102]
+    under_way = runtime.control.snapshot(SHOP.table)
+    runtime.commit(runtime.poll(0.0).ack)
+    runtime.control.stop_snapshot(under_way)
+    runtime.control.snapshot(OTHER.table)
+    assert keys(take(runtime), Kind.SNAPSHOT) == [100, 101, 102]
+    runtime.stop()
+
+
+def test_a_snapshot_before_the_stream_can_be_given_up_and_the_stream_goes_on_from_its_moment(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    heard: list[Fact] = []
+    runtime = started(source, store, snapshot_tables=TABLES, observers=(heard.append,))
+    runtime.commit(runtime.poll().ack)
+    source.commit(inserts(50))
+    runtime.control.stop_snapshot()
+    found = take(runtime)
+    assert (keys(found, Kind.SNAPSHOT), keys(found, Kind.STREAM)) == ([], [50])
+    assert [fact.stopped for fact in heard if isinstance(fact, observing.SnapshotEnded)] == [True]
+    runtime.stop()
+    again = started(source, store)
+    assert take(again) == [], "and nothing of it is on record"
+    again.stop()
+
+
+def test_batches_of_a_snapshot_are_bounded_by_bytes_too(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    runtime = CdcRuntime(source, store, snapshot_tables=TABLES)
+    runtime.start()
+    chunk = runtime.poll()
+    assert chunk.rows == 10
+    size = chunk.batches[0].data.nbytes
+    runtime.force_stop()
+    runtime = CdcRuntime(source, store, snapshot_tables=TABLES, limits=Limits(rows=1000, bytes=size // 2))
+    runtime.start()
+    found = take(runtime)
+    assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
+    assert max(batch.rows for batch in found) == 5
+    assert max(batch.batches[0].data.nbytes for batch in found) <= size
+    runtime.stop()
+
+
+def test_acknowledged_rows_of_a_snapshot_are_told_of(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
+    heard: list[Fact] = []
+    runtime = started(source, store, snapshot_tables=TABLES, observers=(heard.append,))
+    runtime.commit(runtime.poll().ack, rows=3)
+    assert [fact.rows for fact in heard if isinstance(fact, observing.Committed)] == [3]
+    runtime.force_stop()
+
+
 def test_an_incremental_snapshot_goes_on_after_a_crash(source: MemoryCapture, store: MemoryCheckpointStore) -> None:
     runtime = started(source, store)
     take(runtime)

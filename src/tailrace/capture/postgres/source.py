@@ -11,7 +11,7 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 
-from tailrace.capture.base import Capabilities, Lag, SourceId
+from tailrace.capture.base import Capabilities, Lag, SourceId, StreamOfTimeline
 from tailrace.capture.postgres import history, preflight, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan, find_leaves, plan_table
@@ -153,7 +153,7 @@ class PostgresCapture:
         with self._connected() as connection:
             return preflight.horizon(connection)
 
-    def live(self, after: Lsn, origin: SourceId | None = None) -> PostgresStream:
+    def live(self, after: Lsn, origin: SourceId | None = None) -> StreamOfTimeline:
         """The stream after a position of `origin`, or of what it was prepared for; the server behind the URL may be
         another one than before."""
         origin = origin or self._origin

@@ -1,0 +1,106 @@
+"""Changes of the caller's own, on their way to the next batches.
+
+They pass the same rules as everything else, in the order of their coming, and one that a rule halts at is passed by
+nothing. They carry no position and are not kept, so they are not counted among the rows that are: their `_seq` is a
+number below zero, which no change of the source has. It grows, and stays the same when a sink is given them again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from tailrace.errors import RuntimeRefused
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.change import Operation
+from tailrace.model.event import Event
+from tailrace.runtime.ruling import Ruling
+from tailrace.transforms.numbering import numbered_anew
+
+INJECTED_MAX = 10_000
+FIRST_SEQ = -(1 << 63)
+"""To which the time is added, in nanoseconds: a program that is started again does not repeat a number."""
+
+
+class Injected:
+    """What waits to be handed out. Any thread may ask how much that is."""
+
+    def __init__(self, rules: Ruling, *, as_they_come: bool) -> None:
+        self._rules, self._as_they_come = rules, as_they_come
+        self._waiting: deque[ChangeBatch] = deque()
+        self._last: ChangeBatch | None = None
+        self._next_seq = FIRST_SEQ
+
+    def add(self, changes: ChangeBatch | Event) -> None:
+        if len(self._waiting) >= INJECTED_MAX:
+            raise RuntimeRefused("too much was injected and not polled", hint="Poll before injecting more.")
+        batch = batch_of_event(changes) if isinstance(changes, Event) else changes
+        if len(batch):
+            self._waiting.append(self._numbered(batch))
+
+    def _numbered(self, batch: ChangeBatch) -> ChangeBatch:
+        if self._as_they_come:  # a log counts from zero, and adds its own number
+            first = 0
+        else:
+            first = max(self._next_seq, FIRST_SEQ + time.time_ns())
+            self._next_seq = first + len(batch)
+        place = batch.data.schema.get_field_index(change.SEQ)
+        seqs = pa.array(np.arange(first, first + len(batch)))
+        return replace(
+            batch, data=batch.data.set_column(place, change.ALWAYS[1], seqs), ends=(first, first + len(batch) - 1)
+        )
+
+    def next(self) -> tuple[ChangeBatch, ...]:
+        """The rows that are handed out next, as the rules show them; none if there are none."""
+        while self._waiting:
+            made = self._rules.sifted((self._waiting[0],))
+            self._last = self._waiting.popleft()  # only now: nothing passes what a rule halts at
+            if made:
+                return numbered_anew(made) if self._as_they_come else made
+        return ()
+
+    def put_back(self) -> None:
+        """What was handed out last was not taken: it comes again."""
+        if self._last is not None:
+            self._waiting.appendleft(self._last)
+            self._last = None
+
+    def drain(self) -> tuple[ChangeBatch, ...]:
+        drained = tuple(self._waiting)
+        self._waiting.clear()
+        return drained
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, tuple(self._waiting)))
+
+
+def batch_of_event(event: Event) -> ChangeBatch:
+    """One change as a batch."""
+    schema = event.schema
+    row: dict[str, object] = {
+        change.OP: event.operation.value, change.SEQ: event.seq, change.POSITION: event.position or "",
+        change.TX: event.transaction, change.TX_INDEX: event.tx_index, change.COMMITTED_AT: event.committed_at or 0,
+        change.UNCHANGED: list(event.unchanged) or None, change.BEFORE: _stored(event.before),
+        change.MOVED_FROM: _stored(event.moved_from),
+        change.UNFIT: [{"column": name, "text": text} for name, text in event.unfit.items()] or None,
+        **{change.stored_name(name): event.values.get(name) for name in schema.names},
+    }  # fmt: skip
+    fields = [one for one in schema.change_schema() if one.name not in change.OPTIONAL or row[one.name] is not None]
+    return ChangeBatch(
+        schema=schema, data=pa.RecordBatch.from_pylist([row], pa.schema(fields)),
+        moves=int(event.moved_from is not None),
+        truncates=int(event.operation is Operation.TRUNCATE), unfit=len(event.unfit),
+    )  # fmt: skip
+
+
+def _stored(values: dict[str, object] | None) -> dict[str, object] | None:
+    return None if values is None else {change.stored_name(name): value for name, value in values.items()}

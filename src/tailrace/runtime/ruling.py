@@ -1,0 +1,78 @@
+"""Declared rules at work in a runtime: on the stream, on what a snapshot reads, on what is injected.
+
+All three go through one plan, so a row has the same values and types whichever way it comes. Where a rule halts,
+nothing is handed out, and nothing behind it: the same rows are tried again. Rows that a rule sets aside are taken by
+`on_letter` before the rows beside them are handed out; if it does not take them, it is as if the rule had halted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tailrace.capture.base import Stream
+from tailrace.errors import ConfigError, SinkError, TailraceError
+from tailrace.model.batch import ChangeBatch
+from tailrace.runtime.observing import RuleUnmatched, SetAside, Telling
+from tailrace.transforms.rules import Transforms
+
+if TYPE_CHECKING:
+    from tailrace.transforms.plan import Letter, OnLetter, TransformPlan
+
+log = logging.getLogger(__name__)
+
+
+class Ruling:
+    """The rules of a runtime; or none, which lets everything pass."""
+
+    def __init__(
+        self, rules: Transforms | TransformPlan | None, on_letter: OnLetter | None, tell: Telling
+    ) -> None:
+        self._plan = (_made_ready(rules) if rules else None) if isinstance(rules, Transforms) else rules
+        self._on_letter, self._tell = on_letter, tell
+        for rule in self._plan.transforms.rules if self._plan is not None else ():
+            if rule.on_error == "dead-letter" and on_letter is None:
+                raise ConfigError(
+                    "a rule sets rows aside, and nobody takes them", rule=rule.name,
+                    hint="Give the runtime `on_letter`, a function that stores them; or let the rule halt.",
+                )  # fmt: skip
+
+    def stream(self, stream: Stream) -> Stream:
+        """The stream as the rules show it."""
+        if self._plan is None:
+            return stream
+        from tailrace.transforms.stream import TransformedStream
+
+        return TransformedStream(stream, self._plan, self._take)
+
+    def sifted(self, batches: Sequence[ChangeBatch]) -> tuple[ChangeBatch, ...]:
+        """The rows that the rules let through, each with the `_seq` it had."""
+        return tuple(batches) if self._plan is None else self._plan.sifted(batches, self._take)
+
+    def _take(self, letter: Letter) -> None:
+        assert self._on_letter is not None, "no rule sets rows aside without it"
+        table, rows = letter.batch.schema.table, len(letter.batch)
+        try:
+            self._on_letter(letter)
+        except TailraceError:
+            raise
+        except Exception as error:  # of the caller's own
+            raise SinkError(
+                "rows that a rule has set aside were not taken", rule=letter.rule, table=table, rows=rows,
+                hint="Mend what `on_letter` does; raise `SinkUnready` in it for what waiting mends.",
+            ) from error  # fmt: skip
+        self._tell(SetAside(rule=letter.rule, table=table, rows=rows, cause=letter.cause))
+
+    def tell_unmatched(self) -> None:
+        """Name the rules that have had nothing to do."""
+        for idle in self._plan.unmatched() if self._plan is not None else ():
+            log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
+            self._tell(RuleUnmatched(rule=idle.rule, why=idle.why))
+
+
+def _made_ready(rules: Transforms) -> TransformPlan:
+    """Only a runtime that has rules loads what they are computed with."""
+    from tailrace.transforms.plan import TransformPlan
+
+    return TransformPlan(rules)
