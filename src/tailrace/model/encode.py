@@ -44,6 +44,8 @@ def to_json(event: Event) -> dict[str, Any]:
         found["before"] = _row(event.before)
     if event.moved_from is not None:
         found["moved_from"] = _row(event.moved_from)
+    if event.kept_for is not None:
+        found["kept_for"] = _row(event.kept_for)
     if event.unfit:
         found["unfit"] = dict(event.unfit)
     return found

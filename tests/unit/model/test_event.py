@@ -43,10 +43,28 @@ def test_what_was_not_sent_is_merged_and_never_null() -> None:
     )  # fmt: skip
 
 
-def test_a_key_that_changed_is_a_delete_and_a_row_that_builds_on_the_old_one() -> None:
-    gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
+def test_a_key_that_changed_is_a_delete_and_a_row() -> None:
+    gone, come = written(SHOP, *move(1, 2, name="a", big="b", n=3))
     assert gone == Delete(key={"id": 1})
+    assert come == Replace(key={"id": 2}, row=ROW | {"id": 2})
+
+
+def test_an_old_row_that_the_new_one_builds_on_is_not_deleted_before() -> None:
+    gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
+    assert isinstance(gone, Nothing)
+    assert "goes on under another key" in gone.why
     assert come == Merge(key={"id": 2}, columns={"id": 2, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
+
+
+def test_a_delete_before_a_moved_row_of_another_key_is_a_delete() -> None:
+    _, come = move(1, 2, name="a", n=3, unchanged=("big",))
+    assert written(SHOP, delete(7), come)[0] == Delete(key={"id": 7})
+
+
+def test_an_old_row_goes_if_the_new_one_cannot_be_written() -> None:
+    """There is nothing then that would take it away."""
+    gone, come = move(1, 2, unchanged=("big",))
+    assert written(SHOP, gone, replace(come, unfit=("n",)))[0] == Delete(key={"id": 1})
 
 
 def test_a_delete_and_a_truncate() -> None:
@@ -137,6 +155,12 @@ def test_in_our_own_form_absent_is_not_null() -> None:
     assert found["after"] == {"id": 1, "name": None, "n": 3}
     assert (found["unchanged"], found["key"], found["v"]) == (["big"], {"id": 1}, ENVELOPE)
     assert "before" not in found
+
+
+def test_a_line_of_an_old_row_says_that_the_next_one_needs_it() -> None:
+    gone, come = (to_json(event) for event in events(SHOP, *move(1, 2, unchanged=("big",))))
+    assert (gone["op"], gone["kept_for"]) == ("delete", {"id": 2})
+    assert (come["moved_from"], come["unchanged"]) == ({"id": 1}, ["big"])
 
 
 def test_readers_of_debezium_find_what_they_look_for() -> None:
