@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,3 +82,22 @@ def test_a_move_that_comes_again_keeps_the_value_and_makes_no_half_row() -> None
         *move(2, 3, name="a", n=2, unchanged=("big",)), insert(1, name="b", big="other", n=0),
     )  # fmt: skip
     assert rows_after(*whole, *whole[1:]) == rows_after(*whole)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("part_rows", [None, 1, 2, 3])
+def test_no_batch_ends_between_the_two_rows_of_a_key_that_changed(rows: int, part_rows: int | None) -> None:
+    source = MemoryCapture(part_rows_max=part_rows)
+    source.commit(batch(SHOP, insert(1), *move(1, 2, unchanged=("big",)), *move(2, 3, unchanged=("big",)), insert(4)))
+    limits = Limits(rows=rows, transactions=Transactions.SPLIT)
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), limits=limits)
+    runtime.start()
+    seqs: list[int] = []
+    while (polled := runtime.poll(0.0)).rows:
+        assert polled.rows <= max(rows, 2)
+        found = list(polled.events())
+        assert found[0].moved_from is None, "the delete of its old key was in the batch before"
+        seqs += [event.seq for event in found]
+        runtime.commit(polled.ack)
+    assert seqs == list(range(6))
+    runtime.force_stop()
