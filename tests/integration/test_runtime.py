@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,33 @@ def test_lesson_21_a_key_update_of_a_row_with_a_large_value_keeps_the_value(
     assert unsent == [("name",)] * 3, "the server leaves it out"
     assert mirror.of(ITEMS) == rows_of(source, ITEMS)
     runtime.stop()
+
+
+def test_a_snapshot_goes_on_behind_a_key_of_any_year(source: PostgresCapture, store: MemoryCheckpointStore) -> None:
+    """Python's calendar has the years from 1 to 9999; the server has more."""
+    days = ["4000-02-03 BC", "0044-03-15 BC", "0001-01-02", "2020-02-29", "12345-06-07", "5874897-12-31"]
+    sql(
+        source, "create table ages (day date, at timestamptz, primary key (day, at))",
+        "insert into ages select d::date, t::timestamptz "
+        f"from unnest(array{days}) d, unnest(array['0100-01-01 BC', '2020-01-01', '200000-01-01']) t",
+    )  # fmt: skip
+    ages = TableId("public", "ages")
+    source.settings = replace(source.settings, wanted=lambda table: table == ages)
+    seen: list[tuple[object, ...]] = []
+    while len(seen) < 18:
+        runtime = CdcRuntime(source, store, snapshot_tables=(ages,), limits=Limits(rows=5))
+        runtime.start()
+        batch = runtime.poll(5.0)
+        while not batch.rows:
+            batch = runtime.poll(5.0)
+        assert batch.kind is Kind.SNAPSHOT
+        seen += [tuple(event.values.values()) for event in batch.events()]
+        runtime.commit(batch.ack)
+        runtime.force_stop()
+    assert len(set(seen)) == len(seen) == 18
+    assert [str(day) for day, _ in seen[::3]] == [
+        "-3999-02-03", "-043-03-15", "0001-01-02", "2020-02-29", "12345-06-07", "5874897-12-31",
+    ]  # fmt: skip
 
 
 def test_a_snapshot_on_demand_can_be_filtered(source: PostgresCapture, store: MemoryCheckpointStore) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -195,16 +195,19 @@ def _values(column: pa.Array) -> list[Any]:
     """The column's values as Python has them. Arrow looks for the time zone of every single time; there is one."""
     kind = column.type
     values: list[Any]
-    if not pa.types.is_timestamp(kind) or kind.unit != "us" or kind.tz not in (None, "UTC"):
+    if pa.types.is_date32(kind):
+        unit: Literal["D", "us"] = "D"
+        moments = column.view(pa.int32()).fill_null(0).to_numpy().astype("datetime64[D]").tolist()
+    elif pa.types.is_timestamp(kind) and kind.unit == "us" and kind.tz in (None, "UTC"):
+        unit = "us"
+        moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]").tolist()
+        if kind.tz:
+            moments = [moment.replace(tzinfo=UTC) if isinstance(moment, datetime) else moment for moment in moments]
+    else:
         values = column.to_pylist()
         return values
-    moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]")
-    zone = UTC if kind.tz else None
     # Beyond what Python's calendar has, numpy gives a number.
-    values = [
-        moment.replace(tzinfo=zone) if isinstance(moment, datetime) else str(np.datetime64(moment, "us"))
-        for moment in moments.tolist()
-    ]
+    values = [str(np.datetime64(moment, unit)) if isinstance(moment, int) else moment for moment in moments]
     if column.null_count:
         values = [value if there else None for value, there in zip(values, column.is_valid().to_pylist(), strict=True)]
     return values
