@@ -249,10 +249,10 @@ def test_a_snapshot_on_demand_can_be_filtered(source: PostgresCapture, store: Me
     runtime.stop()
 
 
-def test_an_open_writer_is_waited_for_and_the_stream_goes_on_meanwhile(
+def test_lesson_2_an_open_writer_is_waited_for_and_the_stream_goes_on_meanwhile(
     source: PostgresCapture, store: MemoryCheckpointStore
 ) -> None:
-    """Lesson 2, of this part: what it has written is in the snapshot or in the stream."""
+    """What it has written is in the snapshot or in the stream."""
     runtime, mirror = CdcRuntime(source, store), Mirror()
     runtime.start()
     with psycopg.connect(source.settings.url) as writer:
