@@ -57,10 +57,10 @@ class MemorySink:
         self.flushes = 0
 
     def write(self, batch: Batch) -> tuple[()]:
-        if batch.ack is not None and batch.rows:
-            first = first_seq(batch.window)
-            self._unflushed = [held for held in self._unflushed if held.ack is None or first_seq(held.window) < first]
-        self._unflushed.append(batch)
+        if batch.rows:
+            first, numbered = first_seq(batch.window), batch.ack is not None
+            self._unflushed = [held for held in self._unflushed if not _comes_again(held, first, numbered)]
+            self._unflushed.append(batch)
         return ()
 
     def flush(self, caught_up: bool) -> None:
@@ -76,25 +76,35 @@ class MemorySink:
         return [event for batch in self.batches for event in batch.events()]
 
 
+def _comes_again(held: Batch, first: int, numbered: bool) -> bool:
+    """Whether a batch that begins with this number is one that is held, or is followed by it. What was injected is not
+    in the order of the source; it has numbers below zero, or none that mean anything."""
+    seq = first_seq(held.window)
+    if held.ack is None or not numbered:
+        return held.ack is None and not numbered and seq == first < 0
+    return seq >= first
+
+
 class _Lines:
     """Lines that were written and not flushed; a batch that comes again takes its own place."""
 
     def __init__(self, encode: Encode) -> None:
         self._encode = encode
-        self._lines: list[tuple[int, str]] = []
+        self._held: list[tuple[Batch, list[str]]] = []
 
     def add(self, batch: Batch) -> None:
-        if batch.ack is not None and batch.rows:
-            first = first_seq(batch.window)
-            self._lines = [(seq, line) for seq, line in self._lines if seq < first]
-        placed = batch.ack is not None  # what was injected has no number, and never comes again
-        self._lines += [(event.seq if placed else -1, self._encode(event) + "\n") for event in batch.events()]
+        if not batch.rows:
+            return
+        lines = [self._encode(event) + "\n" for event in batch.events()]
+        first, numbered = first_seq(batch.window), batch.ack is not None
+        self._held = [(held, text) for held, text in self._held if not _comes_again(held, first, numbered)]
+        self._held.append((batch, lines))
 
     def text(self) -> str:
-        return "".join(line for _, line in self._lines)
+        return "".join(line for _, lines in self._held for line in lines)
 
     def clear(self) -> None:
-        self._lines.clear()
+        self._held.clear()
 
 
 class StreamSink:

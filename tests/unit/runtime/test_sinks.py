@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError, SinkError, SinkUnready
 from tailrace.model.encode import to_debezium_line
 from tailrace.model.position import ZERO
-from tailrace.runtime.batch import Batch
+from tailrace.runtime.batch import Batch, numbered
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, StreamSink, TableRouter
 from tailrace.state.checkpoints import MemoryCheckpointStore
@@ -216,6 +217,19 @@ def test_a_batch_that_one_of_two_could_not_take_is_written_once_by_the_other(tmp
     sink.close()
     assert lines(tmp_path) == [0, 1, 2]
     assert full.rows == 3
+
+
+def test_what_was_injected_drives_out_nothing_and_is_there_once(tmp_path: Path) -> None:
+    """It stands outside of the source's order: its numbers are below zero, or mean nothing."""
+    sink, memory, given = JsonlSink(tmp_path), MemorySink(), batch()
+    below = replace(given, ack=None, window=numbered(given.window, -9))
+    for one in (given, below, replace(given, ack=None), replace(given, ack=None), below):
+        sink.write(one)
+        memory.write(one)
+    sink.flush(True)
+    memory.flush(True)
+    sink.close()
+    assert lines(tmp_path) == [event.seq for event in memory.events()] == [0, 1, 2, 0, 1, 2, 0, 1, 2, -9, -8, -7]
 
 
 def test_fan_out_is_delivered_when_all_have_it() -> None:
