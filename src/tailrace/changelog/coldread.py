@@ -1,6 +1,7 @@
 """Rows out of sealed files, as they were in the commits they came from.
 
-A file is checked as a whole before its first row is delivered. Rows come in bounded batches: a row group at most.
+A file is checked as a whole before its first row is delivered. Rows come in bounded batches: a row group at most. Both
+rows of a key that changed are in one batch, as they were in the commit: `Event.row_write` looks from one to the other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tailrace.changelog.rows import counted
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
+from tailrace.model.change import Operation
 
 MERGED_ROWS = 131_072
 """Of many tables together, held at once while they are read side by side;"""
@@ -86,7 +88,7 @@ class ColdReader:
 
     def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: LogPath) -> Iterator[pa.RecordBatch]:
         try:
-            yield from parquet.iter_batches(rows, row_groups=[place], use_threads=False)
+            yield from _moves_whole(parquet.iter_batches(rows, row_groups=[place], use_threads=False))
         except (OSError, pa.ArrowException) as error:
             raise damaged(path, "a page of it cannot be read") from error
 
@@ -105,6 +107,21 @@ class ColdReader:
             for table, source in sources:
                 for batch in source.until(next_seq):
                     yield commit - 1, table, batch
+
+
+def _moves_whole(pieces: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The pieces, each without a delete at its end, which may be of a key that changed: it comes with the next."""
+    held: pa.RecordBatch | None = None
+    for piece in pieces:
+        rows = piece if held is None else pa.concat_batches([held, piece])
+        held = None
+        last = rows.num_rows - 1
+        if change.MOVED_FROM in rows.schema.names and rows.column(change.OP)[last].as_py() == Operation.DELETE.value:
+            rows, held = rows.slice(0, last), rows.slice(last)
+        if rows.num_rows:
+            yield rows
+    if held is not None:
+        yield held
 
 
 class _Source:
