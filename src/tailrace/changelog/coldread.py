@@ -20,7 +20,6 @@ from tailrace.changelog.rows import counted
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.change import Operation
 
 MERGED_ROWS = 131_072
 """Of many tables together, held at once while they are read side by side;"""
@@ -110,16 +109,17 @@ class ColdReader:
 
 
 def _moves_whole(pieces: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The pieces, each without a delete at its end, which may be of a key that changed: it comes with the next."""
+    """The pieces; where one begins with a row that was moved, with the delete of its old key from the one before."""
     held: pa.RecordBatch | None = None
     for piece in pieces:
-        rows = piece if held is None else pa.concat_batches([held, piece])
-        held = None
-        last = rows.num_rows - 1
-        if change.MOVED_FROM in rows.schema.names and rows.column(change.OP)[last].as_py() == Operation.DELETE.value:
-            rows, held = rows.slice(0, last), rows.slice(last)
-        if rows.num_rows:
-            yield rows
+        following = piece
+        if held is not None:
+            if change.MOVED_FROM in piece.schema.names and piece.column(change.MOVED_FROM)[0].is_valid:
+                last = held.num_rows - 1
+                following, held = pa.concat_batches([held.slice(last), piece]), held.slice(0, last)
+            if held.num_rows:
+                yield held
+        held = following
     if held is not None:
         yield held
 
