@@ -103,3 +103,17 @@ def test_the_code_of_the_guide_to_checkpoints_runs_from_top_to_bottom(
     ]
     listing, seeding, deleting = re.findall(r"`tailrace (checkpoints state/[^`]*)`", page)
     assert [main(command.split()) for command in (listing, deleting, seeding)] == [0, 0, 0]
+
+
+def test_the_code_of_the_guide_to_testing_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (GUIDES / "testing.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        if "needs a server" not in block:  # that one: tests/integration/test_wire.py
+            exec(compile(block, "testing.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == [
+        "[1, 1, 2, 3, 4]",
+        "state-unusable",
+        "['delay confirm', 'duplicate read'] ['fail save']",
+        "it keeps every promise",
+    ]

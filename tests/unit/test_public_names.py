@@ -62,5 +62,19 @@ print({name for name in ('pyspark', 'py4j', 'deltalake', 'numba') if name in sys
     assert printed(code.replace("from tailrace import *", names)) == "set() 1"
 
 
+def test_capture_runs_where_only_the_packages_of_the_librarys_guide_are_installed() -> None:
+    code = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"pyspark", "py4j", "deltalake", "yaml", "rich"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+import tailrace.testing.faults, tailrace.testing.script, tailrace.testing.sinks, tailrace.testing.wire
+"""
+    light = PUBLIC - {"CdcSource", "register", "tables_at"}
+    assert printed(f"{code}from tailrace import {', '.join(sorted(light))}; print('all')") == "all"
+
+
 def printed(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

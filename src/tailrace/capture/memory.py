@@ -64,6 +64,16 @@ class _Transaction:
     def rows(self) -> int:
         return sum(len(batch) for batch in self.batches)
 
+    def part_end(self, begin: int, rows: int) -> int:
+        """Where a part of so many rows ends; the two rows of a key that changed stay together."""
+        end, index = begin + rows, 0
+        for batch in self.batches:
+            at, index = end - index, index + len(batch)
+            there = 0 <= at < len(batch) and change.MOVED_FROM in batch.data.schema.names
+            if there and batch.data.column(change.MOVED_FROM)[at].is_valid:
+                return end - 1 if rows > 1 else end + 1
+        return end
+
     def stamped(self, first_seq: int, begin: int, end: int, *, is_open: bool) -> Iterator[ChangeBatch]:
         """Its rows from `begin` to `end` as the port wants them: numbered batch after batch, and saying where
         they come from, as far as a reader can know."""
@@ -238,8 +248,8 @@ class MemoryCapture:
             if not picked:
                 return Window(start=after, end=self._end) if self._end > after else None
         part = self.part_rows_max
-        if part is not None and picked[0].rows - given > part:
-            return _open_window(after, picked[0], given, given + part)
+        if part is not None and (end := picked[0].part_end(given, part)) < picked[0].rows:
+            return _open_window(after, picked[0], given, end)
         small = itertools.takewhile(lambda later: part is None or later.rows <= part, picked[1:])
         return _window(after, [picked[0], *small], given)
 

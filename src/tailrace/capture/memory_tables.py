@@ -16,24 +16,21 @@ import pyarrow as pa
 from tailrace.capture.base import ScanPiece
 from tailrace.errors import SourceTableMissing, Unsupported
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.change import Operation
+from tailrace.model.event import Row
+from tailrace.model.mirror import Key, Mirror
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-
-Row = dict[str, Any]
-Key = tuple[Any, ...]
 
 
 @dataclass
 class Table:
-    """One table: rows by key, or, without one, in the order of their coming."""
+    """One table and its rows."""
 
     schema: TableSchema
-    rows: dict[Key, Row]
-    count: int = 0
+    mirror: Mirror
 
     def sorted(self) -> list[tuple[Key, Row]]:
-        return sorted(self.rows.items(), key=lambda item: item[0])
+        return sorted(self.mirror.rows.items(), key=lambda item: item[0])
 
 
 class Tables:
@@ -43,24 +40,11 @@ class Tables:
         self._tables: dict[TableId, Table] = {}
 
     def apply(self, batches: Iterable[ChangeBatch]) -> None:
-        """One transaction."""
-        events = sorted((event for batch in batches for event in batch.events()), key=lambda event: event.seq)
-        for event in events:
-            table = self._tables.setdefault(event.schema.table, Table(event.schema, {}))
+        """One transaction. What its batches have as `_seq` does not matter; each is in order."""
+        for event in (event for batch in batches for event in batch.events()):
+            table = self._tables.setdefault(event.schema.table, Table(event.schema, Mirror()))
             table.schema = event.schema
-            if event.operation is Operation.TRUNCATE:
-                table.rows.clear()
-                continue
-            key = tuple(event.values[name] for name in event.schema.key)
-            if not key:
-                table.count += 1
-                key = (table.count,)
-            if event.operation is Operation.DELETE:
-                table.rows.pop(key, None)
-            else:
-                old = table.rows.get(tuple((event.moved_from or event.values)[name] for name in event.schema.key), {})
-                kept = {name: old.get(name) for name in event.unchanged}
-                table.rows[key] = event.values | kept
+            table.mirror.apply(event.row_write())
 
     def get(self, table: TableId) -> Table:
         if table not in self._tables:
@@ -70,7 +54,7 @@ class Tables:
     def copy(self) -> Tables:
         made = Tables()
         made._tables = {
-            name: Table(table.schema, dict(table.rows), table.count) for name, table in self._tables.items()
+            name: Table(table.schema, table.mirror.copy()) for name, table in self._tables.items()
         }
         return made
 

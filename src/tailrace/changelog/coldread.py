@@ -1,6 +1,7 @@
 """Rows out of sealed files, as they were in the commits they came from.
 
-A file is checked as a whole before its first row is delivered. Rows come in bounded batches: a row group at most.
+A file is checked as a whole before its first row is delivered. Rows come in bounded batches: a row group at most. Both
+rows of a key that changed are in one batch, as they were in the commit: `Event.row_write` looks from one to the other.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class ColdReader:
 
     def _pieces(self, parquet: pq.ParquetFile, place: int, rows: int, path: LogPath) -> Iterator[pa.RecordBatch]:
         try:
-            yield from parquet.iter_batches(rows, row_groups=[place], use_threads=False)
+            yield from _moves_whole(parquet.iter_batches(rows, row_groups=[place], use_threads=False))
         except (OSError, pa.ArrowException) as error:
             raise damaged(path, "a page of it cannot be read") from error
 
@@ -105,6 +106,22 @@ class ColdReader:
             for table, source in sources:
                 for batch in source.until(next_seq):
                     yield commit - 1, table, batch
+
+
+def _moves_whole(pieces: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The pieces; where one begins with a row that was moved, with the delete of its old key from the one before."""
+    held: pa.RecordBatch | None = None
+    for piece in pieces:
+        following = piece
+        if held is not None:
+            if change.MOVED_FROM in piece.schema.names and piece.column(change.MOVED_FROM)[0].is_valid:
+                last = held.num_rows - 1
+                following, held = pa.concat_batches([held.slice(last), piece]), held.slice(0, last)
+            if held.num_rows:
+                yield held
+        held = following
+    if held is not None:
+        yield held
 
 
 class _Source:

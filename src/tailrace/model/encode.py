@@ -28,11 +28,13 @@ _EXACT_MAX = 1 << 53
 
 
 def to_json(event: Event) -> dict[str, Any]:
-    """Our own form. What is not there is left out: absent is not null."""
+    """Our own form. What is not there is left out: absent is not null. `table` is for people: `a.b`.`c` and `a`.`b.c`
+    read alike there, so `schema` and `name` say it apart."""
+    table = event.schema.table
     found: dict[str, Any] = {
-        "v": event.version, "op": event.operation.value, "table": event.table, "seq": event.seq,
-        "position": event.position, "tx": event.transaction, "tx_index": event.tx_index,
-        "committed_at": event.committed_at.isoformat() if event.committed_at else None,
+        "v": event.version, "op": event.operation.value, "table": event.table, "schema": table.schema,
+        "name": table.name, "seq": event.seq, "position": event.position, "tx": event.transaction,
+        "tx_index": event.tx_index, "committed_at": event.committed_at.isoformat() if event.committed_at else None,
     }  # fmt: skip
     if event.key is not None:
         found["key"] = _row(event.key)
@@ -44,6 +46,8 @@ def to_json(event: Event) -> dict[str, Any]:
         found["before"] = _row(event.before)
     if event.moved_from is not None:
         found["moved_from"] = _row(event.moved_from)
+    if event.kept_for is not None:
+        found["kept_for"] = _row(event.kept_for)
     if event.unfit:
         found["unfit"] = dict(event.unfit)
     return found
@@ -54,9 +58,11 @@ def to_json_line(event: Event) -> str:
     return json.dumps(to_json(event), ensure_ascii=False, separators=(",", ":"))
 
 
-def to_debezium(event: Event, *, name: str = "tailrace") -> dict[str, Any]:
-    """As Debezium's connectors for PostgreSQL write it without a schema, `decimal.handling.mode` being `string`."""
-    schema, _, table = event.table.rpartition(".")
+def to_debezium(event: Event, *, name: str = "tailrace", database: str = "") -> dict[str, Any]:
+    """As Debezium's connectors for PostgreSQL write it without a schema, `decimal.handling.mode` being `string`.
+
+    `name` and `database` are what the readers know the server and its database by: an event does not."""
+    table = event.schema.table
     at_ms = int(event.committed_at.timestamp() * 1000) if event.committed_at else None
     snapshot = event.operation is Operation.READ
     after = event.after
@@ -70,7 +76,8 @@ def to_debezium(event: Event, *, name: str = "tailrace") -> dict[str, Any]:
         "after": None if after is None or event.operation is Operation.MESSAGE else _debezium_row(after),
         "source": {
             "version": str(event.version), "connector": "tailrace", "name": name, "ts_ms": at_ms,
-            "snapshot": "true" if snapshot else "false", "schema": schema, "table": table,
+            "snapshot": "true" if snapshot else "false", "db": database, "schema": table.schema,
+            "table": table.name,
             "txId": None if snapshot else event.transaction, "lsn": _lsn(event.position),
             "sequence": json.dumps([event.position, str(event.seq)]),
         },
@@ -82,9 +89,10 @@ def to_debezium(event: Event, *, name: str = "tailrace") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def to_debezium_line(event: Event) -> str:
+def to_debezium_line(event: Event, *, name: str = "tailrace", database: str = "") -> str:
     """Debezium's form on one line."""
-    return json.dumps(to_debezium(event), ensure_ascii=False, separators=(",", ":"))
+    found = to_debezium(event, name=name, database=database)
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
 
 
 def _lsn(position: str | None) -> int | None:

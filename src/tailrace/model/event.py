@@ -2,6 +2,10 @@
 
 `row_write` is the one place that says what a sink has to do with a row. A value that the server did not send is not
 null, so a change that has such columns is a `Merge`, never a `Replace`. What cannot be written says why.
+
+Writes are followed in order, one by one. So where a key changes and the server did not send a large value, the old row
+stays until the new one has been made from it: the delete is `Nothing`, and the `Merge` behind it takes the row of its
+`base` away. The two are neighbours in one batch, and nothing may cut between them. `model.mirror` follows the writes.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +39,12 @@ class Replace:
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """These columns of the row are new; `unchanged` ones stay as the row of `base` has them."""
+    """These columns of the row are new; the `unchanged` ones stay as the row has them.
+
+    Where `base` is another key the row stood there until now, and is to go from there. If a row of `key` is there
+    already the change comes for the second time, and that row has the values. If neither is there, there is nothing
+    to write: what made, moved or deleted the row since comes again too.
+    """
 
     key: Row
     columns: Row
@@ -87,6 +96,8 @@ class Event:
     before: Row | None
     moved_from: Row | None
     """The old key, where it changed; the event before is the delete of that key."""
+    kept_for: Row | None = None
+    """Of a delete: the key of the next event, which takes what the server did not send from this very row."""
     unfit: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Values that the column's type cannot hold, as text: None in `values`."""
     schema: TableSchema = field(repr=False, compare=False)
@@ -115,6 +126,8 @@ class Event:
         if self.unfit:
             names = ", ".join(sorted(self.unfit))
             return Nothing(why=f"a value does not fit the type of its column: {names}")
+        if self.kept_for is not None:
+            return Nothing(why="the row goes on under another key: the next change takes it from here")
         if operation is Operation.DELETE:
             if self.key is None and self.before is None and all(value is None for value in self.values.values()):
                 return Nothing(why="the table has no key, and the source did not send the old row")
@@ -146,34 +159,55 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
     stored = {change.stored_name(name): name for name in names}
     values = zip(*(listed(at) for at in stored), strict=True) if names else iter([()] * count)
     operations = {operation.value: operation for operation in Operation}
+    kept = _kept(schema, data) if {change.MOVED_FROM, change.UNCHANGED} <= columns.keys() else [None] * count
     rows = zip(
-        listed(change.OP), listed(change.SEQ), listed(change.POSITION), listed(change.TX), listed(change.TX_INDEX),
-        listed(change.COMMITTED_AT), listed(change.UNCHANGED), listed(change.BEFORE), listed(change.MOVED_FROM),
-        listed(change.UNFIT), values, strict=True,
+        kept, listed(change.OP), listed(change.SEQ), listed(change.POSITION), listed(change.TX),
+        listed(change.TX_INDEX), listed(change.COMMITTED_AT), listed(change.UNCHANGED), listed(change.BEFORE),
+        listed(change.MOVED_FROM), listed(change.UNFIT), values, strict=True,
     )  # fmt: skip
-    for op, seq, position, tx, index, at, unchanged, before, moved, unfit, row in rows:
+    for kept_for, op, seq, position, tx, index, at, unchanged, before, moved, unfit, row in rows:
         yield Event(
             operation=operations[op], table=table, seq=seq, position=position, transaction=tx, tx_index=index,
             committed_at=at, values=dict(zip(names, row, strict=True)), unchanged=tuple(unchanged or ()),
-            before=_named(before, stored), moved_from=_named(moved, stored),
+            before=_named(before, stored), moved_from=_keyed(moved, schema), kept_for=kept_for,
             unfit={cell["column"]: cell["text"] for cell in unfit or ()}, schema=schema,
         )  # fmt: skip
+
+
+def _kept(schema: TableSchema, data: pa.RecordBatch) -> list[Row | None]:
+    """For each row the key of the next one, if that takes values from it. Rare, so what is not so costs a look."""
+    found: list[Row | None] = [None] * data.num_rows
+    moved, unchanged = data.column(change.MOVED_FROM), data.column(change.UNCHANGED)
+    unfit = data.column(change.UNFIT) if change.UNFIT in data.schema.names else None
+    keys = [(name, data.column(change.stored_name(name))) for name in schema.key]
+    for at in np.flatnonzero(moved.is_valid().to_numpy(zero_copy_only=False)).tolist():
+        old = moved[at]
+        if not at or not unchanged[at].as_py() or (unfit is not None and unfit[at].as_py()):
+            continue
+        if data.column(change.OP)[at - 1].as_py() != Operation.DELETE.value:
+            continue
+        if all(old[change.stored_name(name)] == column[at - 1] for name, column in keys):
+            found[at - 1] = {name: column[at].as_py() for name, column in keys}
+    return found
 
 
 def _values(column: pa.Array) -> list[Any]:
     """The column's values as Python has them. Arrow looks for the time zone of every single time; there is one."""
     kind = column.type
     values: list[Any]
-    if not pa.types.is_timestamp(kind) or kind.unit != "us" or kind.tz not in (None, "UTC"):
+    if pa.types.is_date32(kind):
+        unit: Literal["D", "us"] = "D"
+        moments = column.view(pa.int32()).fill_null(0).to_numpy().astype("datetime64[D]").tolist()
+    elif pa.types.is_timestamp(kind) and kind.unit == "us" and kind.tz in (None, "UTC"):
+        unit = "us"
+        moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]").tolist()
+        if kind.tz:
+            moments = [moment.replace(tzinfo=UTC) if isinstance(moment, datetime) else moment for moment in moments]
+    else:
         values = column.to_pylist()
         return values
-    moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]")
-    zone = UTC if kind.tz else None
     # Beyond what Python's calendar has, numpy gives a number.
-    values = [
-        moment.replace(tzinfo=zone) if isinstance(moment, datetime) else str(np.datetime64(moment, "us"))
-        for moment in moments.tolist()
-    ]
+    values = [str(np.datetime64(moment, unit)) if isinstance(moment, int) else moment for moment in moments]
     if column.null_count:
         values = [value if there else None for value, there in zip(values, column.is_valid().to_pylist(), strict=True)]
     return values
@@ -181,3 +215,8 @@ def _values(column: pa.Array) -> list[Any]:
 
 def _named(row: Row | None, stored: Mapping[str, str]) -> Row | None:
     return None if row is None else {stored.get(name, name): value for name, value in row.items()}
+
+
+def _keyed(row: Row | None, schema: TableSchema) -> Row | None:
+    """An old key, its columns in the order of `Event.key`: whoever goes by the values alone finds the same row."""
+    return None if row is None else {name: row[change.stored_name(name)] for name in schema.key}

@@ -2,7 +2,8 @@
 
 Columnar throughout: a window is cut by slicing its columns, and nothing is looked at row by row. A window is cut at the
 end of a transaction. Only where a single one is larger than a batch, and the caller takes it in parts, is one cut
-inside: then the part is an open window, as a source gives one that is too large to hold, and moves no position.
+inside: then the part is an open window, as a source gives one that is too large to hold, and moves no position. Never
+between the two rows of a key that changed: `Event.row_write` looks from the first to the second.
 """
 
 from __future__ import annotations
@@ -209,14 +210,24 @@ def split(window: Window, limits: Limits, size: int) -> tuple[Window, Window | N
     if window.rows <= room:
         return window, None
     if window.open:
-        return cut(window, room)
+        return cut(window, _beside_moves(window, room))
     ends = _ends(window)
     fitting = int(np.searchsorted(ends, room, side="right"))
     if fitting:
         return cut(window, int(ends[fitting - 1]))
     if limits.transactions is Transactions.SPLIT:
-        return cut(window, room)
+        return cut(window, _beside_moves(window, room))
     return cut(window, int(ends[0]))
+
+
+def _beside_moves(window: Window, rows: int) -> int:
+    """So many rows, or one less, or more: the delete of an old key stays with the row that was moved."""
+    seq = first_seq(window) + rows
+    for batch in window.batches:
+        at = int(np.searchsorted(_seqs(batch), seq)) if batch.moves else len(batch)
+        if at < len(batch) and _seqs(batch)[at] == seq and batch.data.column(change.MOVED_FROM)[at].is_valid:
+            return rows - 1 if rows > 1 else rows + 1
+    return rows
 
 
 def cut(window: Window, rows: int) -> tuple[Window, Window | None]:

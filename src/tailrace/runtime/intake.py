@@ -91,6 +91,8 @@ class Intake:
             return None
         if self.outage is not None and not isinstance(self.outage.error, OURS):
             self.outage = None  # it answers, even if it has nothing to say
+        if window is not None and not window.open and window.end <= after:
+            return None  # a source that repeats itself: all of it was taken
         return window
 
     def may_try(self, wait_seconds: float) -> bool:

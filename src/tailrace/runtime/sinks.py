@@ -2,24 +2,28 @@
 
 What a sink must promise: `write` takes a batch whole or raises; it may keep it in memory. When `flush` has returned,
 everything written before is as durable as the sink ever makes it. A batch may come again, and then comes with the same
-`_seq`. A row that the sink will never take is told by `write` and is not an error; one that it could not take now is.
+`_seq`; one that comes again before it was flushed takes its own place, for it was somebody else that failed. A row that
+the sink will never take is told by `write` and is not an error; one that it could not take now is. `testing.sinks` has
+these promises as checks.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
-from tailrace.errors import SinkError, SinkUnready
+from tailrace.errors import ConfigError, SinkError, SinkUnready
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.encode import to_json_line
 from tailrace.model.event import Event
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch
+from tailrace.runtime.batch import Batch, first_seq
 
 Encode = Callable[[Event], str]
 """An event as one line of text."""
@@ -49,15 +53,18 @@ class MemorySink:
 
     def __init__(self) -> None:
         self.batches: list[ChangeBatch] = []
-        self._unflushed: list[ChangeBatch] = []
+        self._unflushed: list[Batch] = []
         self.flushes = 0
 
     def write(self, batch: Batch) -> tuple[()]:
-        self._unflushed += batch.batches
+        if batch.rows:
+            first, numbered = first_seq(batch.window), batch.ack is not None
+            self._unflushed = [held for held in self._unflushed if not _comes_again(held, first, numbered)]
+            self._unflushed.append(batch)
         return ()
 
     def flush(self, caught_up: bool) -> None:
-        self.batches += self._unflushed
+        self.batches += [rows for batch in self._unflushed for rows in batch.batches]
         self._unflushed.clear()
         self.flushes += 1
 
@@ -69,21 +76,52 @@ class MemorySink:
         return [event for batch in self.batches for event in batch.events()]
 
 
+def _comes_again(held: Batch, first: int, numbered: bool) -> bool:
+    """Whether a batch that begins with this number is one that is held, or is followed by it. What was injected is not
+    in the order of the source; it has numbers below zero, or none that mean anything."""
+    seq = first_seq(held.window)
+    if held.ack is None or not numbered:
+        return held.ack is None and not numbered and seq == first < 0
+    return seq >= first
+
+
+class _Lines:
+    """Lines that were written and not flushed; a batch that comes again takes its own place."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._held: list[tuple[Batch, list[str]]] = []
+
+    def add(self, batch: Batch) -> None:
+        if not batch.rows:
+            return
+        lines = [self._encode(event) + "\n" for event in batch.events()]
+        first, numbered = first_seq(batch.window), batch.ack is not None
+        self._held = [(held, text) for held, text in self._held if not _comes_again(held, first, numbered)]
+        self._held.append((batch, lines))
+
+    def text(self) -> str:
+        return "".join(line for _, lines in self._held for line in lines)
+
+    def clear(self) -> None:
+        self._held.clear()
+
+
 class StreamSink:
     """Lines to standard output, or another text stream: one JSON object for each change."""
 
     def __init__(self, stream: TextIO | None = None, *, encode: Encode = to_json_line) -> None:
-        self._stream, self._encode = stream or sys.stdout, encode
+        self._stream, self._lines = stream or sys.stdout, _Lines(encode)
 
     def write(self, batch: Batch) -> tuple[()]:
-        try:
-            self._stream.writelines(self._encode(event) + "\n" for event in batch.events())
-        except OSError as error:
-            raise _failed(error, "the stream") from error
+        self._lines.add(batch)
         return ()
 
     def flush(self, caught_up: bool) -> None:
+        text = self._lines.text()
+        self._lines.clear()
         try:
+            self._stream.write(text)
             self._stream.flush()
         except OSError as error:
             raise _failed(error, "the stream") from error
@@ -92,75 +130,114 @@ class StreamSink:
 class JsonlSink:
     """Lines in files of a folder, `<number>.jsonl`: a new one once the last has so many bytes.
 
-    `fsync`: `always` at each flush, `never` by us. Only a whole flush is ever seen after a crash of the process: what
-    stands behind the last one is cut off when the folder is opened again, for it comes again.
+    `fsync`: `always` at each flush; `never` by us; `interval`: at a flush once so many seconds have passed or bytes
+    have come since the last, and whenever nothing more is waiting. A crash of the process costs nothing with any of
+    them; one of the machine costs what was not synced, and what was acknowledged of it does not come again.
+
+    After a crash the files hold whole lines, for one that was torn is cut off when the folder is opened again. Lines of
+    a batch that was not acknowledged may be there; it comes again with the same `seq`.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], *, bytes_max: int = 128 << 20,
-        fsync: Literal["always", "never"] = "always", encode: Encode = to_json_line,
+        fsync: Literal["always", "interval", "never"] = "always", fsync_seconds: float = 1.0,
+        fsync_bytes: int = 8 << 20, encode: Encode = to_json_line,
     ) -> None:  # fmt: skip
-        self._folder, self._bytes_max, self._fsync, self._encode = Path(folder), bytes_max, fsync, encode
-        self._lines: list[bytes] = []
+        if fsync not in ("always", "interval", "never"):
+            raise ConfigError("there is no such `fsync`", hint="It is `always`, `interval` or `never`.")
+        self._folder, self._bytes_max, self._fsync = Path(folder), bytes_max, fsync
+        self._fsync_seconds, self._fsync_bytes = fsync_seconds, fsync_bytes
+        self._lines = _Lines(encode)
+        self._unsynced, self._synced_at = 0, time.monotonic()
+        self._torn = False
+        """Whether there may be something behind what was flushed."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             numbers = sorted(int(path.stem) for path in self._folder.glob("*.jsonl") if path.stem.isdigit())
             self._number = numbers[-1] if numbers else 1
             if numbers:
-                _cut_torn(self._path)
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                _cut_torn(self._path(self._number))
+            self._file = self._open(self._number)
             self._size = os.fstat(self._file).st_size
-            self._sync_folder()
         except OSError as error:
             raise _failed(error, "the folder") from error
 
-    @property
-    def _path(self) -> Path:
-        return self._folder / f"{self._number:08d}.jsonl"
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.jsonl"
+
+    def _open(self, number: int) -> int:
+        """A file, and its name in the folder durable."""
+        file = os.open(self._path(number), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            if self._fsync != "never":
+                _sync_folder(self._folder)
+        except OSError:
+            os.close(file)
+            raise
+        return file
 
     def write(self, batch: Batch) -> tuple[()]:
-        self._lines += [(self._encode(event) + "\n").encode() for event in batch.events()]
+        self._lines.add(batch)
         return ()
 
     def flush(self, caught_up: bool) -> None:
+        text = self._lines.text().encode()
+        self._lines.clear()  # if it fails, all of it comes again
         try:
+            if self._torn:
+                os.ftruncate(self._file, self._size)
+                self._torn = False
             if self._size >= self._bytes_max:
                 self._roll()
-            left = memoryview(b"".join(self._lines))
-            begun = self._size
-            try:
-                while left:
-                    written = os.write(self._file, left)
-                    self._size += written
-                    left = left[written:]
-                if self._fsync == "always":
-                    os.fsync(self._file)
-            except OSError:
-                os.ftruncate(self._file, begun)  # all of it comes again
-                self._size = begun
-                raise
+            self._torn = bool(text)
+            left = memoryview(text)
+            while left:
+                left = left[os.write(self._file, left) :]
+            self._unsynced += len(text)
+            if self._sync_due(caught_up):
+                self._sync()
+            self._size, self._torn = self._size + len(text), False
         except OSError as error:
-            self._lines.clear()
+            with suppress(OSError):  # or it is cut off before the next one
+                os.ftruncate(self._file, self._size)
+                self._torn = False
             raise _failed(error, "the file") from error
-        self._lines.clear()
+
+    def _sync_due(self, caught_up: bool) -> bool:
+        if self._fsync != "interval":
+            return self._fsync == "always"
+        waited = time.monotonic() - self._synced_at
+        return self._unsynced > 0 and (
+            caught_up or self._unsynced >= self._fsync_bytes or waited >= self._fsync_seconds
+        )
+
+    def _sync(self) -> None:
+        os.fsync(self._file)
+        self._unsynced, self._synced_at = 0, time.monotonic()
 
     def _roll(self) -> None:
-        os.close(self._file)
-        self._number += 1
-        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._size = 0
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        if self._fsync == "always":
-            handle = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        """Go on in a new file: that one first, so that there is always one that is open, and it is ours."""
+        if self._fsync == "interval" and self._unsynced:
+            self._sync()
+        following = self._open(self._number + 1)
+        old, self._file = self._file, following
+        self._number, self._size = self._number + 1, 0
+        os.close(old)
 
     def close(self) -> None:
-        os.close(self._file)
+        try:
+            if self._fsync == "interval" and self._unsynced:
+                self._sync()
+        finally:
+            os.close(self._file)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _cut_torn(path: Path) -> None:

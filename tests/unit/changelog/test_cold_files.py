@@ -19,7 +19,8 @@ from tailrace.changelog.files import size_of
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.model import change
-from tests.support.changes import SHOP, insert, move
+from tailrace.model.mirror import Mirror
+from tests.support.changes import SHOP, delete, insert, move
 from tests.support.logs import (
     KEYLESS_OTHER,
     OTHER,
@@ -99,6 +100,23 @@ def test_a_file_can_be_read_a_few_rows_at_a_time(diary: Diary) -> None:
     found = list(reader.batches(file, Span(2, 4, 9, 30), rows_max=4))
     assert [len(batch) for _, _, batch in found] == [3, 2, 4, 4, 4, 2]
     assert [row.seq for row in rows_of(batch for _, _, batch in found)] == list(range(10, 29))
+
+
+@pytest.mark.parametrize("rows_max", [1, 2, 3, 4])
+def test_lesson_21_both_rows_of_a_key_that_changed_are_read_together(rows_max: int, diary: Diary) -> None:
+    moves = [move(n, n + 1, name="x", n=n, unchanged=("big",)) for n in range(1, 6)]
+    diary.commit((SHOP, [insert(1, big="large"), *(row for pair in moves for row in pair), delete(7)]))
+    seal(diary.path)
+    log = ChangeLog.open(diary.path)
+    log.cold.refresh()
+    (file,) = (file for file in log.cold.seals[0].files if file.table)
+    reader, mirror = ColdReader(diary.path, log.schemas.get, set()), Mirror()
+    found = [batch for _, _, batch in reader.batches(file, Span(1, 1, 0, 1000), rows_max=rows_max)]
+    for event in (event for batch in found for event in batch.events()):
+        mirror.apply(event.row_write())
+    assert [row["big"] for row in mirror.rows.values()] == ["large"]
+    assert max(map(len, found)) <= rows_max + 1
+    assert rows_of(found) == diary.rows()
 
 
 def test_what_waits_for_its_row_group_is_bounded_whatever_a_commit_holds(

@@ -11,12 +11,24 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.encode import UNAVAILABLE, to_debezium, to_debezium_line, to_json, to_json_line
 from tailrace.model.event import ENVELOPE, Delete, Event, Merge, Nothing, Replace, RowWrite, Truncate
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.model.system import MESSAGE_STREAM
-from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
+from tests.support.changes import (
+    KEYLESS,
+    SHOP,
+    Change,
+    changes,
+    delete,
+    insert,
+    move,
+    table_schema,
+    truncate,
+    update,
+)
 from tests.support.windows import batch
 
 
@@ -43,10 +55,28 @@ def test_what_was_not_sent_is_merged_and_never_null() -> None:
     )  # fmt: skip
 
 
-def test_a_key_that_changed_is_a_delete_and_a_row_that_builds_on_the_old_one() -> None:
-    gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
+def test_a_key_that_changed_is_a_delete_and_a_row() -> None:
+    gone, come = written(SHOP, *move(1, 2, name="a", big="b", n=3))
     assert gone == Delete(key={"id": 1})
+    assert come == Replace(key={"id": 2}, row=ROW | {"id": 2})
+
+
+def test_an_old_row_that_the_new_one_builds_on_is_not_deleted_before() -> None:
+    gone, come = written(SHOP, *move(1, 2, name="a", n=3, unchanged=("big",)))
+    assert isinstance(gone, Nothing)
+    assert "goes on under another key" in gone.why
     assert come == Merge(key={"id": 2}, columns={"id": 2, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
+
+
+def test_a_delete_before_a_moved_row_of_another_key_is_a_delete() -> None:
+    _, come = move(1, 2, name="a", n=3, unchanged=("big",))
+    assert written(SHOP, delete(7), come)[0] == Delete(key={"id": 7})
+
+
+def test_an_old_row_goes_if_the_new_one_cannot_be_written() -> None:
+    """There is nothing then that would take it away."""
+    gone, come = move(1, 2, unchanged=("big",))
+    assert written(SHOP, gone, replace(come, unfit=("n",)))[0] == Delete(key={"id": 1})
 
 
 def test_a_delete_and_a_truncate() -> None:
@@ -131,12 +161,41 @@ def test_every_type_has_a_form_in_json_that_loses_nothing() -> None:
     assert "\n" not in to_json_line(event) + to_debezium_line(event)
 
 
+def test_a_date_that_pythons_calendar_does_not_have_is_its_text() -> None:
+    schema = table_schema({"id": pa.int64(), "day": pa.date32(), "at": pa.timestamp("us")})
+    (data,) = changes(schema, insert(1), insert(2, day=date(2024, 2, 29))).combine_chunks().to_batches()
+    far = pa.array([3_700_000, None], pa.int32()).view(pa.date32())
+    data = data.set_column(data.schema.get_field_index("day"), "day", far)
+    first, second = ChangeBatch(schema=schema, data=data).events()
+    assert (first.values["day"], second.values["day"]) == ("12100-04-04", None)
+    assert to_json(first)["after"]["day"] == to_debezium(first)["after"]["day"] == "12100-04-04"
+
+
 def test_in_our_own_form_absent_is_not_null() -> None:
     (event,) = events(SHOP, update(1, name=None, n=3, unchanged=("big",)))
     found = to_json(event)
     assert found["after"] == {"id": 1, "name": None, "n": 3}
     assert (found["unchanged"], found["key"], found["v"]) == (["big"], {"id": 1}, ENVELOPE)
     assert "before" not in found
+
+
+def test_a_line_of_an_old_row_says_that_the_next_one_needs_it() -> None:
+    gone, come = (to_json(event) for event in events(SHOP, *move(1, 2, unchanged=("big",))))
+    assert (gone["op"], gone["kept_for"]) == ("delete", {"id": 2})
+    assert (come["moved_from"], come["unchanged"]) == ({"id": 1}, ["big"])
+
+
+def test_lesson_11_tables_whose_names_read_alike_stay_apart_in_json() -> None:
+    one, other = (replace(SHOP, table=TableId(*names)) for names in (("a.b", "c"), ("a", "b.c")))
+    (first,), (second,) = events(one, insert(1)), events(other, insert(1))
+    assert first.table == second.table == "a.b.c"
+    assert [(to_json(event)["schema"], to_json(event)["name"]) for event in (first, second)] == [
+        ("a.b", "c"), ("a", "b.c"),
+    ]  # fmt: skip
+    sources = [to_debezium(event, database="shop")["source"] for event in (first, second)]
+    assert [(source["db"], source["schema"], source["table"]) for source in sources] == [
+        ("shop", "a.b", "c"), ("shop", "a", "b.c"),
+    ]  # fmt: skip
 
 
 def test_readers_of_debezium_find_what_they_look_for() -> None:

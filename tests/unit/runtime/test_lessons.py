@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.errors import AckRefused, SinkError, StateCorrupt
+from tailrace.errors import AckRefused, ConfigError, PositionRewound, SinkError, StateBusy, StateCorrupt
 from tailrace.model.change import Operation
+from tailrace.model.mirror import Mirror
 from tailrace.model.position import ZERO
 from tailrace.runtime.batch import Batch, Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.sinks import JsonlSink, MemorySink
+from tailrace.runtime.sinks import JsonlSink, MemorySink, TableRouter
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
-from tests.support.changes import SHOP
+from tailrace.state.histories import FileSchemaHistory
+from tailrace.state.history import MemorySchemaHistory
+from tests.support.changes import SHOP, insert, move, update
 from tests.support.runtimes import inserts, keys_of
+from tests.support.windows import batch, named
 
 
 @pytest.fixture
@@ -162,3 +166,121 @@ def test_lesson_16_a_checkpoint_that_cannot_be_read_is_an_error(source: MemoryCa
         file.write_bytes(file.read_bytes()[:-20])
         with pytest.raises(StateCorrupt):
             CdcRuntime(source, store).start()
+
+
+def mirrored(sink: MemorySink) -> dict[tuple[object, ...], dict[str, object]]:
+    """What a table holds that follows everything the sink was given."""
+    mirror = Mirror()
+    for event in sink.events():
+        mirror.apply(event.row_write())
+    return mirror.rows
+
+
+def test_lesson_2_writes_made_during_the_first_load_all_arrive() -> None:
+    source = MemoryCapture(keep_tables=True, chunk_rows=2)
+    source.commit(inserts(*range(10)))
+    sink = MemorySink()
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), snapshot_tables=(SHOP.table,), limits=Limits(rows=2))
+    runtime.start()
+    for number in range(30):
+        batch = runtime.poll(0.0)
+        sink.write(batch)
+        sink.flush(True)
+        runtime.commit(batch.ack)
+        if number < 8:  # into what was read, what was not, and behind all of it
+            changed = {"id": number, "name": f"x{number}"}
+            source.commit(batch_of(SHOP, (Operation.UPDATE, changed), (Operation.DELETE, {"id": 9 - number})))
+            source.commit(inserts(100 + number))
+    assert mirrored(sink) == source._view()[0].get(SHOP.table).mirror.rows
+    runtime.stop()
+
+
+def test_lesson_10_a_value_that_was_not_sent_never_overwrites_one_even_beside_its_insert(source: MemoryCapture) -> None:
+    source.commit(batch(
+        SHOP, insert(1, name="a", big="large", n=1), update(1, name="b", n=2, unchanged=("big",)),
+        update(2, name="never seen", unchanged=("big",)),
+    ))  # fmt: skip
+    sink = MemorySink()
+    CdcRuntime(source, MemoryCheckpointStore()).run(sink, lambda: sink.rows == 3)
+    assert mirrored(sink) == {(1,): {"id": 1, "name": "b", "big": "large", "n": 2}}, "and no half row is made"
+
+
+def test_lesson_11_the_same_name_in_two_schemas_stays_apart(source: MemoryCapture) -> None:
+    """Also where the two read alike, with a dot in a name."""
+    tables = [named("a.b", "c", 1), named("a", "b.c", 2), named("b", "c", 3)]
+    source.commit(*(inserts(n, schema=schema) for n, schema in enumerate(tables)))
+    sinks, history = [MemorySink() for _ in tables], MemorySchemaHistory()
+    router = TableRouter({schema.table: sink for schema, sink in zip(tables, sinks, strict=True)})
+    CdcRuntime(source, MemoryCheckpointStore(), history).run(router, lambda: all(sink.rows for sink in sinks))
+    assert [[event.values["id"] for event in sink.events()] for sink in sinks] == [[0], [1], [2]]
+    assert set(history.tables()) == {schema.table for schema in tables}
+
+
+def test_lesson_12_a_quiet_source_can_let_go_of_its_log(source: MemoryCapture) -> None:
+    """Everything that is written is of tables that nobody captures."""
+    store = MemoryCheckpointStore()
+    runtime = CdcRuntime(source, store)
+    runtime.start()
+    for _ in range(3):
+        end = source.quiet(17 << 20)
+        assert runtime.poll(0.0).kind is Kind.EMPTY
+        assert source.confirmed == end
+        saved = store.load("default")
+        assert saved is not None
+        assert saved.position == end, "and it is on record first"
+    runtime.stop()
+
+
+@pytest.mark.parametrize("key", ["../elsewhere", "/etc/passwd", "..", "a/b", "a\0b", ""])
+def test_lesson_15_a_key_that_leads_elsewhere_is_refused_on_load_as_on_save(
+    key: str, source: MemoryCapture, tmp_path: Path
+) -> None:
+    with FileCheckpointStore(tmp_path / "state") as store:
+        with pytest.raises(ConfigError):
+            CdcRuntime(source, store, key=key)
+        for act in (store.load, store.delete, lambda key: store.save(key, Checkpoint(source_type="x", position=ZERO))):
+            with pytest.raises(ConfigError):
+                act(key)
+
+
+def test_lesson_15_no_name_of_a_table_leads_out_of_a_schema_history(source: MemoryCapture, tmp_path: Path) -> None:
+    schema = named("../..", "../../gone", 1)
+    source.commit(inserts(1, schema=schema))
+    with FileSchemaHistory(tmp_path / "deep" / "shapes") as history:
+        runtime = CdcRuntime(source, MemoryCheckpointStore(), history)
+        runtime.start()
+        runtime.commit(runtime.poll().ack)
+        runtime.stop()
+        assert history.tables() == (schema.table,)
+    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.parts[:2] for path in files} == {("deep", "shapes")}
+
+
+def test_lesson_17_a_key_update_leaves_no_old_row_behind(source: MemoryCapture) -> None:
+    source.commit(batch(SHOP, insert(1, name="a"), insert(5), *move(1, 2, name="b"), *move(2, 3, name="c")))
+    source.commit(batch(SHOP, *move(3, 1, name="d")))
+    sink = MemorySink()
+    CdcRuntime(source, MemoryCheckpointStore()).run(sink, lambda: sink.rows == 8)
+    assert {key: row["name"] for key, row in mirrored(sink).items()} == {(5,): None, (1,): "d"}
+
+
+def test_lesson_22_of_two_that_write_one_place_one_is_refused(source: MemoryCapture, tmp_path: Path) -> None:
+    """The lease refuses the second store; and where two share one, a place never goes back."""
+    source.commit(inserts(1))
+    with FileCheckpointStore(tmp_path / "state") as store:
+        first, second = CdcRuntime(source, store), CdcRuntime(source, store)
+        first.start()
+        second.start()
+        stale = second.poll()
+        with pytest.raises(StateBusy):
+            FileCheckpointStore(tmp_path / "state")
+        first.commit(first.poll().ack)
+        end = source.commit(inserts(2))
+        first.commit(first.poll().ack)
+        with pytest.raises(PositionRewound):
+            second.commit(stale.ack)
+        saved = store.load("default")
+        assert saved is not None
+        assert saved.position == source.confirmed == end
+        second.force_stop()
+        first.stop()

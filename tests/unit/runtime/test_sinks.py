@@ -6,15 +6,16 @@ import errno
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tailrace.capture.memory import MemoryCapture
-from tailrace.errors import SinkError, SinkUnready
+from tailrace.errors import ConfigError, SinkError, SinkUnready
 from tailrace.model.encode import to_debezium_line
 from tailrace.model.position import ZERO
-from tailrace.runtime.batch import Batch
+from tailrace.runtime.batch import Batch, numbered
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, StreamSink, TableRouter
 from tailrace.state.checkpoints import MemoryCheckpointStore
@@ -51,7 +52,9 @@ def test_a_stream_gets_a_line_for_each_change() -> None:
         ("public.things", 1), ("public.things", 2), ("public.others", 3),
     ]  # fmt: skip
     other = io.StringIO()
-    StreamSink(other, encode=to_debezium_line).write(batch())
+    debezium = StreamSink(other, encode=to_debezium_line)
+    debezium.write(batch())
+    debezium.flush(True)
     assert json.loads(other.getvalue().splitlines()[0])["op"] == "c"
 
 
@@ -110,6 +113,123 @@ def test_a_flush_that_fails_leaves_nothing_behind_and_is_tried_again(
     CdcRuntime(source, MemoryCheckpointStore()).run(sink, until(lambda: source.confirmed == end))
     sink.close()
     assert lines(tmp_path) == [0, 1, 2]
+
+
+def test_a_new_file_that_cannot_be_opened_leaves_the_old_one_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a file closed twice: by then its number may be somebody else's."""
+    sink = JsonlSink(tmp_path, bytes_max=1)
+    sink.write(batch())
+    sink.flush(True)
+    closed: list[int] = []
+    whole_open, whole_close = os.open, os.close
+
+    def refused(path: object, *given: object, **named: object) -> int:
+        if str(path).endswith("2.jsonl"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return whole_open(path, *given, **named)  # type: ignore[arg-type] # as it was given
+
+    def noted(handle: int) -> None:
+        closed.append(handle)
+        whole_close(handle)
+
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(os, "close", noted)
+    for _ in range(2):
+        sink.write(batch())
+        with pytest.raises(SinkUnready):
+            sink.flush(True)
+    assert closed == []
+    monkeypatch.undo()
+    sink.write(batch())
+    sink.flush(True)
+    sink.close()
+    assert lines(tmp_path) == [0, 1, 2] * 2
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+
+
+def test_what_could_not_be_cut_off_at_once_is_cut_off_before_the_next_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = JsonlSink(tmp_path)
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    monkeypatch.setattr(os, "ftruncate", broken)
+    sink.write(batch())
+    with pytest.raises(SinkUnready):
+        sink.flush(True)
+    monkeypatch.undo()
+    sink.write(batch())
+    sink.flush(True)
+    sink.close()
+    assert lines(tmp_path) == [0, 1, 2]
+
+
+def test_files_are_synced_by_time_by_size_when_idle_and_when_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+
+    def flushed(sink: JsonlSink, *, caught_up: bool) -> int:
+        synced.clear()
+        sink.write(batch())
+        sink.flush(caught_up)
+        return len(synced)
+
+    rarely = JsonlSink(tmp_path / "rarely", fsync="interval", fsync_seconds=3600.0, fsync_bytes=1 << 30)
+    assert flushed(rarely, caught_up=False) == 0
+    assert flushed(rarely, caught_up=True) == 1, "nothing more is waiting"
+    assert flushed(rarely, caught_up=False) == 0
+    synced.clear()
+    rarely.close()
+    assert len(synced) == 1
+    by_size = JsonlSink(tmp_path / "size", fsync="interval", fsync_seconds=3600.0, fsync_bytes=1)
+    by_time = JsonlSink(tmp_path / "time", fsync="interval", fsync_seconds=0.0, fsync_bytes=1 << 30)
+    assert flushed(by_size, caught_up=False) == flushed(by_time, caught_up=False) == 1
+    never = JsonlSink(tmp_path / "never", fsync="never")
+    assert flushed(never, caught_up=True) == 0
+    for sink in (by_size, by_time, never):
+        sink.close()
+    with pytest.raises(ConfigError):
+        JsonlSink(tmp_path, fsync="sometimes")  # type: ignore[arg-type] # what a user may write
+
+
+def test_a_batch_that_one_of_two_could_not_take_is_written_once_by_the_other(tmp_path: Path) -> None:
+    class Full(MemorySink):
+        left = 1
+
+        def write(self, batch: Batch) -> tuple[()]:
+            if self.left:
+                self.left -= 1
+                raise SinkUnready("not now", hint="Wait.")
+            return super().write(batch)
+
+    source = MemoryCapture()
+    end = source.commit(inserts(1, 2, 3))
+    sink, full = JsonlSink(tmp_path), Full()
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.run(FanOut(sink, full), until(lambda: source.confirmed == end))
+    sink.close()
+    assert lines(tmp_path) == [0, 1, 2]
+    assert full.rows == 3
+
+
+def test_what_was_injected_drives_out_nothing_and_is_there_once(tmp_path: Path) -> None:
+    """It stands outside of the source's order: its numbers are below zero, or mean nothing."""
+    sink, memory, given = JsonlSink(tmp_path), MemorySink(), batch()
+    below = replace(given, ack=None, window=numbered(given.window, -9))
+    for one in (given, below, replace(given, ack=None), replace(given, ack=None), below):
+        sink.write(one)
+        memory.write(one)
+    sink.flush(True)
+    memory.flush(True)
+    sink.close()
+    assert lines(tmp_path) == [event.seq for event in memory.events()] == [0, 1, 2, 0, 1, 2, 0, 1, 2, -9, -8, -7]
 
 
 def test_fan_out_is_delivered_when_all_have_it() -> None:

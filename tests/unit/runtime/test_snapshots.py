@@ -151,7 +151,7 @@ def test_an_incremental_snapshot_and_the_stream_take_turns(source: MemoryCapture
     runtime.stop()
 
 
-def test_a_row_that_is_read_is_never_older_than_what_was_delivered(
+def test_lesson_2_a_row_that_is_read_is_never_older_than_what_was_delivered(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
     """A commit that waits for a standby is in the stream and in no snapshot: its chunk waits."""

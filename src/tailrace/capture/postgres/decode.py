@@ -509,5 +509,5 @@ def _violation(what: str, number: int, after: Lsn) -> ProtocolViolation:
         what,
         number=number,
         after=after,
-        hint="Restart the capture; if it comes again, report it with the server's version.",
+        hint="Restart the capture; if it comes again, report it with a recording (docs/guides/testing.md).",
     )

@@ -16,9 +16,10 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, datetime, time
-from typing import TYPE_CHECKING, Any
+from datetime import time
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 from psycopg import sql
 
@@ -240,11 +241,11 @@ class PostgresScan:
                 return following.to_json()
             if not names or not rows:
                 return cursor.to_json()
-            after = tuple(_text(data.column(name)[rows - 1].as_py()) for name in names)
+            after = tuple(_text(data.column(name)[rows - 1]) for name in names)
             return replace(cursor, after=after).to_json()
 
         if names:
-            self._cursor = replace(cursor, after=tuple(_text(data.column(name)[-1].as_py()) for name in names))
+            self._cursor = replace(cursor, after=tuple(_text(data.column(name)[-1]) for name in names))
         return ScanPiece(schema=plan.schema, data=data, position=self._seen, table_done=last, record=record)
 
     def _leave_chunk(self) -> None:
@@ -295,11 +296,22 @@ def _key(plan: Plan, chunk: Chunk) -> tuple[tuple[str, str], ...]:
     return chunk.key or tuple((name, types[name]) for name in plan.schema.key)
 
 
-def _text(value: Any) -> str:
+def _text(scalar: pa.Scalar) -> str:
     """What the server reads as this very value of the key's type."""
+    kind = scalar.type
+    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
+        return _moment(int(scalar.value), "D" if pa.types.is_date(kind) else "us", zoned=getattr(kind, "tz", None))
+    value = scalar.as_py()
     if isinstance(value, bytes):
         return "\\x" + value.hex()
-    if isinstance(value, (datetime, date, time)):
-        return value.isoformat()
-    return str(value)
+    return value.isoformat() if isinstance(value, time) else str(value)
 
+
+def _moment(count: int, unit: Literal["D", "us"], *, zoned: str | None) -> str:
+    """A date or a time, in any year: Python's calendar has those from 1 to 9999 alone."""
+    if count == int(np.datetime64("0001-01-01", unit).astype(np.int64)):
+        return "-infinity"  # it may stand for that; what is between the two rather comes twice than never
+    said = str(np.datetime64(count, unit)).replace("T", " ")
+    year, rest = said[: said.index("-", 1)], said[said.index("-", 1) :]
+    rest += "+00" if zoned else ""
+    return f"{year}{rest}" if int(year) > 0 else f"{1 - int(year):04}{rest} BC"

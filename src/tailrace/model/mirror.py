@@ -1,0 +1,58 @@
+"""A table's rows as its changes make them: the plainest follower of `row_write`, and what others are held against.
+
+Every write is done as it comes, by what it says and nothing else. So the rows are those of the source, also if the last
+changes come again: the state of a key that is written whole does not depend on what was there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from tailrace.model.event import Delete, Merge, Replace, Row, RowWrite, Truncate
+
+Key: TypeAlias = tuple[Any, ...]
+
+
+class Mirror:
+    """One table: rows by key, or, without one, in the order of their coming."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Key, Row] = {}
+        self._count = 0
+
+    def apply(self, write: RowWrite) -> None:
+        match write:
+            case Truncate():
+                self.rows.clear()
+            case Delete(key=None, old=old) if old is not None:
+                self._take_out(old)
+            case Delete(key=key) if key is not None:
+                self.rows.pop(_key(key), None)
+            case Replace(key=None, row=row, old=old):
+                if old is not None:
+                    self._take_out(old)
+                self._count += 1
+                self.rows[(self._count,)] = row
+            case Replace(key=key, row=row) if key is not None:
+                self.rows[_key(key)] = row
+            case Merge(key=key, columns=columns, base=base):
+                old = self.rows.pop(_key(base), None)
+                found = self.rows.get(_key(key), old)
+                if found is not None:
+                    self.rows[_key(key)] = found | columns
+
+    def _take_out(self, row: Row) -> None:
+        """One that equals it, if there is one."""
+        for key, found in self.rows.items():
+            if found == row:
+                del self.rows[key]
+                return
+
+    def copy(self) -> Mirror:
+        made = Mirror()
+        made.rows, made._count = dict(self.rows), self._count
+        return made
+
+
+def _key(key: Row) -> Key:
+    return tuple(key.values())

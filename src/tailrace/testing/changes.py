@@ -1,0 +1,132 @@
+"""Tables and changes for tests, as a server would send them: whole rows, partial ones, and keys that change.
+
+```python
+orders = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
+changes(orders, insert({"id": 1, "status": "new"}), move({"id": 1}, {"id": 2, "status": "new"}, unchanged=("note",)))
+```
+
+A column that a row does not name is null; one that is `unchanged` was not sent, which is not the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from tailrace.errors import ConfigError
+from tailrace.model import change
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.change import Operation
+from tailrace.model.schema import Column, Identity, TableId, TableSchema
+
+Row = Mapping[str, Any]
+
+
+def table(
+    name: str, /, *, key: Sequence[str] | None = None, relation: int = 1,
+    columns: Mapping[str, pa.DataType] | None = None, **named: pa.DataType,
+) -> TableSchema:  # fmt: skip
+    """A table from `schema.name` and its columns, the first of which is the key unless `key` says otherwise."""
+    found = dict(columns or {}) | named
+    schema, _, plain = name.rpartition(".")
+    keyed = tuple(found)[:1] if key is None else tuple(key)
+    return TableSchema(
+        table=TableId(schema, plain), relation=relation, key=keyed, identity=Identity.KEY if keyed else Identity.FULL,
+        columns=tuple(Column(name=column, source_type=str(kind), type=kind) for column, kind in found.items()),
+    )  # fmt: skip
+
+
+def altered(
+    shape: TableSchema, *, add: Mapping[str, pa.DataType] | None = None, drop: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None, retype: Mapping[str, pa.DataType] | None = None,
+) -> TableSchema:  # fmt: skip
+    """The next version of a table's shape, as ALTER TABLE makes it."""
+    renamed, retyped = dict(rename or {}), dict(retype or {})
+    unknown = {*drop, *renamed, *retyped} - set(shape.names)
+    if unknown or set(drop) & set(shape.key):
+        raise ConfigError(
+            "a column cannot be changed so", table=shape.table, columns=", ".join(sorted(unknown or drop)),
+            hint="Name columns that the table has; one of the key stays.",
+        )  # fmt: skip
+    kept = [column for column in shape.columns if column.name not in drop]
+    columns = [
+        replace(
+            column, name=renamed.get(column.name, column.name), type=retyped.get(column.name, column.type),
+            source_type=str(retyped[column.name]) if column.name in retyped else column.source_type,
+        )
+        for column in kept
+    ]  # fmt: skip
+    columns += [Column(name=name, source_type=str(kind), type=kind) for name, kind in (add or {}).items()]
+    return replace(shape, columns=tuple(columns), key=tuple(renamed.get(name, name) for name in shape.key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One row of a batch."""
+
+    operation: Operation
+    values: Row
+    unchanged: tuple[str, ...] = ()
+    before: Row | None = None
+    moved_from: Row | None = None
+
+
+def insert(row: Row) -> tuple[Change, ...]:
+    return (Change(operation=Operation.INSERT, values=row),)
+
+
+def update(row: Row, *, unchanged: Sequence[str] = (), before: Row | None = None) -> tuple[Change, ...]:
+    """`before` is the old row, where the source tells it."""
+    return (Change(operation=Operation.UPDATE, values=row, unchanged=tuple(unchanged), before=before),)
+
+
+def delete(row: Row) -> tuple[Change, ...]:
+    """The key; or of a table without one the whole row."""
+    return (Change(operation=Operation.DELETE, values=row),)
+
+
+def move(old_key: Row, row: Row, *, unchanged: Sequence[str] = ()) -> tuple[Change, ...]:
+    """An update of the key: the two rows that it arrives as."""
+    come = Change(operation=Operation.INSERT, values=row, unchanged=tuple(unchanged), moved_from=old_key)
+    return (*delete(old_key), come)
+
+
+def truncate() -> tuple[Change, ...]:
+    return (Change(operation=Operation.TRUNCATE, values={}),)
+
+
+def changes(shape: TableSchema, *given: Sequence[Change]) -> ChangeBatch:
+    """A batch of one table for `MemoryCapture.commit`, which numbers the rows and says where they come from."""
+    rows = [row for some in given for row in some]
+    if not rows:
+        raise ConfigError("a batch needs a change", hint="Use `Quiet` to move the log without any.")
+    for row in rows:
+        unknown = {*row.values, *row.unchanged, *(row.before or ()), *(row.moved_from or ())} - set(shape.names)
+        if unknown:
+            raise ConfigError(
+                "the table has no such column", table=shape.table, columns=", ".join(sorted(unknown)),
+                hint="Name columns of the shape, or give the shape another version with `altered`.",
+            )  # fmt: skip
+    stored = pa.Table.from_pylist([_stored(shape, row) for row in rows], schema=shape.change_schema())
+    stored = stored.drop_columns([name for name in change.OPTIONAL if stored.column(name).null_count == len(rows)])
+    (data,) = stored.combine_chunks().to_batches()
+    return ChangeBatch(
+        schema=shape, data=data, moves=sum(row.moved_from is not None for row in rows),
+        truncates=sum(row.operation is Operation.TRUNCATE for row in rows),
+    )  # fmt: skip
+
+
+def _stored(shape: TableSchema, row: Change) -> dict[str, Any]:
+    return {
+        change.OP: row.operation.value, change.SEQ: 0, change.POSITION: "", change.TX: 0, change.TX_INDEX: 0,
+        change.COMMITTED_AT: 0, change.UNCHANGED: list(row.unchanged) or None, change.BEFORE: _named(row.before),
+        change.MOVED_FROM: _named(row.moved_from), change.UNFIT: None,
+        **{change.stored_name(name): row.values.get(name) for name in shape.names},
+    }  # fmt: skip
+
+
+def _named(row: Row | None) -> dict[str, Any] | None:
+    return None if row is None else {change.stored_name(name): value for name, value in row.items()}

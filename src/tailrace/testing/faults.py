@@ -1,0 +1,302 @@
+"""Faults around a checkpoint store or a source: named, and at calls that are stated, so a test is the same each time.
+
+```python
+store = FaultyStore(MemoryCheckpointStore(), fail("save", at=2), lose("save", at=5))
+source = faulty_source(MemoryCapture(), duplicate("read", at=3), delay("confirm", calls=2))
+```
+
+Calls are counted from 1, each method by itself, over all streams of a source. `struck` lists what has happened, so that
+a test can say that its faults were met.
+
+`fail` raises, before or (`acted`) after the store has acted; a stream that failed stays broken. `slow` waits first.
+`corrupt`: a `save` leaves what no `load` can read, a `load` finds such, a `read` finds bytes that mean nothing.
+`lose`: `save` and `delete` say yes and do nothing, `load` finds nothing; a window goes with its connection, a `confirm`
+never arrives. `duplicate`: a store acts twice, a window comes a second time, a `confirm` arrives twice. `delay`: all
+that happens so many calls later.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tailrace.capture.base import Stream
+from tailrace.errors import (
+    ConfigError,
+    ProtocolViolation,
+    SourceUnreachable,
+    StateCorrupt,
+    StateUnusable,
+    TailraceError,
+)
+from tailrace.model.batch import Window
+from tailrace.model.position import Lsn
+from tailrace.runtime.intake import Streams
+from tailrace.state.checkpoint import Checkpoint, CheckpointStore
+
+_T = TypeVar("_T")
+
+
+class Kind(enum.Enum):
+    """What goes wrong."""
+
+    FAIL = "fail"
+    SLOW = "slow"
+    CORRUPT = "corrupt"
+    LOSE = "lose"
+    DUPLICATE = "duplicate"
+    DELAY = "delay"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What goes wrong with which calls of a method: from the `at`-th on, so many `times`."""
+
+    kind: Kind
+    call: str
+    at: int = 1
+    times: int = 1
+    seconds: float = 0.0
+    calls: int = 1
+    error: TailraceError | None = None
+    acted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.at < 1 or self.times < 1 or self.calls < 1 or self.seconds < 0:
+            raise ConfigError("a fault strikes no call", hint="Calls are counted from 1.")
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} {self.call}"
+
+
+def fail(
+    call: str, *, at: int = 1, times: int = 1, error: TailraceError | None = None, acted: bool = False
+) -> Fault:
+    """`acted`: what was asked for is done, and only the answer is lost."""
+    return Fault(kind=Kind.FAIL, call=call, at=at, times=times, error=error, acted=acted)
+
+
+def slow(call: str, *, seconds: float, at: int = 1, times: int = 1) -> Fault:
+    return Fault(kind=Kind.SLOW, call=call, at=at, times=times, seconds=seconds)
+
+
+def corrupt(call: str, *, at: int = 1, times: int = 1) -> Fault:
+    return Fault(kind=Kind.CORRUPT, call=call, at=at, times=times)
+
+
+def lose(call: str, *, at: int = 1, times: int = 1) -> Fault:
+    return Fault(kind=Kind.LOSE, call=call, at=at, times=times)
+
+
+def duplicate(call: str, *, at: int = 1, times: int = 1) -> Fault:
+    return Fault(kind=Kind.DUPLICATE, call=call, at=at, times=times)
+
+
+def delay(call: str, *, calls: int = 1, at: int = 1, times: int = 1) -> Fault:
+    return Fault(kind=Kind.DELAY, call=call, at=at, times=times, calls=calls)
+
+
+class _Schedule:
+    """Which call is struck by what."""
+
+    def __init__(self, faults: tuple[Fault, ...], allowed: dict[Kind, tuple[str, ...]]) -> None:
+        for fault in faults:
+            if fault.call not in allowed[fault.kind]:
+                raise ConfigError(
+                    f"`{fault.call}` cannot {fault.kind.value}", hint=f"One of: {', '.join(allowed[fault.kind])}."
+                )
+        self._faults, self._calls = faults, Counter[str]()
+        self.struck: list[str] = []
+
+    def due(self, call: str) -> Fault | None:
+        """Count a call; what strikes it."""
+        self._calls[call] += 1
+        number = self._calls[call]
+        for fault in self._faults:
+            if fault.call == call and fault.at <= number < fault.at + fault.times:
+                self.struck.append(str(fault))
+                if fault.kind is Kind.SLOW:
+                    time.sleep(fault.seconds)
+                    return None
+                return fault
+        return None
+
+
+_WRITES, _STORE = ("save", "delete"), ("save", "load", "delete", "list", "all")
+_OF_STORES = {
+    Kind.FAIL: _STORE, Kind.SLOW: _STORE, Kind.CORRUPT: ("save", "load"), Kind.LOSE: ("save", "load", "delete"),
+    Kind.DUPLICATE: _WRITES, Kind.DELAY: _WRITES,
+}  # fmt: skip
+
+
+class FaultyStore:
+    """A checkpoint store with faults."""
+
+    def __init__(self, store: CheckpointStore, *faults: Fault) -> None:
+        self._store, self._schedule = store, _Schedule(faults, _OF_STORES)
+        self._damaged: set[str] = set()
+        self._late: list[tuple[int, Callable[[], object]]] = []
+
+    @property
+    def struck(self) -> list[str]:
+        return self._schedule.struck
+
+    def save(self, key: str, checkpoint: Checkpoint) -> None:
+        fault = self._act("save", lambda: self._store.save(key, checkpoint), None)[1]
+        if fault is None or fault.kind is Kind.DUPLICATE:
+            self._damaged.discard(key)
+        elif fault.kind is Kind.CORRUPT:
+            self._damaged.add(key)
+
+    def load(self, key: str) -> Checkpoint | None:
+        found, fault = self._act("load", lambda: self._store.load(key), None)
+        if key in self._damaged or (fault is not None and fault.kind is Kind.CORRUPT):
+            raise StateCorrupt("the checkpoint was damaged by a test", key=key, hint="Look at the test's faults.")
+        return found
+
+    def delete(self, key: str) -> bool:
+        self._damaged.discard(key)
+        return self._act("delete", lambda: self._store.delete(key), True)[0]
+
+    def list(self) -> tuple[str, ...]:
+        nothing: tuple[str, ...] = ()
+        return self._act("list", lambda: tuple(self._store.list()), nothing)[0]
+
+    def all(self) -> dict[str, Checkpoint]:
+        nothing: dict[str, Checkpoint] = {}
+        return self._act("all", lambda: dict(self._store.all()), nothing)[0]
+
+    def close(self) -> None:
+        """What is late by now never comes."""
+        self._late.clear()
+        close = getattr(self._store, "close", None)
+        if callable(close):
+            close()
+
+    def _act(self, call: str, act: Callable[[], _T], nothing: _T) -> tuple[_T, Fault | None]:
+        self._late = [(left - 1, late) for left, late in self._late]
+        for left, late in self._late:
+            if left <= 0:
+                late()
+        self._late = [(left, late) for left, late in self._late if left > 0]
+        fault = self._schedule.due(call)
+        kind = fault.kind if fault is not None else None
+        if fault is not None and kind is Kind.FAIL:
+            if fault.acted:
+                act()
+            raise fault.error or StateUnusable("the store fails in a test", hint="Look at the test's faults.")
+        if fault is not None and kind is Kind.DELAY:
+            self._late.append((fault.calls, act))
+            return nothing, fault
+        if kind is Kind.LOSE:
+            return nothing, fault
+        found = act()
+        return (act() if kind is Kind.DUPLICATE else found), fault
+
+
+_OF_SOURCES = {
+    Kind.FAIL: ("live", "read", "confirm"), Kind.SLOW: ("live", "read", "confirm"), Kind.CORRUPT: ("read",),
+    Kind.LOSE: ("read", "confirm"), Kind.DUPLICATE: ("read", "confirm"), Kind.DELAY: ("read", "confirm"),
+}  # fmt: skip
+
+
+class FaultySource:
+    """What `faulty_source` gives: the source, its streams with faults."""
+
+    def __init__(self, source: Streams, *faults: Fault) -> None:
+        self._source, self._schedule = source, _Schedule(faults, _OF_SOURCES)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    @property
+    def struck(self) -> list[str]:
+        return self._schedule.struck
+
+    def live(self, after: Lsn) -> Stream:
+        if (fault := self._schedule.due("live")) is not None:
+            raise _broken(fault)
+        return FaultyStream(self._source.live(after), self._schedule)
+
+
+def faulty_source(source: Streams, *faults: Fault) -> FaultySource:
+    """The source with faults. It can do whatever the source can: scan its tables, say which database it is."""
+    own = {name for name in dir(type(source)) if not name.startswith("_") and callable(getattr(type(source), name))}
+    passed = {name: _passed(name) for name in own - set(dir(FaultySource))}
+    # A runtime asks for methods, not for names, so they have to stand in a class.
+    made: FaultySource = type("FaultySource", (FaultySource,), passed)(source, *faults)
+    return made
+
+
+def _passed(name: str) -> Callable[..., Any]:
+    def call(self: FaultySource, *given: Any, **named: Any) -> Any:
+        return getattr(self._source, name)(*given, **named)
+
+    return call
+
+
+def _broken(fault: Fault) -> TailraceError:
+    return fault.error or SourceUnreachable("the source breaks in a test", hint="Look at the test's faults.")
+
+
+class FaultyStream:
+    """A stream with faults. Calls of `read` count when they give a window that has rows."""
+
+    def __init__(self, stream: Stream, schedule: _Schedule) -> None:
+        self._stream, self._schedule = stream, schedule
+        self._failure: TailraceError | None = None
+        self._again: deque[Window] = deque()
+        self._held: tuple[int, Window] | None = None
+        self._late: list[tuple[int, Lsn]] = []
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        if self._failure is not None:
+            raise self._failure
+        if self._again:
+            return self._again.popleft()
+        if self._held is not None:
+            left, window = self._held
+            self._held = (left - 1, window) if left > 1 else None
+            return None if left > 1 else window
+        found = self._stream.read(after, wait_seconds)
+        fault = self._schedule.due("read") if found is not None and not found.empty else None
+        if found is None or fault is None:
+            return found
+        if fault.kind is Kind.DELAY:
+            self._held = (fault.calls, found)
+            return None
+        if fault.kind is Kind.DUPLICATE:
+            self._again.append(found)
+            return found
+        corrupt = ProtocolViolation("a test damaged what was sent", hint="Look at the test's faults.")
+        self._failure = corrupt if fault.kind is Kind.CORRUPT else _broken(fault)
+        raise self._failure
+
+    def confirm(self, position: Lsn) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._late = [(left - 1, late) for left, late in self._late]
+        for left, late in self._late:
+            if left <= 0:
+                self._stream.confirm(late)
+        self._late = [(left, late) for left, late in self._late if left > 0]
+        fault = self._schedule.due("confirm")
+        if fault is None or fault.kind is Kind.DUPLICATE:
+            self._stream.confirm(position)
+        if fault is None or fault.kind is Kind.LOSE:
+            return
+        if fault.kind is Kind.DELAY:
+            self._late.append((fault.calls, position))
+        elif fault.kind is Kind.DUPLICATE:
+            self._stream.confirm(position)
+        else:
+            self._failure = _broken(fault)
+            raise self._failure
+
+    def close(self) -> None:
+        """What is late by now never arrives."""
+        self._stream.close()

@@ -1,0 +1,124 @@
+"""A source in memory that plays a script: transactions, silence, a reader that lags, a connection that breaks.
+
+```python
+source = ScriptedSource(
+    Transaction(changes(orders, insert({"id": 1}))),
+    Behind(3, Transaction(changes(orders, insert({"id": 2}))), Quiet(1 << 20)),
+    Transaction(changes(altered(orders, add={"note": pa.string()}), insert({"id": 3, "note": "x"}))),
+)
+```
+
+A step is played when a reader comes and has had all that was played before. So there is no clock and no second thread,
+and the same script gives the same windows each time. What was played is `MemoryCapture`'s, with all its promises.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tailrace.capture.base import Stream
+from tailrace.capture.memory import MemoryCapture
+from tailrace.errors import TailraceError
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.position import Lsn
+
+
+@dataclass(frozen=True, init=False)
+class Transaction:
+    """Commits these batches as one transaction."""
+
+    batches: tuple[ChangeBatch, ...]
+
+    def __init__(self, *batches: ChangeBatch) -> None:
+        object.__setattr__(self, "batches", batches)
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """The log grows by so many bytes that are nobody's: of tables that are not captured, say."""
+
+    bytes: int
+
+
+@dataclass(frozen=True, init=False)
+class Behind:
+    """All these steps are in the source's log at once, and for so many reads nothing of them arrives: `lag()` shows
+    them meanwhile."""
+
+    reads: int
+    steps: tuple[Transaction | Quiet, ...]
+
+    def __init__(self, reads: int, *steps: Transaction | Quiet) -> None:
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "steps", steps)
+
+
+@dataclass(frozen=True)
+class Break:
+    """The stream breaks with this error, and has to be opened again."""
+
+    error: TailraceError
+
+
+Step: TypeAlias = Transaction | Quiet | Behind | Break
+
+
+class ScriptedSource(MemoryCapture):
+    """Plays its steps to whoever reads; further ones may be committed beside them, as to any memory source."""
+
+    def __init__(self, *steps: Step, **given: Any) -> None:
+        """`given` is what `MemoryCapture` takes."""
+        super().__init__(**given)
+        self._steps = deque(steps)
+        self._silent = 0
+
+    @property
+    def played(self) -> bool:
+        """Whether no step is left."""
+        return not self._steps
+
+    def play(self) -> None:
+        """Play the next step now."""
+        step = self._steps.popleft()
+        if isinstance(step, Break):
+            self.break_next_read(step.error)
+            return
+        inner = step.steps if isinstance(step, Behind) else (step,)
+        for one in inner:
+            if isinstance(one, Transaction):
+                self.commit(*one.batches)
+            else:
+                self.quiet(one.bytes)
+        self._silent = step.reads if isinstance(step, Behind) else 0
+
+    def live(self, after: Lsn) -> Stream:
+        return _Played(self, super().live(after))
+
+    def _before_read(self, after: Lsn) -> bool:
+        """Play what is due; whether nothing arrives."""
+        if not self._silent and self._steps and not self._bytes_after(after):
+            self.play()
+        if not self._silent:
+            return False
+        self._silent -= 1
+        return True
+
+
+class _Played:
+    """A reader's place at it."""
+
+    def __init__(self, source: ScriptedSource, stream: Stream) -> None:
+        self._source, self._stream = source, stream
+
+    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+        if self._source._before_read(after):
+            return None
+        return self._stream.read(after, wait_seconds if self._source.played else 0.0)
+
+    def confirm(self, position: Lsn) -> None:
+        self._stream.confirm(position)
+
+    def close(self) -> None:
+        self._stream.close()

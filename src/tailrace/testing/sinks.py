@@ -1,0 +1,267 @@
+"""What every sink promises, as checks for one of your own.
+
+```python
+def place(tmp_path):
+    def at():
+        sink = MySink(tmp_path / "out")
+        return SinkAt(sink, kept=lambda: my_reader(tmp_path / "out"))   # `_seq` of every row that is there
+    return at
+
+@pytest.mark.parametrize("check", SINK, ids=str)
+def test_my_sink(check, tmp_path):
+    check(place(tmp_path))
+```
+
+`SINK` is for all of them. `EXACTLY_ONCE` is for one that stores `_seq` beside its rows and so takes a batch once,
+however often it comes. `MIRROR` is for one that keeps the last state of a table's rows: give `rows` instead of `kept`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from tailrace.capture.memory import MemoryCapture
+from tailrace.errors import ConfigError
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.mirror import Mirror
+from tailrace.model.schema import TableSchema
+from tailrace.runtime.batch import Batch, Limits
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.sinks import Rejected, Sink
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.testing.changes import changes, delete, insert, move, table, truncate, update
+from tailrace.testing.checks import Check, opened, require, run, suite
+
+ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
+PARTS = table("public.parts", key=("shop", "code"), relation=2, code=pa.string(), shop=pa.int32(), note=pa.string())
+LOOSE = table("public.loose", key=(), relation=3, a=pa.int64(), b=pa.string())
+SECRET = "a value that no reason may tell"
+
+
+@dataclass
+class SinkAt:
+    """A sink, and a look at what it holds durably."""
+
+    sink: Sink
+    kept: Callable[[], Sequence[int]] = tuple
+    """`_seq` of every row that is there, in the order of a reader; what is written and not flushed may be left out."""
+    rows: Callable[[TableSchema], Sequence[dict[str, Any]]] | None = None
+    """A table's rows as they are now, in any order; for `MIRROR`."""
+
+    def close(self) -> None:
+        close = getattr(self.sink, "close", None)
+        if callable(close):
+            close()
+
+
+Open = Callable[[], SinkAt]
+
+
+def batches(*transactions: Sequence[ChangeBatch]) -> list[Batch]:
+    """Each transaction as a runtime hands it out, in a batch of its own."""
+    source = MemoryCapture()
+    for transaction in transactions:
+        source.commit(*transaction)
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1))
+    runtime.start()
+    found = []
+    while (batch := runtime.poll(0.0)).rows:
+        found.append(batch)
+        runtime.commit(batch.ack)
+    runtime.stop()
+    return found
+
+
+def _orders(*ids: int) -> tuple[ChangeBatch]:
+    return (changes(ORDERS, *(insert({"id": n, "status": "new", "note": SECRET}) for n in ids)),)
+
+
+def _seqs(*given: Batch) -> list[int]:
+    return [event.seq for batch in given for event in batch.events()]
+
+
+def _put(at: SinkAt, *given: Batch) -> list[Rejected]:
+    rejected = [item for batch in given for item in at.sink.write(batch)]
+    at.sink.flush(True)
+    return rejected
+
+
+def _begins_empty(at: Open) -> None:
+    """a new sink holds nothing, and a flush of nothing does no harm"""
+    with opened(at) as found:
+        found.sink.flush(False)
+        found.sink.flush(True)
+        require(list(found.kept()) == [], "it holds rows that nobody wrote")
+
+
+def _keeps_what_was_flushed(at: Open) -> None:
+    """once a flush has returned every row that was written is there, in order, whether more is waiting or not"""
+    first, second, third = batches(_orders(1, 2), _orders(3), _orders(4, 5))
+    with opened(at) as found:
+        require(not found.sink.write(first), "it does not take plain rows")
+        found.sink.flush(False)
+        require(list(found.kept()) == _seqs(first), "a flush while more is waiting made other rows durable")
+        found.sink.write(second)
+        found.sink.write(third)
+        found.sink.flush(True)
+        require(list(found.kept()) == _seqs(first, second, third), "two batches of one flush are not both there")
+
+
+def _survives(at: Open) -> None:
+    """what was flushed is there after it was opened again, and more comes behind it"""
+    first, second = batches(_orders(1, 2), _orders(3))
+    with opened(at) as found:
+        _put(found, first)
+    with opened(at) as found:
+        require(list(found.kept()) == _seqs(first), "other rows are there after a restart")
+        _put(found, second)
+        require(list(found.kept()) == _seqs(first, second), "what came after a restart is not behind it")
+
+
+def _flushes_twice(at: Open) -> None:
+    """a second flush changes nothing"""
+    (only,) = batches(_orders(1, 2))
+    with opened(at) as found:
+        _put(found, only)
+        found.sink.flush(True)
+        require(list(found.kept()) == _seqs(only), "the rows were written twice")
+
+
+def _replaces_itself(at: Open) -> None:
+    """a batch that comes again before it was flushed is there once: somebody else failed, not this sink"""
+    first, second = batches(_orders(1, 2), _orders(3))
+    with opened(at) as found:
+        found.sink.write(first)
+        found.sink.write(second)
+        _put(found, second)
+        require(list(found.kept()) == _seqs(first, second), "what came again stands there twice, or drove out others")
+
+
+def _every_kind() -> list[Batch]:
+    return batches(
+        (changes(ORDERS, insert({"id": 1, "status": "new", "note": SECRET}), insert({"id": 2})),
+         changes(LOOSE, insert({"a": 1, "b": SECRET}))),
+        (changes(ORDERS, update({"id": 1, "status": "paid"}, unchanged=("note",)),
+                 move({"id": 1}, {"id": 3, "status": "paid"}, unchanged=("note",)), delete({"id": 2})),
+         changes(LOOSE, update({"a": 2, "b": "y"}, before={"a": 1, "b": SECRET}), delete({"a": 2, "b": "y"}))),
+        (changes(ORDERS, truncate()),),
+    )  # fmt: skip
+
+
+def _takes_every_kind(at: Open) -> None:
+    """every kind of change is taken, or rejected by its number and with a reason; nothing is silently left out"""
+    given = _every_kind()
+    with opened(at) as found:
+        rejected = _put(found, *given)
+        kept, refused = list(found.kept()), [item.seq for item in rejected]
+        require(sorted(kept + refused) == _seqs(*given), "rows are neither there nor rejected, or both")
+        told = [item.reason for item in rejected]
+        require(all(reason and SECRET not in reason for reason in told), "a reason is empty, or tells a value")
+
+
+def _comes_again(at: Open, *, reopened: bool) -> None:
+    first, second = batches(_orders(1, 2), _orders(3))
+    with opened(at) as found:
+        _put(found, first)
+        if not reopened:
+            _put(found, first, second)
+            require(list(found.kept()) == _seqs(first, second), "a batch that came again is there twice")
+            return
+    with opened(at) as found:
+        _put(found, first, second)
+        require(list(found.kept()) == _seqs(first, second), "a batch that came again is there twice")
+
+
+def _once(at: Open) -> None:
+    """a batch that comes again after its flush is there once"""
+    _comes_again(at, reopened=False)
+
+
+def _once_after_a_restart(at: Open) -> None:
+    """a batch that comes again after a restart is there once"""
+    _comes_again(at, reopened=True)
+
+
+def _mirrors(at: Open, *transactions: Sequence[ChangeBatch]) -> None:
+    """Hold the sink against `Mirror` after each transaction, and once more after the last one has come again."""
+    given = batches(*transactions)
+    expected: dict[TableSchema, Mirror] = {}
+    with opened(at) as found:
+        if found.rows is None:
+            raise ConfigError("a mirror's rows cannot be looked at", hint="Give `rows` to `SinkAt`.")
+        for batch in [*given, given[-1]]:
+            _put(found, batch)
+            for event in batch.events():
+                expected.setdefault(event.schema, Mirror()).apply(event.row_write())
+            for shape, mirror in expected.items():
+                have, want = _sorted(shape, found.rows(shape)), _sorted(shape, mirror.rows.values())
+                require(have == want, f"{shape.table} is {have}, not {want}")
+
+
+def _sorted(shape: TableSchema, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    return sorted(repr({name: row.get(name) for name in shape.names}) for row in rows)
+
+
+def _last_state(at: Open) -> None:
+    """rows are inserted, changed and deleted by their key, also one of several columns"""
+    _mirrors(
+        at,
+        (changes(ORDERS, insert({"id": 1, "status": "new"}), insert({"id": 2}), update({"id": 1, "status": None})),),
+        (changes(PARTS, insert({"code": "a", "shop": 1}), insert({"code": "a", "shop": 2})),
+         changes(ORDERS, delete({"id": 2}))),
+        (changes(PARTS, delete({"code": "a", "shop": 1})),),
+    )  # fmt: skip
+
+
+def _absent_is_not_null(at: Open) -> None:
+    """a value that was not sent stays as it is; null is null"""
+    _mirrors(
+        at, (changes(ORDERS, insert({"id": 1, "status": "new", "note": "large"})),),
+        (changes(ORDERS, update({"id": 1, "status": None}, unchanged=("note",))),),
+    )  # fmt: skip
+
+
+def _no_old_row(at: Open) -> None:
+    """a key that changes leaves no old row behind"""
+    _mirrors(
+        at, (changes(ORDERS, insert({"id": 1, "note": "x"})), changes(PARTS, insert({"code": "a", "shop": 1}))),
+        (changes(ORDERS, move({"id": 1}, {"id": 2, "note": "x"})),
+         changes(PARTS, move({"code": "a", "shop": 1}, {"code": "b", "shop": 1}))),
+    )  # fmt: skip
+
+
+def _moves_large_values(at: Open) -> None:
+    """a key that changes takes values along that were not sent, also twice in one batch"""
+    _mirrors(
+        at, (changes(ORDERS, insert({"id": 1, "note": "large"}), insert({"id": 5, "note": "other"})),
+             changes(PARTS, insert({"code": "a", "shop": 1, "note": "large"}))),
+        (changes(ORDERS, move({"id": 1}, {"id": 2}, unchanged=("note",)),
+                 move({"id": 2}, {"id": 3}, unchanged=("note",)), insert({"id": 1, "note": "new"})),
+         changes(PARTS, move({"code": "a", "shop": 1}, {"code": "b", "shop": 2}, unchanged=("note",)))),
+    )  # fmt: skip
+
+
+def _truncates(at: Open) -> None:
+    """a truncate takes the rows of its table, and of no other"""
+    _mirrors(
+        at, (changes(ORDERS, insert({"id": 1})), changes(PARTS, insert({"code": "a", "shop": 1}))),
+        (changes(ORDERS, truncate(), insert({"id": 9})),),
+    )  # fmt: skip
+
+
+SINK: tuple[Check[SinkAt], ...] = suite(
+    _begins_empty, _keeps_what_was_flushed, _survives, _flushes_twice, _replaces_itself, _takes_every_kind,
+)  # fmt: skip
+EXACTLY_ONCE: tuple[Check[SinkAt], ...] = suite(_once, _once_after_a_restart)
+MIRROR: tuple[Check[SinkAt], ...] = suite(
+    _last_state, _absent_is_not_null, _no_old_row, _moves_large_values, _truncates
+)
+
+
+def check_sink(place: Callable[[], Open], *more: Check[SinkAt]) -> None:
+    """Run all checks of `SINK`, and others. `place` gives, for each, a way to open a sink where there is none yet."""
+    run((*SINK, *more), place)

@@ -1,0 +1,210 @@
+"""What a PostgreSQL server sent, kept in a file with what was made of it, and decoded again without the server.
+
+A recording holds the messages of whole transactions as they came, the shapes that the catalogue gave for their tables,
+and the rows that the decoder made of both, or the code of the error it ended with. `replay()` decodes the same
+bytes with the decoder of today; `check()` says whether it makes the same of them. So a recording that is attached to
+a report of a fault is the fault, and later the test that it stays mended.
+
+`record` only looks: the slot keeps everything. **A recording holds rows of your tables**: read it before you share it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+
+from tailrace.capture.postgres.catalogue import Catalogue
+from tailrace.capture.postgres.connect import connect, explain
+from tailrace.capture.postgres.decode import Decoder
+from tailrace.capture.postgres.text import Text, text_of
+from tailrace.errors import ConfigError, ProtocolViolation, TailraceError
+from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+from tailrace.testing.checks import ContractBroken
+
+FORMAT = 1
+CHANGES_MAX = 10_000
+"""Recorded at most, and up to the end of the transaction that goes beyond it."""
+_RELATION, _COMMIT = b"R", b"C"
+_PEEK = """
+select data from pg_logical_slot_peek_binary_changes(
+  %s, null, %s, 'proto_version', '1', 'publication_names', %s)
+"""
+_ABOUT = """
+select current_setting('server_version'), coalesce(confirmed_flush_lsn, '0/0')::text, active
+from pg_replication_slots where slot_name = %s
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What was sent after a position, and what was made of it."""
+
+    server: str
+    """Its version."""
+    after: Lsn
+    end: Lsn
+    xid_near: int
+    text: Text = Text.SOUND
+    messages: tuple[bytes, ...] = field(repr=False)
+    shapes: Mapping[bytes, TableSchema] = field(repr=False)
+    """By the message that announced the table."""
+    batches: tuple[ChangeBatch, ...] = field(default=(), repr=False)
+    """What the decoder made of it,"""
+    error: str | None = None
+    """or the code of what it raised."""
+
+    def replay(self) -> Window:
+        """Decode it, with the decoder as it is now."""
+        starts = np.zeros(len(self.messages) + 1, np.int64)
+        starts[1:] = np.cumsum([len(message) for message in self.messages])
+        content = np.frombuffer(b"".join(self.messages), np.uint8).copy()
+        decoder = Decoder(self._describe, self.xid_near, None, self.text)
+        return decoder.decode(content, starts, len(self.messages), self.after, self.end)
+
+    def check(self) -> None:
+        """Raise ContractBroken unless the decoder makes the same of it as when it was recorded."""
+        try:
+            found, error = self.replay().batches, None
+        except TailraceError as raised:
+            found, error = (), raised.code
+        if error != self.error:
+            raise ContractBroken(f"it ended with {error or 'no error'}, recorded is {self.error or 'none'}")
+        if len(found) != len(self.batches):
+            raise ContractBroken(f"it made {len(found)} batches, recorded are {len(self.batches)}")
+        for mine, recorded in zip(found, self.batches, strict=True):
+            if mine.schema != recorded.schema:
+                raise ContractBroken(f"{recorded.schema.table} has another shape")
+            names = [name for name, column in _columns(recorded) if not _same(column, dict(_columns(mine)).get(name))]
+            if names or len(mine.data.schema) != len(recorded.data.schema):
+                raise ContractBroken(f"{recorded.schema.table} has other values or columns: {', '.join(names)}")
+
+    def _describe(self, messages: Sequence[bytes]) -> list[TableSchema]:
+        unknown = [message for message in messages if message not in self.shapes]
+        if unknown:
+            raise ProtocolViolation("a table is announced that the recording does not know", hint="Record it again.")
+        return [self.shapes[message] for message in messages]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file: JSON, with bytes as base64."""
+        Path(path).write_text(json.dumps(self._to_json(), indent=1) + "\n")
+
+    def _to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT, "server": self.server, "after": str(self.after), "end": str(self.end),
+            "xid_near": self.xid_near, "text": self.text.name, "error": self.error,
+            "messages": [_base64(message) for message in self.messages],
+            "shapes": [{"message": _base64(said), "shape": shape.to_json()} for said, shape in self.shapes.items()],
+            "batches": [{"shape": batch.schema.to_json(), "rows": _base64(_rows_of(batch))} for batch in self.batches],
+        }  # fmt: skip
+
+
+def load(path: str | os.PathLike[str]) -> Recording:
+    """Read a recording back."""
+    try:
+        stored = json.loads(Path(path).read_text())
+        if stored["format"] != FORMAT:
+            raise ValueError("a format that this version does not know")
+        return Recording(
+            server=stored["server"], after=Lsn.parse(stored["after"]), end=Lsn.parse(stored["end"]),
+            xid_near=stored["xid_near"], text=Text[stored["text"]], error=stored["error"],
+            messages=tuple(base64.b64decode(message) for message in stored["messages"]),
+            shapes={
+                base64.b64decode(item["message"]): TableSchema.from_json(item["shape"]) for item in stored["shapes"]
+            },
+            batches=tuple(_batch(item) for item in stored["batches"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
+        hint = "Make one with `record(…).save(path)`."
+        raise ConfigError("the file is no recording", path=path, hint=hint) from error
+
+
+def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int = CHANGES_MAX) -> Recording:
+    """What the slot holds and nobody confirmed, decoded. Nothing is confirmed by it; nobody may read it meanwhile."""
+    names = ",".join(f'"{name}"' for name in publications)
+    try:
+        with connect(url) as connection:
+            about = connection.execute(_ABOUT, (slot,)).fetchone()
+            if about is None or about[2]:
+                raise ConfigError(
+                    "the slot is not there" if about is None else "the slot is read by somebody", slot=slot,
+                    hint="`select slot_name, active from pg_replication_slots` has them all; stop the capture first.",
+                )  # fmt: skip
+            sent = connection.execute(_PEEK, (slot, changes_max, names)).fetchall()
+            messages = tuple(bytes(data) for (data,) in sent)
+            if not messages:
+                raise ConfigError("there is nothing to record", slot=slot, hint="Have the server write something.")
+            catalogue = Catalogue(connection)
+            announced = list(dict.fromkeys(message for message in messages if message[:1] == _RELATION))
+            made = Recording(
+                server=about[0], after=Lsn.parse(about[1]), end=_end(messages), messages=messages,
+                xid_near=catalogue.next_transaction(), text=text_of(connection.pgconn, replaced=False),
+                shapes=dict(zip(announced, catalogue.describe_messages(announced, publications, {}), strict=True)),
+            )  # fmt: skip
+    except psycopg.Error as error:
+        raise explain(error, url) from error
+    return _decoded(made)
+
+
+def _decoded(made: Recording) -> Recording:
+    """With what the decoder makes of it now."""
+    given = {name: getattr(made, name) for name in made.__dataclass_fields__}
+    try:
+        return Recording(**given | {"batches": made.replay().batches})
+    except TailraceError as error:
+        return Recording(**given | {"error": error.code})
+
+
+def _end(messages: Sequence[bytes]) -> Lsn:
+    """Behind the last transaction, as its commit says."""
+    ends = [struct.unpack_from(">Q", message, 10)[0] for message in messages if message[:1] == _COMMIT]
+    return Lsn(ends[-1])
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _rows_of(batch: ChangeBatch) -> bytes:
+    columns = [pa.concat_arrays([column]) for column in batch.data.columns]  # not what they are slices of
+    data = pa.RecordBatch.from_arrays(columns, schema=batch.data.schema)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, data.schema) as writer:
+        writer.write_batch(data)
+    return bytes(sink.getvalue())
+
+
+def _columns(batch: ChangeBatch) -> list[tuple[str, pa.Array]]:
+    return list(zip(batch.data.schema.names, batch.data.columns, strict=True))
+
+
+def _same(one: pa.Array, other: pa.Array | None) -> bool:
+    """Whether the values are the same; NaN is the same as NaN, and 0 is not -0."""
+    if other is None or one.type != other.type or len(one) != len(other):
+        return False
+    if not one.is_valid().equals(other.is_valid()):
+        return False
+    if pa.types.is_floating(one.type):
+        bits = {32: pa.int32(), 64: pa.int64()}[one.type.bit_width]
+        return bool(one.view(bits).equals(other.view(bits)))
+    if pa.types.is_list(one.type):
+        return bool(one.value_lengths().equals(other.value_lengths())) and _same(one.flatten(), other.flatten())
+    if pa.types.is_struct(one.type):
+        return all(map(_same, one.flatten(), other.flatten()))
+    return bool(one.equals(other))
+
+
+def _batch(stored: Mapping[str, Any]) -> ChangeBatch:
+    with pa.ipc.open_stream(base64.b64decode(stored["rows"])) as reader:
+        return ChangeBatch(schema=TableSchema.from_json(stored["shape"]), data=reader.read_next_batch())

@@ -1,0 +1,88 @@
+"""A script gives the same windows each time, and what it says of lag, breaks and shapes is so."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from tailrace.errors import ConfigError, SourceUnreachable
+from tailrace.model.event import Merge, Nothing
+from tailrace.model.schema import TableId
+from tailrace.runtime import intake
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.sinks import MemorySink
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.history import MemorySchemaHistory
+from tailrace.testing.changes import altered, changes, delete, insert, move, table, truncate, update
+from tailrace.testing.script import Behind, Break, Quiet, ScriptedSource, Transaction
+from tests.support.runtimes import until
+
+ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
+MORE = altered(ORDERS, add={"total": pa.int32()}, drop=("note",), rename={"status": "state"})
+
+
+def new(n: int) -> Transaction:
+    return Transaction(changes(ORDERS, insert({"id": n})))
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.0)
+
+
+def test_a_whole_script_runs_through_a_runtime_without_a_clock_or_a_thread() -> None:
+    source = ScriptedSource(
+        new(1), Break(SourceUnreachable("gone", hint="Wait.")), Quiet(100), Behind(2, new(2), new(3)),
+        Transaction(changes(MORE, insert({"id": 4, "state": "new", "total": 7}))),
+    )  # fmt: skip
+    sink, history = MemorySink(), MemorySchemaHistory()
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), history)
+    runtime.run(sink, until(lambda: source.played and source.confirmed == source.end))
+    assert [event.values["id"] for event in sink.events()] == [1, 2, 3, 4]
+    assert runtime.progress.reconnects == 1
+    assert [version.shape.names for version in history.versions(ORDERS.table)] == [ORDERS.names, MORE.names]
+
+
+def test_a_reader_that_is_behind_sees_the_lag_and_gets_nothing_for_so_long() -> None:
+    source = ScriptedSource(Behind(2, new(1), Quiet(1000)))
+    stream = source.live(source.confirmed)
+    assert source.lag().retained_bytes == 0
+    found = [stream.read(source.confirmed, 0.0) for _ in range(3)]
+    assert [window.rows if window else None for window in found] == [None, None, 1]
+    lag = source.lag().retained_bytes
+    assert lag is not None
+    assert lag > 1000
+
+
+def test_a_step_is_played_only_when_the_one_before_was_taken() -> None:
+    source = ScriptedSource(new(1), new(2))
+    stream = source.live(source.confirmed)
+    first = stream.read(source.confirmed, 0.0)
+    assert first is not None
+    assert stream.read(source.confirmed, 0.0) == first, "it was not taken"
+    assert not source.played
+    second = stream.read(first.end, 0.0)
+    assert second is not None
+    assert [event.values["id"] for batch in second.batches for event in batch.events()] == [2]
+    assert source.played
+
+
+def test_changes_are_built_as_a_server_sends_them() -> None:
+    given = changes(
+        ORDERS, update({"id": 1, "status": "x"}, unchanged=("note",)), move({"id": 1}, {"id": 2}, unchanged=("note",)),
+        delete({"id": 2}), truncate(),
+    )  # fmt: skip
+    writes = [type(event.row_write()) for event in given.events()]
+    assert writes[:3] == [Merge, Nothing, Merge]
+    assert (given.moves, given.truncates) == (1, 1)
+    assert table("a.b.c", id=pa.int64()).table == TableId("a.b", "c")
+    assert MORE.names == ["id", "state", "total"]
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda: changes(ORDERS), lambda: changes(ORDERS, insert({"nosuch": 1})), lambda: altered(ORDERS, drop=("id",)),
+    lambda: altered(ORDERS, rename={"nosuch": "x"}),
+])  # fmt: skip
+def test_what_no_server_would_send_is_refused(wrong) -> None:  # type: ignore[no-untyped-def] # any of them
+    with pytest.raises(ConfigError):
+        wrong()
