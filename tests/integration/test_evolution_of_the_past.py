@@ -380,7 +380,7 @@ def test_a_person_who_has_a_stopped_table_loaded_keeps_the_past_where_it_can_be(
         assert_told(applying, accounts)
 
 
-def test_a_load_in_a_shape_of_before_takes_nothing_away(database: str, tmp_path: Path) -> None:
+def test_a_load_in_a_shape_of_before_begins_again(database: str, tmp_path: Path) -> None:
     """A mirror goes on while it is read again, so it may have taken on another shape when the load lands."""
     run(database, "s_t", MADE)
     asked = threading.Event()
@@ -406,3 +406,4 @@ def test_a_load_in_a_shape_of_before_takes_nothing_away(database: str, tmp_path:
         assert settled(scene, applying, "s_t")
         accounts["s_t"].alter(ALTERS["add"], in_source(database, "s_t"))
         assert_told(applying, accounts)
+        assert all(row.keys() == {*COLUMNS, "c", "_deleted"} for row in in_lake(applying, "s_t")), "none beside"
