@@ -27,7 +27,7 @@ def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
     """Bring the table to a load that was read whole; whoever calls holds its lock, and the log has passed the point."""
     life, schema = load.life, load.seed.plan.schema
     if has_all(lives, load):
-        while (stretch := stretch_to(lives, life, point)) is not None:
+        while (stretch := stretch_to(lives, life, point, schema)) is not None:
             take(life, stretch)
     if load.where is not None or not life.place.form.retains or life.shape is None or life.cursor is None:
         return
@@ -44,8 +44,9 @@ def has_all(lives: Lives, load: Load) -> bool:
     return life.halted and not life.once and not load.state_before.broken and not lives.misses(life)
 
 
-def stretch_to(lives: Lives, life: TableLife, point: Lsn) -> Stretch | None:
-    """The next stretch that brings a halted table to a position, or towards it; None when it is there."""
+def stretch_to(lives: Lives, life: TableLife, point: Lsn, known: TableSchema | None = None) -> Stretch | None:
+    """The next stretch that brings a halted table to a position, or towards it; None when it is there. The facts of
+    `known` stand for those of rows that have its columns and came without any."""
     assert life.cursor is not None, "a table that was loaded"
     assert life.shape is not None, "a table that was loaded"
     index = lives.index
@@ -57,7 +58,7 @@ def stretch_to(lives: Lives, life: TableLife, point: Lsn) -> Stretch | None:
     for item in whole or pending:
         if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
             break
-        recast = _recast_before(lives, life, item)
+        recast = _recast_before(lives, life, item, known)
         if recast is not None and taken:
             break
         if recast is not None:
@@ -68,7 +69,7 @@ def stretch_to(lives: Lives, life: TableLife, point: Lsn) -> Stretch | None:
     return Stretch(tuple(taken), lives.reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
 
 
-def _recast_before(lives: Lives, life: TableLife, item: Slice) -> Recast | None:
+def _recast_before(lives: Lives, life: TableLife, item: Slice, known: TableSchema | None) -> Recast | None:
     """What the table must become to take the slice; None where its rows fit. What a rewrite did to rows at rest the
     load brings; what came after it comes from the log."""
     assert life.shape is not None, "a table that was loaded"
@@ -77,7 +78,9 @@ def _recast_before(lives: Lives, life: TableLife, item: Slice) -> Recast | None:
         return step
     if isinstance(step, SchemaChanged):
         raise step
-    return _carried(lives, life, lives.shape_of(life.shape, item))
+    shape = lives.shape_of(life.shape, item)
+    # A row may be sent before the catalogue shows what made it so; a constant of older rows would not be known.
+    return _carried(lives, life, known if known is not None and shape.facts is None and shape == known else shape)
 
 
 def carry_to(lives: Lives, life: TableLife, schema: TableSchema, *, asked: bool) -> Recast | None:

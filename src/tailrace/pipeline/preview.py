@@ -69,6 +69,13 @@ def _stopped(table: TableId, error: TailraceError) -> TableEvolution:
     )
 
 
+def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
+    """Why a table is not loaded by itself, and what to do."""
+    if isinstance(carried, SchemaChanged):
+        return f"it must be loaded anew: {carried.fields['change']}", carried.hint
+    return f"it must be loaded anew: {step.why}", RELOAD_HINT
+
+
 def _evolution(
     settings: PipelineSettings, life: TableLife, shapes: list[TableSchema], value_of: ValueOf, *, gone: bool
 ) -> TableEvolution:
@@ -98,9 +105,7 @@ def _evolution(
             to = step.schema if form.exact else shapes[-1]
             carried = carry(form, here, to, policies, value_of) if form.retains and not life.rereads else None
             if life.rereads or isinstance(carried, SchemaChanged):
-                said = carried.fields["change"] if isinstance(carried, SchemaChanged) else step.why
-                action, why = "stop", f"it must be loaded anew: {said}"
-                hint = carried.hint if isinstance(carried, SchemaChanged) else RELOAD_HINT
+                action, (why, hint) = "stop", _refused_load(step, carried)
             if not isinstance(carried, Recast):
                 break
             steps, here = [*steps, *carried.said], carried.schema
