@@ -7,6 +7,7 @@ with Spark's connector.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
+from tailrace.model.policies import POLICIES
 from tailrace.model.schema import Column, Identity, TableId
-from tailrace.tables.evolving import Recast
+from tailrace.tables.carrying import carry
+from tailrace.tables.evolving import Recast, no_value
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.upkeep import Upkeep
@@ -344,6 +347,38 @@ def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: Form) 
     filled = None if form is APPEND else "e"
     assert rows >= {(1, 1, filled), (10, None, filled), (30, 7, "new")}
     assert all(row["_seq"] is not None for row in table.content("_seq"))
+
+
+@pytest.mark.parametrize(
+    "form", [MARKED, HISTORY, APPEND, replace(HISTORY, partition_by=("n", "name"))],
+    ids=["soft-delete", "history", "append", "history-in-partitions"],
+)  # fmt: skip
+def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: Any, form: Form) -> None:
+    """`n` becomes wider, `name` what cannot hold it; the first row is the same at the source, the second is not."""
+    table = made(form)
+    table.apply(tx(2000, delete(3)))
+    columns = (SHOP.columns[0], Column(name="name", source_type="integer", type=pa.int32()), SHOP.columns[2],
+               Column(name="n", source_type="bigint", type=pa.int64()))  # fmt: skip
+    after = replace(SHOP, columns=columns)
+    carried = carry(form, SHOP, after, POLICIES, no_value)
+    assert isinstance(carried, Recast)
+    assert table.table.evolve(carried, table.cursor(table.seq)).committed
+    table.schema = after
+    now: list[dict[str, Any]] = [
+        {"id": 1, "name": None, "big": "large 1", "n": 1}, {"id": 2, "name": 4, "big": "large 2", "n": 2**40},
+    ]  # fmt: skip
+    again(table, now, "again", 4000)
+    names = ("id", "name", "name__dropped", "big", "n")
+    old = [(i, None, f"n{i}", f"large {i}", i) for i in (1, 2, 3)]
+    new = [(1, None, None, "large 1", 1), (2, 4, None, "large 2", 2**40)]
+    rows: list[tuple[Any, ...]] = [old[0], new[1], old[2]]
+    if form.mode is not TableMode.MIRROR:
+        rows = [*old, new[1]] if form is not APPEND else [*old, (3, None, None, None, None), *new]
+    assert Counter(table.tuples(*names)) == Counter(rows)
+    if form.mode is TableMode.HISTORY:
+        assert {(row["id"], row["n"]) for row in table.content("id", "n", "_current") if row["_current"]} == {
+            (1, 1), (2, 2**40),
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)

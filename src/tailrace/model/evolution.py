@@ -7,6 +7,9 @@ drop and an add.
 Rows were written anew if their storage is another one and a column's definition changed with it. Storage alone proves
 nothing, as VACUUM FULL, CLUSTER and TRUNCATE make it anew too. Only of a partition it counts by itself: the source
 does not tell of its TRUNCATE.
+
+A lake table whose columns moved on before a load told what its rows are (`Facts.owed`) keeps that unknown, whatever
+comes next.
 """
 
 from __future__ import annotations
@@ -109,6 +112,8 @@ def evolve(old: TableSchema, new: TableSchema) -> Evolution:
     rewritten = _rewritten(old.facts, new.facts) if old.facts and new.facts else None
     if old.facts and new.facts and (_hides_columns(old.facts, new.facts) or _gave_way(_types(old), _types(new))):
         rewritten = None
+    if old.facts and old.facts.owed:
+        rewritten = None
     changes = [*_of_table(old, new), *_of_columns(old, new, rewritten)]
     if old.facts and new.facts:
         changes += _of_partitions(old.facts, new.facts, rewritten=bool(rewritten))
@@ -134,7 +139,7 @@ def is_news(old: TableSchema, new: TableSchema) -> bool:
         return True
     if (old.table, old.relation, old.facts.numbers) != (new.table, new.relation, new.facts.numbers):
         return True
-    return new.facts.at > old.facts.at
+    return old.facts.owed or new.facts.at > old.facts.at
 
 
 def _rewritten(old: Facts, new: Facts) -> bool:

@@ -55,6 +55,8 @@ class Facts:
     """The numbers of the columns that it has now and that are not published."""
     at: Lsn = field(default=ZERO, compare=False)
     """Where the source was when it was asked: of two answers, the one from further on is the newer."""
+    owed: bool = False
+    """Of a lake table alone: whether it has these columns, and nobody knows yet what the source has in its rows."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -78,6 +80,7 @@ class Facts:
             "made": self.made,
             "others": list(self.others),
             "at": str(self.at),
+            **({"owed": True} if self.owed else {}),
         }
 
     @classmethod
@@ -94,4 +97,5 @@ class Facts:
             made=stored["made"],
             others=tuple(stored.get("others", ())),
             at=Lsn.parse(stored["at"]) if "at" in stored else ZERO,
+            owed=stored.get("owed", False),
         )

@@ -28,7 +28,6 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import files, lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed, TailraceError
-from tailrace.model.position import Lsn
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger
@@ -106,7 +105,7 @@ class Applying:
         self.holding.begin()
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
-            advance=self._advance_one, bring_to=self._bring_to, stopping=self._stopping, scratch=self._scratch,
+            advance=self._advance_one, take=self._take, stopping=self._stopping, scratch=self._scratch,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -363,14 +362,12 @@ class Applying:
             for life in mine:
                 life.lock.release()
 
-    def _bring_to(self, life: TableLife, point: Lsn) -> None:
-        """Bring a halted table, whose lock the caller holds, to a position that the log has passed."""
-        while (stretch := self.lives.stretch_to(life, point)) is not None:
-            work = self._work_of(life, stretch)
-            outcome = run_one(self._run, advance_table, work, life.table)
-            if outcome.error is not None:
-                raise outcome.error
-            self._settle(life, outcome)
+    def _take(self, life: TableLife, stretch: Stretch) -> None:
+        """One commit of a table that stands still, and whose lock the caller holds."""
+        outcome = run_one(self._run, advance_table, self._work_of(life, stretch), life.table)
+        if outcome.error is not None:
+            raise outcome.error
+        self._settle(life, outcome)
 
     def _work(self, life: TableLife, end: int) -> ApplyWork | EvolveWork | None:
         stretch = self.lives.stretch(life, end)

@@ -20,7 +20,6 @@ from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.letters import Letters
 from tailrace.errors import (
-    SchemaChanged,
     SourceTableMissing,
     TableFailed,
     TableUnpublished,
@@ -30,6 +29,7 @@ from tailrace.errors import (
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.pipeline.carrying import carry_to
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import Run, land
 from tailrace.pipeline.life import Lives, TableLife
@@ -39,7 +39,6 @@ from tailrace.pipeline.settings import LoadSettings
 from tailrace.spark.seeds import LoadMode, Seed, Wish
 from tailrace.tables.base import Cursor
 from tailrace.tables.paths import anothers, meet
-from tailrace.tables.shapes import REPLACED_HINT, difference
 
 log = logging.getLogger(__name__)
 
@@ -149,11 +148,20 @@ class Beginning:
                     "a table without a key can only be replaced as a whole", table=life.table,
                     hint="Leave out --where and --mode refresh, or give the table a primary key.",
                 )  # fmt: skip
-            _refuse_form(life, plan.schema, wish)
+            self._refuse_form(life, plan.schema, wish)
             return plan
         except TailraceError as error:
             self._failed(life, error)
             return None
+
+    def _refuse_form(self, life: TableLife, schema: TableSchema, wish: Wish | None) -> None:
+        """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
+        form = life.place.form
+        form.stored(schema)
+        if wish is not None and wish.where is not None:
+            form.refuse_part(life.table)
+        elif form.retains:
+            carry_to(self._lives, life, schema, asked=wish is not None)
 
     def _begin_exact(self, planned: Planned) -> None:
         self._show_waiting(planned, "exact")
@@ -277,19 +285,6 @@ def _refuse_meeting(life: TableLife, lives: Lives) -> None:
     for other in list(lives.tables.values()) if life.cursor is None else ():
         if other is not life and meet(other.place.path, life.place.path):
             raise anothers(life.place.path, other.table, life.table)
-
-
-def _refuse_form(life: TableLife, schema: TableSchema, wish: Wish | None) -> None:
-    """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
-    form = life.place.form
-    form.stored(schema)
-    if wish is not None and wish.where is not None:
-        form.refuse_part(life.table)
-    if form.retains and wish is None and life.shape is not None and not life.shape.same_rows(schema):
-        raise SchemaChanged(
-            "the table must be loaded anew, and what it keeps of the past would be lost", table=life.table,
-            change=difference(life.shape, schema), hint=REPLACED_HINT,
-        )  # fmt: skip
 
 
 def _unpublished(table: TableId, publication: str) -> TableUnpublished:

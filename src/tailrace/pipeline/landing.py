@@ -68,13 +68,6 @@ def start_of(lives: Lives, seed: Seed) -> Lsn:
     return min(starts)
 
 
-def has_all(lives: Lives, load: Load) -> bool:
-    """Whether the table must come to the load's point by the log, which has all that it takes: of a table that keeps
-    every change, or every version, a load brings only what the log does not tell."""
-    life = load.life
-    return life.halted and not life.once and not load.state_before.broken and not lives.misses(life)
-
-
 def cursor_after(lives: Lives, load: Load, start: Lsn) -> Cursor:
     """Where the table stands once the load has landed; to be asked while nobody else is at work on it.
 
@@ -126,7 +119,7 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
 
 def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
     """As all that the table holds, or by writing what differs; of a table that keeps the past never instead of that,
-    unless it is of another shape or form and a person has asked for it."""
+    unless it has another shape or form, that could not be carried over, and a person has asked for it."""
     life, plan = load.life, load.seed.plan
     shape = None
     if load.mode is LoadMode.REFRESH or load.where or life.place.form.retains:

@@ -171,8 +171,7 @@ class Lives:
         self.seeds = Seeds(log_reader.path)
         self._recorded: tuple[float, list[Seed]] | None = None
         self._layout = layout
-        self._policies = policies
-        self._value_of = value_of
+        self.policies, self.value_of = policies, value_of
         self._growing = threading.Lock()
         self.tables: dict[TableId, TableLife] = {}
         self.loaded_upto = 0
@@ -305,7 +304,7 @@ class Lives:
         for item in pending:
             if item.first > end or (taken and rows + item.rows > ROWS_PER_APPLY_MAX):
                 break
-            if (item.table, item.schema) not in fitting and (step := self._step(life, item)) is not None:
+            if (item.table, item.schema) not in fitting and (step := self.step_before(life, item)) is not None:
                 if taken:
                     break
                 return self._stepped(life, step)
@@ -317,42 +316,15 @@ class Lives:
             if life.state is not TableState.LOADED and self._replayed(life):
                 life.state, life.replay = TableState.LIVE, None
             return None
-        return Stretch(tuple(taken), self._reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
+        return Stretch(tuple(taken), self.reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
 
-    def _reached(self, cursor: Cursor, taken: list[Slice], left: list[Slice], last: int) -> Cursor:
+    def reached(self, cursor: Cursor, taken: list[Slice], left: list[Slice], last: int) -> Cursor:
         """Where a table stands that has taken slices up to a commit. One may hold several of a table; a cursor must not
         pass the ones left for later."""
         if left:
             last = min(last, left[0].first - 1)
         seq = max(self.index.next_seq(last) - 1, taken[-1].last_seq)
         return replace(cursor, seq=seq, commit=last, position=max(cursor.position, self.index.end_of(last)))
-
-    def stretch_to(self, life: TableLife, point: Lsn) -> Stretch | None:
-        """The next stretch that brings a halted table to a position, or towards it; None when it is there."""
-        assert life.cursor is not None, "a table that was loaded"
-        assert life.shape is not None, "a table that was loaded"
-        pending = [item for item in self.pending(life, self.index.commit) if self.index.start_of(item.first) < point]
-        if life.cursor.position >= point or not pending:
-            return None
-        whole = [item for item in pending if self.index.end_of(item.last) <= point]
-        taken: list[Slice] = []
-        for item in whole or pending:
-            if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
-                break
-            step = self._step(life, item)
-            # What a rewrite did to rows at rest the load brings; what came after it comes from the log.
-            if step is not None and not (isinstance(step, Refresh) and self._fits(life.shape, item)):
-                if taken:
-                    break
-                return self._stepped(life, step)
-            taken.append(item)
-        if not whole:
-            return Stretch(tuple(taken), replace(self.cursor_at(point), load=life.cursor.load), upto=point)
-        return Stretch(tuple(taken), self._reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
-
-    def _fits(self, shape: TableSchema, item: Slice) -> bool:
-        """Whether a slice's rows have the columns of the shape."""
-        return shape.same_rows(self.shape_of(shape, item))
 
     def _seen_step(self, life: TableLife, reached: Lsn, pending: list[Slice]) -> Step | None:
         """What the table must become for what the catalogue showed; no row of before is left to come."""
@@ -362,7 +334,7 @@ class Lives:
         if told.instead_of is life.shape:
             if reached < told.horizon or any(self.index.start_of(item.first) < told.horizon for item in pending):
                 return None
-            if (step := self._planned(life.shape, told.shape)) is not None:
+            if (step := self.planned(life, told.shape)) is not None:
                 return step
         life.announced = None
         return None
@@ -385,7 +357,8 @@ class Lives:
 
     def needs_all(self, life: TableLife) -> bool:
         """Whether nothing but a load of the whole table will do."""
-        return life.state is TableState.NEW or life.refresh is not None or self.misses(life)
+        owed = life.shape is not None and life.shape.facts is not None and life.shape.facts.owed
+        return life.state is TableState.NEW or life.refresh is not None or owed or self.misses(life)
 
     def _gaps(self) -> list[Gap]:
         return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
@@ -434,12 +407,12 @@ class Lives:
             for life in list(self.tables.values())
         )  # fmt: skip
 
-    def _step(self, life: TableLife, item: Slice) -> Step | None:
+    def step_before(self, life: TableLife, item: Slice) -> Step | None:
         """What the table must become before it can take the slice."""
         assert life.cursor is not None, "a table that takes anything"
         assert life.shape is not None, "a table that takes anything"
         shape = self.shape_of(life.shape, item)
-        step = self._planned(life.shape, shape) if is_news(life.shape, shape) else None
+        step = self.planned(life, shape) if is_news(life.shape, shape) else None
         if step is None or self.index.start_of(item.first) >= life.cursor.position:
             return step
         # The load's point lies inside: rows that it has seen may be of a shape of before.
@@ -456,8 +429,10 @@ class Lives:
         named = [version.schema for version in self.log.schemas.after(0) if version.schema.table == mine.table]
         return named[-1] if named and named[-1].relation != mine.relation else shape
 
-    def _planned(self, old: TableSchema, new: TableSchema) -> Step | None:
-        return plan(old, new, self._policies, self._value_of)
+    def planned(self, life: TableLife, new: TableSchema) -> Step | None:
+        """What the table must become to take rows of another shape."""
+        assert life.shape is not None, "a table that takes anything"
+        return plan(life.shape, new, self.policies, self.value_of, life.place.form)
 
     def _stepped(self, life: TableLife, step: Step) -> Stretch | None:
         """The stretch that is only a recast; or the table says why it goes no further."""

@@ -32,12 +32,12 @@ from tailrace.errors import (
     TableFailed,
     TailraceError,
 )
-from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.beginning import Beginning, Waiting
+from tailrace.pipeline.carrying import Take, bring_to
 from tailrace.pipeline.filewatch import FileWatch
 from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.landing import Run, commit, cursor_after, has_all, last_seen, start_of
+from tailrace.pipeline.landing import Run, commit, cursor_after, last_seen, start_of
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay, pause, was_changed
 from tailrace.pipeline.reading import Reading
@@ -67,7 +67,7 @@ class Loading:
     def __init__(
         self, settings: PipelineSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
         run: Run, spawn: Callable[[Callable[[], None]], None], advance: Callable[[TableLife], None],
-        bring_to: Callable[[TableLife, Lsn], None], stopping: threading.Event, scratch: Path,
+        take: Take, stopping: threading.Event, scratch: Path,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._source = source
@@ -75,7 +75,7 @@ class Loading:
         self._holding = holding
         self._run = run
         self._spawn = spawn
-        self._advance, self._bring_to = advance, bring_to
+        self._advance, self._take = advance, take
         self._stopping = stopping
         self._seeds = lives.seeds
         self._under_way = UnderWay(scratch, lives.seeds.held())
@@ -397,8 +397,7 @@ class Loading:
             if not self._source.unchanged(seed.plan) or (since is not None and start < since):
                 raise was_changed(life.table)
             with life.lock:
-                if has_all(self._lives, load):
-                    self._bring_to(life, start)
+                bring_to(self._lives, load, start, self._take)
                 cursor = cursor_after(self._lives, load, start)
                 passed = last_seen(self._lives, load, start)
                 if passed > cursor.position:
@@ -468,7 +467,8 @@ class Loading:
             return
         if error.remedy is not Remedy.RETRY:
             self._forget_wishes(life.table)
-        unloaded = life.cursor is None or life.state in (TableState.NEW, TableState.SEEDING) or life.state.broken
+        waits = (TableState.NEW, TableState.SEEDING, TableState.REFRESHING)
+        unloaded = life.cursor is None or life.state in waits or life.state.broken
         if unloaded or life.refresh is not None:  # it goes no further without the load
             life.fail(error)
             return

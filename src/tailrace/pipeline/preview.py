@@ -13,8 +13,13 @@ from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableEvolution
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.wiring import open_source
+from tailrace.tables.carrying import carry
 from tailrace.tables.evolving import Recast, Refresh, ValueOf, plan
-from tailrace.tables.shapes import RELOAD_HINT, REPLACED_HINT
+from tailrace.tables.forms import TableMode
+from tailrace.tables.shapes import RELOAD_HINT
+
+COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
+"""How a load lands in a table that keeps the past."""
 
 
 def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
@@ -64,17 +69,25 @@ def _stopped(table: TableId, error: TailraceError) -> TableEvolution:
     )
 
 
+def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
+    """Why a table is not loaded by itself, and what to do."""
+    if isinstance(carried, SchemaChanged):
+        return f"it must be loaded anew: {carried.fields['change']}", carried.hint
+    return f"it must be loaded anew: {step.why}", RELOAD_HINT
+
+
 def _evolution(
     settings: PipelineSettings, life: TableLife, shapes: list[TableSchema], value_of: ValueOf, *, gone: bool
 ) -> TableEvolution:
     assert life.shape is not None, "a loaded table"
     here, steps, action, hint = life.shape, list[str](), "none", None
+    policies, form = settings.tables.evolution.policies, life.place.form
     why = "the source does not have it any more" if gone else None
+    shapes = [shape for shape in shapes if shape.columns]  # one without is made anew, and not published yet
     if life.once:
         shapes, why = [], "it is loaded once, and changes are not applied"
     for shape in shapes:
-        known = not shape.columns or not is_news(here, shape)
-        step = None if known else plan(here, shape, settings.tables.evolution.policies, value_of)
+        step = plan(here, shape, policies, value_of, form) if is_news(here, shape) else None
         if step is None:
             continue
         if not isinstance(step, SchemaChanged) and (refused := _refused(life, step.schema)) is not None:
@@ -87,15 +100,22 @@ def _evolution(
             action = "apply"
             steps += step.said or ("note the new shape; no row changes",)
         elif isinstance(step, Refresh):
-            action, why = "refresh", step.why
-            keeps = life.place.form.retains and not life.shape.same_rows(step.schema)
-            if life.rereads or keeps:
-                action, why = "stop", f"it must be loaded anew: {step.why}"
-                hint = REPLACED_HINT if keeps else RELOAD_HINT
-            break
+            action, why = "refresh", step.why if action != "refresh" else why
+            # A table that keeps every change goes through every shape on its way to the load; others do not.
+            to = step.schema if form.exact else shapes[-1]
+            carried = carry(form, here, to, policies, value_of) if form.retains and not life.rereads else None
+            if life.rereads or isinstance(carried, SchemaChanged):
+                action, (why, hint) = "stop", _refused_load(step, carried)
+            if not isinstance(carried, Recast):
+                break
+            steps, here = [*steps, *carried.said], carried.schema
+            if not form.exact:
+                break
         else:
             action, why, hint = "stop", str(step.fields["change"]), step.hint
             break
+    if action == "refresh" and form.retains:
+        steps.append(ADDED_AGAIN if form.mode is TableMode.APPEND else COMPARED)
     return TableEvolution(
         schema=life.table.schema, table=life.table.name, action=action, steps=tuple(steps), why=why, hint=hint
     )

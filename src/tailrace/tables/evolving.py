@@ -17,6 +17,7 @@ from tailrace.errors import SchemaChanged
 from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.shapes import RELOAD_HINT
 
 
@@ -32,6 +33,8 @@ class Recast:
     filled: tuple[tuple[str, pa.Scalar], ...] = ()
     """Of those that are added, the ones that rows at rest have a value in."""
     dropped: tuple[str, ...] = ()
+    aside: tuple[str, ...] = ()
+    """Columns that begin empty beside what they were: their type cannot hold that, so it stays under another name."""
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -41,6 +44,7 @@ class Recast:
             *(f"add {name}" for name in self.added),
             *(f"fill {name} with its default in every row" for name, _ in self.filled),
             *(f"drop {name}" for name in self.dropped),
+            *(f"begin {name} anew, and keep what it was beside it" for name in self.aside),
         )
 
 
@@ -67,7 +71,9 @@ def no_value(_: Column, __: str) -> pa.Scalar | None:
     return None
 
 
-def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf) -> Step | None:
+def plan(
+    old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf, form: Form = PLAIN
+) -> Step | None:
     """What to do with a table of the shape `old`, now that rows of the shape `new` come; None: nothing."""
     if old.knows(new):
         return None
@@ -76,7 +82,7 @@ def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: Value
     if new.identity is Identity.NONE and old.identity is not Identity.NONE and new.relation == old.relation:
         return _stop(old, "updates and deletes are no longer told, for want of a replica identity", RELOAD_HINT)
     found = evolve(old, new)
-    answers = list(_answers(old, new, found, policies))
+    answers = list(_answers(old, new, found, policies, form))
     for kind, policy, why in answers:
         if policy is Policy.STOP:
             return _stop(old, why, f"`tables.evolution.{kind}` is `stop`. {RELOAD_HINT}")
@@ -90,7 +96,7 @@ def _stop(old: TableSchema, change: str, hint: str) -> SchemaChanged:
 
 
 def _answers(
-    old: TableSchema, new: TableSchema, found: Evolution, policies: Policies
+    old: TableSchema, new: TableSchema, found: Evolution, policies: Policies, form: Form
 ) -> Iterator[tuple[str, Policy, str]]:
     """For each thing that changed: its kind, what the policy says, and what it was, in words."""
     if old.relation != new.relation:
@@ -105,7 +111,7 @@ def _answers(
         why = "its rows were written anew" if found.rewritten else "it is not known what became of its rows"
         yield "rewrite", policies.rewrite, why
     for item in found.changes:
-        if answer := _answer(old, new, item, policies):
+        if answer := _answer(old, new, item, policies, form):
             yield answer
 
 
@@ -115,21 +121,21 @@ def _unknown(found: Evolution) -> bool:
 
 
 def _answer(
-    old: TableSchema, new: TableSchema, item: Change, policies: Policies
+    old: TableSchema, new: TableSchema, item: Change, policies: Policies, form: Form
 ) -> tuple[str, Policy, str] | None:
     match item.kind:
         case Kind.ADD:
             return "add", policies.add, f"added {item.column}"
         case Kind.DROP:
-            # A row of a table without a key is known by all that it has, so a column of the past would hide it.
+            # A row of a mirror without a key is known by all that it has, so a column of the past would hide it.
             policy = policies.drop
-            if policy is Policy.KEEP_NULL and not new.key:
+            if policy is Policy.KEEP_NULL and not new.key and form.mode is not TableMode.APPEND:
                 policy = Policy.REFRESH
             return "drop", policy, f"dropped {item.column}"
         case Kind.RENAME:
             return "rename", policies.rename, f"renamed {item.was} to {item.now}"
         case Kind.RETYPE:
-            was, now = _column(old, new, str(item.column))
+            was, now = column_of(old, new, str(item.column))
             kind = "widen" if is_wider(was, now) else "retype"
             return kind, getattr(policies, kind), f"retyped {item.column}"
         case Kind.ATTACH | Kind.DETACH | Kind.REPLACE:
@@ -137,7 +143,7 @@ def _answer(
     return None
 
 
-def _column(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Column]:
+def column_of(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Column]:
     """A column of the new shape, and what it was: found by its number where that is known."""
     place = new.names.index(name)
     if old.facts and new.facts:
@@ -145,30 +151,31 @@ def _column(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Colu
     return old.columns[old.names.index(name)], new.columns[place]
 
 
-_INTEGERS = (pa.int16(), pa.int32(), pa.int64())
+INTEGERS = (pa.int16(), pa.int32(), pa.int64())
 _TEXTS = ("text", "character varying")
 
 
 def is_wider(was: Column, now: Column) -> bool:
     """Whether every value of one column is the same value in the other."""
     if was.type != now.type:
-        return _holds(was.type, now.type)
+        return holds(was.type, now.type)
     # Many types arrive as text, and what one prints another may print otherwise.
     kinds = [re.sub(r"\([^)]*\)", "", column.source_type).removesuffix("[]") for column in (was, now)]
     return kinds[0] == kinds[1] or set(kinds) <= set(_TEXTS)
 
 
-def _holds(was: pa.DataType, now: pa.DataType) -> bool:
+def holds(was: pa.DataType, now: pa.DataType) -> bool:
+    """Whether every value of one type is one of the other."""
     if was == now:
         return True
-    if was in _INTEGERS and now in _INTEGERS:
-        return _INTEGERS.index(was) < _INTEGERS.index(now)
+    if was in INTEGERS and now in INTEGERS:
+        return INTEGERS.index(was) < INTEGERS.index(now)
     if pa.types.is_float32(was) and pa.types.is_float64(now):
         return True
     if pa.types.is_decimal(was) and pa.types.is_decimal(now):
         return bool(now.scale >= was.scale and now.precision - now.scale >= was.precision - was.scale)
     if pa.types.is_list(was) and pa.types.is_list(now):
-        return _holds(was.value_type, now.value_type)
+        return holds(was.value_type, now.value_type)
     return False
 
 

@@ -164,6 +164,7 @@ def recast_into(form: Form, recast: Recast) -> Recast:
         renamed=tuple((form.name_of(old), form.name_of(new)) for old, new in recast.renamed),
         filled=tuple((form.name_of(name), value) for name, value in filled),
         dropped=tuple(map(form.name_of, recast.dropped)),
+        aside=tuple(map(form.name_of, recast.aside)),
     )
 
 

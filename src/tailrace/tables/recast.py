@@ -61,7 +61,7 @@ def lay_out(table: Held, recast: Recast) -> Laid:
     new = recast.schema
     comes_from = {now: was for was, now in recast.renamed}
     taken: list[str | None] = [
-        None if name in recast.added else comes_from.get(name, name) for name in new.names
+        None if name in (*recast.added, *recast.aside) else comes_from.get(name, name) for name in new.names
     ]
     columns, own = list(new.columns), {name.lower() for name in new.names}
     kept = {name: kind for name, kind in stored_fields(table).items() if name not in (*taken, *recast.dropped)}

@@ -13,7 +13,8 @@ RELOAD_HINT = (
 )
 
 REPLACED_HINT = (
-    "Copy its folder if you need the past. Then run `tailrace snapshot FILE TABLE`: all that it holds is replaced."
+    "To keep the past where it is, give the table another `name` in `tables.rules`: it is loaded there, and this one "
+    "stays. Or run `tailrace snapshot FILE TABLE`: all that it holds is replaced."
 )
 """Of a table that keeps what the source no longer has."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
-from tailrace.model.evolution import AtRest, Kind, evolve, same_version
+from tailrace.model.evolution import AtRest, Kind, evolve, is_news, same_version
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
@@ -145,3 +145,16 @@ def test_partitions_count_when_they_may_have_rows() -> None:
     assert kinds(split((1, False)), split((1, False), (2, True))) == [(Kind.ATTACH, None)]
     assert kinds(split((1, False), (2, True)), split((2, True))) == [(Kind.DETACH, None)]
     assert kinds(split((1, False)), split((1, False), file=2)) == [(Kind.REPLACE, None)]
+
+
+def test_a_load_that_is_owed_stays_so_until_it_lands_whatever_comes_next() -> None:
+    assert TWO.facts is not None
+    owed = replace(TWO, facts=replace(TWO.facts, owed=True))
+    stored = json.loads(json.dumps(owed.to_json()))
+    assert TableSchema.from_json(stored).same_as(owed)
+    assert "owed" not in TWO.to_json()["facts"], "as an older version reads it"
+    assert is_news(owed, TWO), "though nothing else is new in it"
+    assert evolve(owed, TWO).rewritten is None
+    assert not is_news(owed, replace(TWO, facts=None)), "it tells nothing; the catalogue will"
+    renamed = table(ID, B, facts=(fact(1), fact(2)))
+    assert kinds(owed, renamed) == [(Kind.RENAME, "b")], "columns are still known by their numbers"

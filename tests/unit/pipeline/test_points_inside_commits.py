@@ -11,6 +11,7 @@ import pytest
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.position import Lsn
+from tailrace.pipeline.carrying import stretch_to
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ApplyWork, apply_changes
@@ -51,7 +52,7 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
     life.halted = True
     for point, rows in ((middle, 1), (end, 2)):
         turns = 0
-        while (stretch := lives.stretch_to(life, point)) is not None:
+        while (stretch := stretch_to(lives, life, point)) is not None:
             turns += 1
             assert turns <= 2, "it comes no further"
             assert life.cursor is not None

@@ -1,0 +1,123 @@
+"""How a table that keeps the past comes to where a load of it was read, before the load lands as a difference.
+
+By the log first, so that every change is in it once, in the shape that each has; then to the load's own shape. What the
+source wrote anew meanwhile comes with the load alone. The table is never in a shape that its rows were not carried
+over to, and one that they cannot be carried over to stops it unless a person has asked for all to be replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tailrace.changelog.index import Slice
+from tailrace.errors import SchemaChanged
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableSchema
+from tailrace.pipeline.life import ROWS_PER_APPLY_MAX, Lives, Stretch, TableLife
+from tailrace.pipeline.loads import Load, was_changed
+from tailrace.tables.carrying import carry
+from tailrace.tables.evolving import Recast
+
+Take = Callable[[TableLife, Stretch], None]
+"""Makes one commit of a table that stands still, or raises why not."""
+
+
+def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
+    """Bring the table to a load that was read whole; whoever calls holds its lock, and the log has passed the point."""
+    life, schema = load.life, load.seed.plan.schema
+    if has_all(lives, load):
+        while (stretch := stretch_to(lives, life, point, schema)) is not None:
+            take(life, stretch)
+    if load.where is not None or not life.place.form.retains or life.shape is None or life.cursor is None:
+        return
+    if _went_past(life.shape, schema):
+        raise was_changed(life.table)
+    if (recast := carry_to(lives, life, schema, asked=load.seed.wish is not None)) is not None:
+        take(life, Stretch((), life.cursor, recast))
+
+
+def has_all(lives: Lives, load: Load) -> bool:
+    """Whether the table must come to the load's point by the log, which has all that it takes: of a table that keeps
+    every change, or every version, a load brings only what the log does not tell."""
+    life = load.life
+    return life.halted and not life.once and not load.state_before.broken and not lives.misses(life)
+
+
+def stretch_to(lives: Lives, life: TableLife, point: Lsn, known: TableSchema | None = None) -> Stretch | None:
+    """The next stretch that brings a halted table to a position, or towards it; None when it is there. The facts of
+    `known` stand for those of rows that have its columns and came without any."""
+    assert life.cursor is not None, "a table that was loaded"
+    assert life.shape is not None, "a table that was loaded"
+    index = lives.index
+    pending = [item for item in lives.pending(life, index.commit) if index.start_of(item.first) < point]
+    if life.cursor.position >= point or not pending:
+        return None
+    whole = [item for item in pending if index.end_of(item.last) <= point]
+    taken: list[Slice] = []
+    for item in whole or pending:
+        if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
+            break
+        recast = _recast_before(lives, life, item, known)
+        if recast is not None and taken:
+            break
+        if recast is not None:
+            return Stretch((), life.cursor, recast)
+        taken.append(item)
+    if not whole:
+        return Stretch(tuple(taken), replace(lives.cursor_at(point), load=life.cursor.load), upto=point)
+    return Stretch(tuple(taken), lives.reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
+
+
+def _recast_before(lives: Lives, life: TableLife, item: Slice, known: TableSchema | None) -> Recast | None:
+    """What the table must become to take the slice; None where its rows fit. What a rewrite did to rows at rest the
+    load brings; what came after it comes from the log."""
+    assert life.shape is not None, "a table that was loaded"
+    step = lives.step_before(life, item)
+    if step is None or isinstance(step, Recast):
+        return step
+    if isinstance(step, SchemaChanged):
+        raise step
+    shape = lives.shape_of(life.shape, item)
+    # A row may be sent before the catalogue shows what made it so; a constant of older rows would not be known.
+    return _carried(lives, life, known if known is not None and shape.facts is None and shape == known else shape)
+
+
+def carry_to(lives: Lives, life: TableLife, schema: TableSchema, *, asked: bool) -> Recast | None:
+    """What a table must become for a load of this shape to land as a difference; None where it is that. If a person has
+    `asked` for the load, also where that cannot be: then all that the table holds is replaced."""
+    if life.shape is None or _fits(life.shape, schema):
+        return None
+    step = lives.planned(life, schema)
+    if isinstance(step, Recast):
+        return step
+    if isinstance(step, SchemaChanged) and not asked:
+        raise step
+    try:
+        return _carried(lives, life, schema)
+    except SchemaChanged:
+        if asked:
+            return None
+        raise
+
+
+def _carried(lives: Lives, life: TableLife, schema: TableSchema) -> Recast | None:
+    assert life.shape is not None, "a table that was loaded"
+    if _fits(life.shape, schema):
+        return None
+    found = carry(life.place.form, life.shape, schema, lives.policies, lives.value_of)
+    if isinstance(found, SchemaChanged):
+        raise found
+    return found
+
+
+def _fits(shape: TableSchema, other: TableSchema) -> bool:
+    """Whether rows of the one can be applied to a table of the other."""
+    return shape.relation == other.relation and shape.same_rows(other)
+
+
+def _went_past(shape: TableSchema, planned: TableSchema) -> bool:
+    """Whether the table took on another shape while it was read in the one of before."""
+    if shape.facts is None or planned.facts is None or _fits(shape, planned):
+        return False
+    return shape.facts.at > planned.facts.at
