@@ -36,6 +36,7 @@ from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.loading import Loading
 from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
@@ -70,6 +71,7 @@ class Applying:
         self._source = source
         self.lives = Lives(change_log, settings.tables.layout, settings.tables.evolution.policies, source.value_of)
         self.holding = Holding(self.lives)
+        self._kept = SeedKeeping(settings.tables.keep_seed, settings.tables.layout, self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
         self._redelivering = Redelivering(self.lives, source, run=self._run, stopping=self._stopping)
@@ -107,6 +109,7 @@ class Applying:
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
             advance=self._advance_one, bring_to=self._bring_to, stopping=self._stopping, scratch=self._scratch,
+            seeds=self._kept,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -320,6 +323,7 @@ class Applying:
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
             self.sweep()
+            self._kept.look()
 
     def _advance_one(self, life: TableLife, end: int | None = None) -> None:
         """Beside the micro-batches, to a commit or the log's end; what fails here is done by the next of them, or swept

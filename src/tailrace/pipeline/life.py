@@ -394,22 +394,16 @@ class Lives:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""
         if life.cursor is None:
             return False
-        for number in self.numbers(life):
-            gone = self.index.lacks(number, life.cursor.seq)
-            # A load's point may lie past rows that its `_seq` does not cover.
-            if gone is not None and gone.commit > self.index.commit_at(life.cursor.position):
-                life.error = LogTrimmed(
-                    "the log no longer holds what the table lacks",
-                    table=life.table,
-                    applied=life.cursor.commit,
-                    gone_to=gone.commit,
-                    why=gone.why,
-                    hint=TRIMMED_HINT,
-                )
-                life.state = TableState.NEEDS_SNAPSHOT
-                log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
-                return True
-        return False
+        gone = self.index.lacks_after(self.numbers(life), life.cursor.seq, life.cursor.position)
+        if gone is None:
+            return False
+        life.error = LogTrimmed(
+            "the log no longer holds what the table lacks", table=life.table, applied=life.cursor.commit,
+            gone_to=gone.commit, why=gone.why, hint=TRIMMED_HINT,
+        )  # fmt: skip
+        life.state = TableState.NEEDS_SNAPSHOT
+        log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
+        return True
 
     def replays_what_is_to_come(self, life: TableLife) -> bool:
         """Whether the table has applied all that the log holds, and was read when the source had more."""

@@ -19,7 +19,7 @@ import enum
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -216,11 +216,13 @@ class Seeds:
             (self.folder(seed.id) / "plan.json").unlink()
         files.delete_folder(self.folder(seed.id))
 
-    def sweep(self) -> None:
-        """Remove what is left of loads that are over. Only for the one who begins loads."""
+    def sweep(self, kept: Collection[str] = ()) -> None:
+        """Remove what is left of loads that are over, but for those of which a seed is kept. Only for the one who
+        begins loads."""
         for record in self._path.glob("landed/*.json"):
             with suppress(OSError):
-                if files.modified_at(record) < time.time() - REMEMBERED_SECONDS:
+                old = files.modified_at(record) < time.time() - REMEMBERED_SECONDS
+                if old and record.name.removesuffix(".json") not in kept:
                     record.unlink()
         for folder in self._path.glob("*/"):
             if folder.name not in ("wishes", "held", "retries", "landed") and not (folder / "plan.json").exists():

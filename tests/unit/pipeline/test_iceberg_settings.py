@@ -74,6 +74,7 @@ def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path)
         (["partition_by: [a]"], 9, "tables.partition_by", "not known to `format: iceberg`"),
         (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
         (["on_bad_row: dead-letter"], 9, "tables.on_bad_row", "with `format: iceberg` yet"),
+        (["keep_seed: copy"], 9, "tables.keep_seed", "cannot be rebuilt yet"),
         (["soft_delete: true"], 9, "tables.soft_delete", "a name of Iceberg's own"),
         (["names: '{table}'"], 9, "tables.names", "no namespace"),
         (["rules: {'public.t': {name: t}}"], 9, "tables.rules.public.t.name", "no namespace"),
