@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.letters import Letters
+from tailrace.changelog.letters import Bundle, Letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.facts import ColumnFacts, Facts, Storage
@@ -95,17 +95,21 @@ class Quiet:
         self.table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
 
     def load_anew(
-        self, rows: Sequence[dict[str, Any]], name: str, schema: TableSchema = SHOP, *, passed: Lsn | None = None
-    ) -> None:
-        """What a load leaves that saw these rows and all of the log; with `passed`, some rows as they were later."""
+        self, rows: Sequence[dict[str, Any]], name: str, schema: TableSchema = SHOP, *, passed: Lsn | None = None,
+        letters: Sequence[Bundle] = (),
+    ) -> None:  # fmt: skip
+        """What a load leaves that saw these rows and all of the log; with `passed`, some rows as they were later, and
+        with `letters`, others that it could not bring."""
         lives = self.lives()
         at = lives.index.position
         cursor = replace(lives.cursor_at(at), load=name)
         path = self.settings.log.path
-        Seeds(path).folder(name).mkdir(parents=True)
+        Seeds(path).folder(name).mkdir(parents=True, exist_ok=True)
         Seeds(path).land(name, passed or at)
-        now = self.table.cursor()
-        Letters(path, THINGS).before_load(name, whole=True, now=now.load if now else None, seq=cursor.seq)
+        now, aside = self.table.cursor(), Letters(path, THINGS)
+        aside.before_load(name, whole=True, now=now.load if now else None, seq=cursor.seq)
+        if letters:
+            aside.write_load(name, cursor.seq, letters)
         self.table.load(schema, record_batches(schema, rows), cursor)
 
     def keep(self, name: str) -> SeedKeeping:

@@ -100,7 +100,7 @@ class Loading:
         )
         self.reading = Reading(
             settings.load, source, lives.log.path, self._under_way, self._throttle, run=run,
-            failed=self._chunk_failed, stopping=stopping,
+            failed=self._chunk_failed, stopping=stopping, sets_aside=settings.tables.sets_aside,
         )  # fmt: skip
 
     # The one who looks.
