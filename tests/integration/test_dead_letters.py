@@ -252,6 +252,27 @@ def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:
         assert rows(applying)[3]["amount"] == 3
 
 
+def test_without_letters_a_row_that_the_table_lacks_is_read_again_by_itself(scene: Scene) -> None:
+    tables = scene.settings.tables.model_copy(update={"on_bad_row": "stop"})
+    scene.settings = scene.settings.model_copy(update={"tables": tables})
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        publication = applying._source.settings.publication
+        execute(scene.pipeline.url, f"ALTER PUBLICATION {publication} DROP TABLE things",
+                "INSERT INTO things VALUES (40, 1, repeat('z', 4000)), (41, 1, repeat('y', 4000))",
+                f"ALTER PUBLICATION {publication} ADD TABLE things",
+                "UPDATE things SET amount = 2 WHERE id = 40; DELETE FROM things WHERE id = 41",
+                "UPDATE things SET id = 42 WHERE id = 40", "UPDATE things SET amount = 3 WHERE id = 42")  # fmt: skip
+        scene.assert_equal(applying, "things")
+        assert (rows(applying)[42]["large"], 40 in rows(applying)) == ("z" * 4000, False)
+        wait_for_state(applying, "things", TableState.LIVE)
+        here = life(applying, "things")
+        assert here.cursor is not None
+        passed = applying.lives.seeds.whole_after(here.cursor.load or "")
+        assert passed is not None
+        assert (here.mixed, applying.lives.index.position >= passed) == (False, True)
+
+
 def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: Scene) -> None:
     execute(scene.pipeline.url, BAD.format(3), BAD.format(4), BAD.format(5), BAD.format(6))
     with scene.loader() as applying:

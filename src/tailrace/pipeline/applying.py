@@ -27,7 +27,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import files, lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import TableFailed, TailraceError
+from tailrace.errors import BaseRowMissing, TableFailed, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import run_one
@@ -46,6 +46,7 @@ from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.spark.wake import Wake
 from tailrace.tables.delta import UNCOMMITTED
+from tailrace.tables.forms import TableMode
 from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
@@ -371,7 +372,7 @@ class Applying:
         return ApplyWork(
             table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
-            reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
+            reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.mixed or life.rereads else None,
             seed=life.replay, letters=self._settings.tables.sets_aside(life.table), upto=stretch.upto,
         )  # fmt: skip
 
@@ -389,5 +390,17 @@ class Applying:
                 aside = {"table": str(life.table), "letters": outcome.letters, "see": "tailrace dead-letters FILE list"}
                 log.warning("changes set aside as dead letters", extra=aside)
             return
+        if isinstance(outcome.error, BaseRowMissing) and self._may_heal(life):
+            life.healing, life.state = True, TableState.CATCHING_UP  # what is done next has a reader
+            log.warning("a row that changes build on is missing, and is read again", extra={"table": str(life.table)})
+            return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)
+
+    def _may_heal(self, life: TableLife) -> bool:
+        """Whether a row that the table should hold may be read from the source, though it is newer there. Where that
+        was tried, where changes are set aside instead, and where every version counts, it may not."""
+        if life.cursor is None or life.cursor.load is None or life.shape is None or not life.shape.key:
+            return False
+        aside = self._settings.tables.sets_aside(life.table)
+        return not (life.mixed or life.rereads or life.once or aside) and life.place.form.mode is TableMode.MIRROR

@@ -21,7 +21,7 @@ from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
 from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.ledger import Point
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
@@ -63,6 +63,8 @@ class TableLife:
     last_load: LoadDone | None = None
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
+    healing: bool = False
+    """Whether a row that was missing was read again, and the log has not passed that yet: the same holds then."""
     halted: bool = False
     """Whether it goes no further, because a load is under way that must find it where its own snapshot is."""
     gone: bool = False
@@ -97,6 +99,11 @@ class TableLife:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever is applying to the table."""
 
+    @property
+    def mixed(self) -> bool:
+        """Whether rows may be newer than the position says."""
+        return self.replay is not None or self.healing
+
     def see(self, source: SourceTable) -> None:
         """What the source says of it now."""
         self.note, self.insert_only = source.identity_note, source.identity is Identity.NONE
@@ -109,9 +116,7 @@ class TableLife:
         passing = error.remedy is Remedy.RETRY
         if not passing or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
-            log.error(
-                "table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message}
-            )
+            log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         else:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
@@ -183,9 +188,7 @@ class Lives:
             self.index.grow()
             return self.index.bounded(after, ROWS_PER_BATCH_MAX)
 
-    def add(
-        self, table: TableId, source: SourceTable | None = None, mode: str = "initial"
-    ) -> TableLife:
+    def add(self, table: TableId, source: SourceTable | None = None, mode: str = "initial") -> TableLife:
         """Begin to follow a table from what its own commit says."""
         folder = self._layout.root / table.schema / table.name  # until it is known whether that can be one
         life = TableLife(table, Place(path=folder, log_id=self.log.log_id))
@@ -232,6 +235,8 @@ class Lives:
                 life.replay, life.loading = seed.id, None  # older ones were before it
             else:
                 life.loading = life.loading or self.cursor_at(seed.floor)
+        if life.cursor is not None and life.cursor.load is not None and not life.once:
+            life.healing = (self.seeds.whole_after(life.cursor.load) or ZERO) > life.cursor.position
 
     def _unfinished(self) -> list[Seed]:
         """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
@@ -248,10 +253,10 @@ class Lives:
         return Cursor(seq=self.index.next_seq(commit) - 1, commit=commit, position=position)
 
     def _replayed(self, life: TableLife) -> bool:
-        """Whether the log has passed the last chunk of the load that the table came from."""
-        if life.replay is None or life.cursor is None:
+        """Whether the log has passed the last chunk of the load that the table came from, and rows read again since."""
+        if not life.mixed or life.cursor is None:
             return True
-        passed = self.seeds.passed(life.replay)
+        passed = self.seeds.passed(life.replay) if life.replay else self.seeds.whole_after(life.cursor.load or "")
         reached = life.cursor.position if self.pending(life, self.index.commit) else self.index.position
         return passed is not None and reached >= passed
 
@@ -283,7 +288,7 @@ class Lives:
         if self._refuse_trimmed(life) or self._notice_gap(life) or life.halted:
             return None
         if life.once and self._replayed(life):
-            life.state, life.replay = TableState.LOADED, None
+            life.state, life.replay, life.healing = TableState.LOADED, None, False
             return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
@@ -305,7 +310,7 @@ class Lives:
             rows += item.rows
         if not taken:
             if life.state is not TableState.LOADED and self._replayed(life):
-                life.state, life.replay = TableState.LIVE, None
+                life.state, life.replay, life.healing = TableState.LIVE, None, False
             return None
         return Stretch(tuple(taken), self._reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
 
@@ -407,7 +412,7 @@ class Lives:
 
     def replays_what_is_to_come(self, life: TableLife) -> bool:
         """Whether the table has applied all that the log holds, and was read when the source had more."""
-        waits = life.replay is not None and life.state is TableState.CATCHING_UP
+        waits = life.mixed and life.state is TableState.CATCHING_UP
         return waits and not self.pending(life, self.index.commit) and not self._replayed(life)
 
     def covered(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
@@ -430,7 +435,7 @@ class Lives:
             if not life.lock.acquire(blocking=False):
                 return None
             try:
-                there = life.cursor is not None and life.cursor.position <= position and life.replay is None
+                there = life.cursor is not None and life.cursor.position <= position and not life.mixed
                 if not there or self.pending(life, commit) or self._lacks(life):
                     return None
                 if life.version is None:

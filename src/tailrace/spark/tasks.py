@@ -330,6 +330,8 @@ def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> 
     rows, seen = read_rows(work.reader, shape, keys, transactions)
     if work.seed is not None:
         Seeds(work.log).reread(work.seed, seen)
+    elif work.expected.load is not None:
+        Seeds(work.log).remember(work.expected.load, seen)
     return rows.rename_columns([form.name_of(name) for name in rows.column_names])
 
 
