@@ -38,6 +38,7 @@ NAMES = (
     "load.before_record",
     "load.after_record",
     "load.landed",
+    "seed.linked",
     "apply.before_table",
     "apply.batch_done",
     "table.before_commit",

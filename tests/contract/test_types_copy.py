@@ -18,7 +18,7 @@ from psycopg import sql
 from tailrace.capture.postgres import copy as copying
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.connect import connect
-from tailrace.capture.postgres.copy import copy_rows, selected
+from tailrace.capture.postgres.copy import copy_marked, copy_rows, selected
 from tailrace.capture.postgres.copy_binary import PRINTED
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceError, ValueUnfit
@@ -108,6 +108,28 @@ def test_every_nan_is_one(scene: Scene) -> None:
     (batch,) = scene.batches("t")
     assert batch.column(0).view(pa.int64()).to_pylist() == [0x7FF8 << 48] * 2
     assert batch.column(1).view(pa.int32()).to_pylist() == [0x7FC00000] * 2
+
+
+def test_what_does_not_fit_is_told_beside_rows_that_are_the_same_either_way(scene: Scene) -> None:
+    scene.run("""
+        create table t (id int, b bool, s int2, big int8, o oid, r real, d float8, day date, at timestamp,
+          tz timestamptz, n numeric(6, 2), raw bytea, c char(3), v varchar, j json, jb jsonb, u uuid, a int[],
+          m mood, i inet);
+        insert into t values (1, true, -3, 1 << 40, 7, 1.25, 0.1, '1999-12-31', 'infinity', '2000-01-01 00:00:00.5+02',
+          -1.5, '\\x00ff', 'x', '', '{"a" : 1}', '{"a" : 1}', '9f2b2c3e-2f57-4d0a-8a44-1c6f3f6b2a10', '{1,NULL}', 'ok',
+          '10.0.0.1')
+    """)
+    scene.run("insert into t (id) values (2)")
+    whole = scene.rows("t")
+    scene.run("insert into t (id, n, day) values (3, 'NaN', '2001-01-01'), (4, 4, null)")
+    found = list(copy_marked(
+        scene.session, scene.describe("t"), sql.SQL("from public.t"), deadline=time.monotonic() + 60
+    ))  # fmt: skip
+    rows = [row for batch, _ in found for row in batch.to_pylist()]
+    unfit = [cells for _, column in found for cells in column.to_pylist()]
+    assert rows[:2] == whole
+    assert (rows[2]["n"], str(rows[2]["day"]), rows[3]["n"]) == (None, "2001-01-01", 4)
+    assert unfit == [None, None, [{"column": "n", "text": "NaN"}], None]
 
 
 def test_a_row_larger_than_the_buffer_is_read_whole(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,3 +250,65 @@ def test_forgotten_letters_are_gone_and_the_row_stays(scene: Scene) -> None:
         assert said.stdout == "public.things: 1 letter dropped; the rows stay as they are\n"
         assert [letter["seq"] for letter in letters(scene)] == [second["seq"]]
         assert rows(applying)[3]["amount"] == 3
+
+
+def test_without_letters_a_row_that_the_table_lacks_is_read_again_by_itself(scene: Scene) -> None:
+    tables = scene.settings.tables.model_copy(update={"on_bad_row": "stop"})
+    scene.settings = scene.settings.model_copy(update={"tables": tables})
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        publication = applying._source.settings.publication
+        execute(scene.pipeline.url, f"ALTER PUBLICATION {publication} DROP TABLE things",
+                "INSERT INTO things VALUES (40, 1, repeat('z', 4000)), (41, 1, repeat('y', 4000))",
+                f"ALTER PUBLICATION {publication} ADD TABLE things",
+                "UPDATE things SET amount = 2 WHERE id = 40; DELETE FROM things WHERE id = 41",
+                "UPDATE things SET id = 42 WHERE id = 40", "UPDATE things SET amount = 3 WHERE id = 42")  # fmt: skip
+        scene.assert_equal(applying, "things")
+        assert (rows(applying)[42]["large"], 40 in rows(applying)) == ("z" * 4000, False)
+        wait_for_state(applying, "things", TableState.LIVE)
+        here = life(applying, "things")
+        assert here.cursor is not None
+        passed = applying.lives.seeds.whole_after(here.cursor.load or "")
+        assert passed is not None
+        assert (here.mixed, applying.lives.index.position >= passed) == (False, True)
+
+
+def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: Scene) -> None:
+    execute(scene.pipeline.url, BAD.format(3), BAD.format(4), BAD.format(5), BAD.format(6))
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        assert sorted(rows(applying)) == [1, 2, *range(7, 21)]
+        found = letters(scene, "--payload")
+        assert [letter["payload"]["values"]["id"] for letter in found] == [3, 4, 5, 6]
+        first = found[0]
+        assert (first["operation"], first["code"], first["payload"]["unfit"]) == ("read", "value-unfit", ["amount"])
+        assert first["payload"]["values"]["amount"] == "NaN"
+        assert "column=amount" in first["cause"]
+
+        # What builds on a row that is not there is set aside too; what brings all of it, or takes it away, clears it.
+        execute(scene.pipeline.url, "UPDATE things SET amount = 3 WHERE id = 3", "DELETE FROM things WHERE id = 4",
+                "UPDATE things SET amount = 5, large = 'all' WHERE id = 5")  # fmt: skip
+        assert scene.settled(applying)
+        assert [letter["operation"] for letter in letters(scene)] == ["read", "read", "update"]
+        assert sorted(rows(applying)) == [1, 2, 5, *range(7, 21)]
+        replay(scene)
+        assert (rows(applying)[3]["amount"], rows(applying)[3]["large"]) == (3, "x" * 4000)
+        (left,) = letters(scene)
+        assert (left["operation"], left["seq"] < 0) == ("read", True)
+
+        scene.pipeline.ask("snapshot", "public.things")  # finds the one that was not mended again, and only that
+        assert eventually(lambda: [letter["seq"] for letter in letters(scene)] not in ([], [left["seq"]]), seconds=30)
+        execute(scene.pipeline.url, "UPDATE things SET amount = 6, large = 'all' WHERE id = 6")
+        scene.assert_equal(applying, "things")
+        assert letters(scene) == []
+
+
+def test_a_history_is_not_loaded_without_rows_that_do_not_fit(scene: Scene) -> None:
+    execute(scene.pipeline.url, BAD.format(3))
+    tables = scene.settings.tables.model_copy(update={"mode": "history"})
+    scene.settings = scene.settings.model_copy(update={"tables": tables})
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.FAILED)
+        error = life(applying, "things").error
+        assert error is not None
+        assert (error.code, Letters(scene.settings.log.path, THINGS).any) == ("value-unfit", False)

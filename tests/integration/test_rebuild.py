@@ -1,7 +1,9 @@
-"""`tailrace rebuild` beside a real server that goes on: the table comes back from its own versions and the log."""
+"""`tailrace rebuild` beside a real server that goes on: the table comes back from its own versions and the log, and
+from what is kept of its load when its folder is gone."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from deltalake import DeltaTable
@@ -39,4 +41,13 @@ def test_a_wrecked_table_is_rebuilt_over_a_change_of_its_shape(database: str, tm
         with scene.loader() as applying:
             wait_for_state(applying, "things", TableState.LIVE)
             execute(database, "UPDATE things SET x = 3 WHERE id = 1000")
+            scene.assert_equal(applying, "things")
+        shutil.rmtree(path)
+        done = scene.pipeline.ask("rebuild", "public.things")
+        assert done.returncode == 0, done.stderr
+        assert "rebuilt from the seed kept of its last load" in done.stdout
+        scene.pipeline.assert_equal("things")
+        with scene.loader() as applying:
+            wait_for_state(applying, "things", TableState.LIVE)
+            execute(database, "UPDATE things SET x = 4 WHERE id = 1000")
             scene.assert_equal(applying, "things")

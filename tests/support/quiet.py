@@ -17,12 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.letters import Letters
+from tailrace.changelog.letters import Bundle, Letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model import change
+from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives
+from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds
@@ -42,6 +44,23 @@ log: ./log
 tables: {{format: delta, path: ./lake, on_bad_row: {on_bad_row}{form}}}
 """
 THINGS = TableId("public", "things")
+
+
+def told(*names: str) -> Facts:
+    """What the catalogue says of a table of these columns."""
+    columns = tuple(
+        ColumnFacts(number=SHOP.names.index(name) + 1, nullable=True, default=None, fill=None, stamp=1)
+        for name in names
+    )
+    stored = Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False)
+    return Facts(columns=columns, storage=(stored,), made=len(SHOP.names))
+
+
+FULL = replace(SHOP, facts=told(*SHOP.names))
+NARROW = replace(
+    SHOP, columns=tuple(column for column in SHOP.columns if column.name != "name"), facts=told("id", "big", "n")
+)
+"""The same table before and after a column of it was dropped."""
 
 
 class Quiet:
@@ -75,16 +94,33 @@ class Quiet:
         at = lives.index.position
         self.table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
 
-    def load_anew(self, rows: Sequence[dict[str, Any]], name: str) -> None:
-        """What a load leaves that saw these rows and all of the log."""
+    def load_anew(
+        self, rows: Sequence[dict[str, Any]], name: str, schema: TableSchema = SHOP, *, passed: Lsn | None = None,
+        letters: Sequence[Bundle] = (),
+    ) -> None:  # fmt: skip
+        """What a load leaves that saw these rows and all of the log; with `passed`, some rows as they were later, and
+        with `letters`, others that it could not bring."""
         lives = self.lives()
         at = lives.index.position
         cursor = replace(lives.cursor_at(at), load=name)
         path = self.settings.log.path
-        Seeds(path).folder(name).mkdir(parents=True)
-        Seeds(path).land(name, at)
-        Letters(path, THINGS).before_load(name, whole=True, now=self.cursor.load, seq=cursor.seq)
-        self.table.load(SHOP, record_batches(SHOP, rows), cursor)
+        Seeds(path).folder(name).mkdir(parents=True, exist_ok=True)
+        Seeds(path).land(name, passed or at)
+        now, aside = self.table.cursor(), Letters(path, THINGS)
+        aside.before_load(name, whole=True, now=now.load if now else None, seq=cursor.seq)
+        if letters:
+            aside.write_load(name, cursor.seq, letters)
+        self.table.load(schema, record_batches(schema, rows), cursor)
+
+    def keep(self, name: str) -> SeedKeeping:
+        """What the pipeline does once a load has landed."""
+        kept = self.seed_keeping()
+        kept.keep(self.lives().add(THINGS), name)
+        return kept
+
+    def seed_keeping(self) -> SeedKeeping:
+        tables = self.settings.tables
+        return SeedKeeping(tables.keep_seed, tables.layout, self.lives())
 
     def commit(self, *rows: Change, schema: TableSchema = SHOP) -> Lsn:
         """One commit of the log; where it ends."""

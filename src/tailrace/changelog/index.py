@@ -7,6 +7,7 @@ taken from the seals, so what is kept here does not grow with the number of comm
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -225,6 +226,12 @@ class LogIndex:
     def lacks(self, table: int, seq: int) -> TrimmedTable | None:
         """What the log no longer holds of the table's rows after `seq`; None if it holds them all."""
         return self._gone.lacks(table, seq)
+
+    def lacks_after(self, tables: Iterable[int], seq: int, position: Lsn) -> TrimmedTable | None:
+        """The same of some tables' rows that ended after the position, too: a load's point may lie past rows that its
+        `_seq` does not cover."""
+        found = (gone for table in tables if (gone := self.lacks(table, seq)) is not None)
+        return next((gone for gone in found if gone.commit > self.commit_at(position)), None)
 
     def captured(self, table: int) -> int:
         """Rows of the table that the log has or had."""

@@ -1,7 +1,8 @@
 """Dead letters: changes that a lake table could not take, below `<log>/dead/<table>/`, until somebody sees to them.
 
     table.json              which table it is
-    <seq>-<n>.arrow         a step: letters, each with its payload and cause, and which earlier ones it clears
+    <seq>-<n>.arrow         a step: letters, each with its payload and cause, and which earlier ones it clears; or rows
+                            that a load could not bring, which count once the table came from that load
     load.json               a load of the whole table is about to land: what it clears
     forgotten-<id>.json     letters that a person has dropped
     replay.json             a person asks for them to be tried again
@@ -9,7 +10,8 @@
 
 A step is written before the table's own commit and named by the `_seq` that it reaches: it counts once the table is
 there. So a letter is never lost, and what a crash left of a commit that was not made is void. The same change is one
-letter, known by its `_seq`. Payloads are copies: what the log lets go of does not matter here.
+letter, known by its `_seq`; a row that a load has read is known by a number below zero, given when the load lands.
+Payloads are copies: what the log lets go of does not matter here.
 
 Whoever looks says where the table is, and which load it came from: what that has cleared is not there, also before the
 next apply has removed it.
@@ -81,6 +83,8 @@ class _Step:
     letters: tuple[int, ...]
     cleared: tuple[int, ...]
     shape: dict[str, Any]
+    load: str | None = None
+    """Whose rows they are: it counts only for a table that came from this load."""
 
 
 class Letters:
@@ -144,10 +148,14 @@ class Letters:
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
             seqs = letters.column(change.SEQ).to_pylist()
             self._note_past(reaches if there else reaches - 1, seqs, version=version)
-            before = [path for path, step in self._steps() if step.reaches == reaches]
-            number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
-            content = _encoded(self.table, shape, reaches, letters, causes, sorted(cleared))
-            files.replace_durably(self._path / f"{reaches:020d}-{number:06d}.arrow", content)
+            content = _encoded(self.table, shape, reaches, with_causes(letters, causes), sorted(cleared))
+            files.replace_durably(self._next(reaches), content)
+
+    def _next(self, reaches: int) -> LogPath:
+        """A step's name that none has."""
+        before = [path for path, step in self._steps() if step.reaches == reaches]
+        number = int(before[-1].stem.rpartition("-")[2]) + 1 if before else 0
+        return self._path / f"{reaches:020d}-{number:06d}.arrow"
 
     def void(self, seq: int) -> None:
         """Remove the steps of commits that were not made, or were taken back: the table is at `seq`."""
@@ -175,7 +183,7 @@ class Letters:
         """A load is about to land at this `_seq` in a table that came from the load `now`; a whole one clears what is
         here."""
         self.settle(now)
-        if whole and (steps := self._steps()):
+        if whole and (steps := [(path, step) for path, step in self._steps() if step.load != load]):
             self._note_past(seq, (), load=load)
             self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
 
@@ -184,14 +192,41 @@ class Letters:
         stored = self._stored("load.json")
         return () if stored is None or stored["load"] != load else tuple(stored["steps"])
 
-    def settle(self, load: str | None) -> None:
-        """Remove what the load that the table came from has cleared."""
-        if not (cleared := self.cleared_by(load)):
-            return
+    def write_load(self, load: str, reaches: int, rows: Sequence[Bundle]) -> None:
+        """Rows that a load, which is about to land at this `_seq`, could not bring; of one shape. May be repeated."""
+        files.make_folder(self._path)
         with files.explained(self._path):
-            for name in cleared:
-                (self._path / name.rpartition("/")[2]).unlink(missing_ok=True)
-            (self._path / "load.json").unlink(missing_ok=True)
+            if not (self._path / "table.json").exists():
+                self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
+            letters = pa.concat_tables([bundle.rows for bundle in rows])
+            first = min([0, *self._numbers()]) - letters.num_rows
+            numbers = pa.array(range(first, first + letters.num_rows), pa.int64())
+            letters = letters.set_column(_SEQ_PLACE, letters.schema.field(_SEQ_PLACE), numbers)
+            self._note_past(reaches, numbers.to_pylist())
+            content = _encoded(self.table, rows[0].shape, reaches, letters, (), load)
+            files.replace_durably(self._next(reaches), content)
+
+    def _numbers(self) -> Iterator[int]:
+        """All that letters have, or had as far as that is told."""
+        for _, step in self._steps():
+            yield from (*step.letters, *step.cleared)
+        for forgotten in self._path.glob("forgotten-*.json"):
+            yield from (self._stored(forgotten.name) or {"seqs": []})["seqs"]
+
+    def settle(self, load: str | None) -> None:
+        """Remove what the load that the table came from has cleared, and what is of a load that came to nothing. What
+        that load itself has left counts from here on whatever is loaded later, as far as that does not clear it."""
+        cleared = self.cleared_by(load)
+        with files.explained(self._path):
+            for path, step in self._steps():
+                if path.name in cleared or step.load not in (None, load):
+                    path.unlink(missing_ok=True)
+                elif step.load is not None:
+                    files.replace_durably(path, _encoded(
+                        self.table, TableSchema.from_json(step.shape), step.reaches, _read_rows(path), step.cleared
+                    ))  # fmt: skip
+            if cleared:
+                (self._path / "load.json").unlink(missing_ok=True)
 
     # What was.
 
@@ -256,6 +291,8 @@ class Letters:
 
     def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, _Step]]:
         steps = [(path, step) for path, step in self._steps() if step.reaches <= seq]
+        if load is not None:
+            steps = [(path, step) for path, step in steps if step.load in (None, load)]
         cleared = self.cleared_by(load) if steps and load is not None else ()
         return [(path, step) for path, step in steps if path.name not in cleared]
 
@@ -311,24 +348,39 @@ def tables_with_letters(log: LogPath) -> list[TableId]:
     return sorted(found())
 
 
-def _encoded(
-    table: TableId, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
-    cleared: Sequence[int],
-) -> bytes:  # fmt: skip
+def with_causes(letters: pa.Table, causes: Sequence[TailraceError]) -> pa.Table:
+    """Changes as letters: why each was set aside, and when, stands first."""
     said = [
         pa.array([cause.code for cause in causes], pa.string()),
         pa.array([cause.headline for cause in causes], pa.string()),
         pa.array([cause.hint for cause in causes], pa.string()),
         pa.array([time.time_ns() // 1000] * len(causes), pa.timestamp("us", "UTC")),
     ]  # fmt: skip
+    return pa.Table.from_arrays([*said, *letters.columns], schema=pa.schema([*CAUSE_FIELDS, *letters.schema]))
+
+
+def encoded_letters(shape: TableSchema, letters: pa.Table) -> bytes:
+    """Letters that no step has yet, as a file."""
+    return _encoded(shape.table, shape, 0, letters, ())
+
+
+def read_letters(path: LogPath) -> Bundle:
+    """What such a file holds."""
+    return Bundle(shape=TableSchema.from_json(_read_step(path, files.stamp(path)).shape), rows=_read_rows(path))
+
+
+def _encoded(
+    table: TableId, shape: TableSchema, reaches: int, letters: pa.Table, cleared: Sequence[int], load: str | None = None
+) -> bytes:
     meta = {
         "format": FORMAT, "schema": table.schema, "table": table.name, "reaches": reaches, "shape": shape.to_json(),
-        "letters": letters.column(change.SEQ).to_pylist(), "cleared": [int(number) for number in cleared],
+        "letters": letters.column(_SEQ_PLACE).to_pylist(), "cleared": [int(number) for number in cleared],
+        **({} if load is None else {"load": load}),
     }  # fmt: skip
-    fields = pa.schema([*CAUSE_FIELDS, *letters.schema], metadata={_META: json.dumps(meta).encode()})
+    fields = letters.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, fields) as writer:
-        writer.write_table(pa.Table.from_arrays([*said, *letters.columns], schema=fields))
+        writer.write_table(letters.replace_schema_metadata(fields.metadata))
     content: bytes = sink.getvalue().to_pybytes()
     return content
 
@@ -343,7 +395,7 @@ def _read_step(path: LogPath, _: Stamp | None) -> _Step:
             raise ValueError("it has a format this version does not know")
         return _Step(
             reaches=stored["reaches"], letters=tuple(stored["letters"]), cleared=tuple(stored["cleared"]),
-            shape=stored["shape"],
+            shape=stored["shape"], load=stored.get("load"),
         )  # fmt: skip
     except FileNotFoundError:
         raise

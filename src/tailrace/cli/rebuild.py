@@ -29,6 +29,8 @@ def rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCo
 
 def _text(done: Rebuilt) -> str:
     base = f"version {done.base_version}" + (", as it was loaded" if done.base == "load" else "")
+    if done.base == "seed":
+        base = "the seed kept of its last load"
     return (
         f"{done.name}: rebuilt from {base} (position {done.base_position}, {human_count(done.base_rows, 'row')}) and "
         f"{human_count(done.changes, 'change')} of the log; it stands at {done.position} with "

@@ -27,7 +27,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import files, lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import TableFailed, TailraceError
+from tailrace.errors import BaseRowMissing, TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger
@@ -37,6 +37,7 @@ from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.pacing import Pace
 from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
@@ -46,6 +47,7 @@ from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.spark.wake import Wake
 from tailrace.tables.delta import UNCOMMITTED
+from tailrace.tables.forms import TableMode
 from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,7 @@ class Applying:
         self._source = source
         self.lives = Lives(change_log, settings.tables.layout, settings.tables.evolution.policies, source.value_of)
         self.holding = Holding(self.lives)
+        self._kept = SeedKeeping(settings.tables.keep_seed, settings.tables.layout, self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
         self._redelivering = Redelivering(self.lives, source, run=self._run, stopping=self._stopping)
@@ -106,6 +109,7 @@ class Applying:
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
             advance=self._advance_one, take=self._take, stopping=self._stopping, scratch=self._scratch,
+            seeds=self._kept,
         )  # fmt: skip
 
     def start(self) -> None:
@@ -339,6 +343,7 @@ class Applying:
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
             self.sweep()
+            self._kept.look()
 
     def _advance_one(self, life: TableLife, end: int | None = None) -> None:
         """Beside the micro-batches, to a commit or the log's end; what fails here is done by the next of them, or swept
@@ -384,7 +389,7 @@ class Applying:
         return ApplyWork(
             table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
-            reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.replay or life.rereads else None,
+            reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.mixed or life.rereads else None,
             seed=life.replay, letters=self._settings.tables.sets_aside(life.table), upto=stretch.upto,
         )  # fmt: skip
 
@@ -402,5 +407,17 @@ class Applying:
                 aside = {"table": str(life.table), "letters": outcome.letters, "see": "tailrace dead-letters FILE list"}
                 log.warning("changes set aside as dead letters", extra=aside)
             return
+        if isinstance(outcome.error, BaseRowMissing) and self._may_heal(life):
+            life.healing, life.state = True, TableState.CATCHING_UP  # what is done next has a reader
+            log.warning("a row that changes build on is missing, and is read again", extra={"table": str(life.table)})
+            return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)
+
+    def _may_heal(self, life: TableLife) -> bool:
+        """Whether a row that the table should hold may be read from the source, though it is newer there. Where that
+        was tried, where changes are set aside instead, and where every version counts, it may not."""
+        if life.cursor is None or life.cursor.load is None or life.shape is None or not life.shape.key:
+            return False
+        aside = self._settings.tables.sets_aside(life.table)
+        return not (life.mixed or life.rereads or life.once or aside) and life.place.form.mode is TableMode.MIRROR

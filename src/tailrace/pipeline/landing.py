@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.changelog.letters import Letters
+from tailrace.changelog.letters import CAUSE, Letters
 from tailrace.errors import (
     ForeignWrite,
     FormChanged,
@@ -18,12 +19,14 @@ from tailrace.errors import (
     TableUnusable,
     TailraceError,
     Unsupported,
+    ValueUnfit,
 )
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives
 from tailrace.pipeline.loads import Load
+from tailrace.spark.load_letters import refuse_too_many
 from tailrace.spark.seeds import LoadMode, Seed
 from tailrace.spark.tasks import LandWork, Outcome, RefreshWork, land_table, refresh_table
 from tailrace.tables.base import Cursor
@@ -32,6 +35,8 @@ from tailrace.tables.forms import Origin
 from tailrace.tables.iceberg import IcebergTable
 from tailrace.tables.layout import Place
 from tailrace.tables.staging import StagedFile
+
+log = logging.getLogger(__name__)
 
 Looked = DeltaRsTable | IcebergTable
 
@@ -102,9 +107,9 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     """
     table = load.life.place.look()
     now = load.life.cursor.load if load.life.cursor is not None else None
-    Letters(lives.log.path, load.life.table).before_load(
-        load.seed.id, whole=load.where is None, now=now, seq=cursor.seq
-    )
+    letters = Letters(lives.log.path, load.life.table)
+    letters.before_load(load.seed.id, whole=load.where is None, now=now, seq=cursor.seq)
+    _keep_letters(lives, load, letters, cursor)
     try:
         _commit(table, lives, load, cursor, run)
     except TailraceError as error:
@@ -117,6 +122,20 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     return found
 
 
+def _keep_letters(lives: Lives, load: Load, letters: Letters, cursor: Cursor) -> None:
+    """Rows that the load could not bring are letters of the table once it has landed."""
+    rows = lives.seeds.letters(load.seed.id, [load.staged[number] for number in sorted(load.staged)])
+    if not rows:
+        return
+    count = sum(bundle.rows.num_rows for bundle in rows)
+    refuse_too_many(load.seed.plan.schema, count, rows[0].rows.column(CAUSE)[0].as_py())
+    letters.write_load(load.seed.id, cursor.seq, rows)
+    log.warning(
+        "rows of a load set aside as dead letters",
+        extra={"table": str(load.life.table), "letters": count, "see": "tailrace dead-letters FILE list"},
+    )
+
+
 def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
     """As all that the table holds, or by writing what differs; of a table that keeps the past never instead of that,
     unless it has another shape or form, that could not be carried over, and a person has asked for it."""
@@ -127,6 +146,11 @@ def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -
         with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.seed.wish is not None else [])):
             shape = table.shape()
     if shape is not None and shape.same_rows(plan.schema):
+        if life.place.form.soft_delete and load.where is None and any(one.letters for one in load.staged.values()):
+            raise ValueUnfit(
+                "rows do not fit, and would be marked as deleted if the table was loaded again", table=life.table,
+                hint="Mend them at the source. `tailrace dead-letters FILE list` shows those that are letters already.",
+            )  # fmt: skip
         work = RefreshWork(
             schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
             partial=load.where is not None, cursor=cursor, origin=load.origin,

@@ -21,7 +21,7 @@ from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
 from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little
@@ -62,6 +62,8 @@ class TableLife:
     last_load: LoadDone | None = None
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
+    healing: bool = False
+    """Whether a row that was missing was read again, and the log has not passed that yet: the same holds then."""
     halted: bool = False
     """Whether it goes no further, because a load is under way that must find it where its own snapshot is."""
     gone: bool = False
@@ -96,6 +98,11 @@ class TableLife:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     """Held by whoever is applying to the table."""
 
+    @property
+    def mixed(self) -> bool:
+        """Whether rows may be newer than the position says."""
+        return self.replay is not None or self.healing
+
     def see(self, source: SourceTable) -> None:
         """What the source says of it now."""
         self.note, self.insert_only = source.identity_note, source.identity is Identity.NONE
@@ -108,9 +115,7 @@ class TableLife:
         passing = error.remedy is Remedy.RETRY
         if not passing or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
-            log.error(
-                "table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message}
-            )
+            log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         else:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
@@ -192,9 +197,7 @@ class Lives:
             end = self.index.bounded(after, ROWS_PER_BATCH_MAX)
             return Ahead(end=end, limited=end < self.index.commit)
 
-    def add(
-        self, table: TableId, source: SourceTable | None = None, mode: str = "initial"
-    ) -> TableLife:
+    def add(self, table: TableId, source: SourceTable | None = None, mode: str = "initial") -> TableLife:
         """Begin to follow a table from what its own commit says."""
         folder = self._layout.root / table.schema / table.name  # until it is known whether that can be one
         life = TableLife(table, Place(path=folder, log_id=self.log.log_id))
@@ -241,6 +244,8 @@ class Lives:
                 life.replay, life.loading = seed.id, None  # older ones were before it
             else:
                 life.loading = life.loading or self.cursor_at(seed.floor)
+        if life.cursor is not None and life.cursor.load is not None and not life.once:
+            life.healing = (self.seeds.whole_after(life.cursor.load) or ZERO) > life.cursor.position
 
     def _unfinished(self) -> list[Seed]:
         """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
@@ -257,10 +262,10 @@ class Lives:
         return Cursor(seq=self.index.next_seq(commit) - 1, commit=commit, position=position)
 
     def _replayed(self, life: TableLife) -> bool:
-        """Whether the log has passed the last chunk of the load that the table came from."""
-        if life.replay is None or life.cursor is None:
+        """Whether the log has passed the last chunk of the load that the table came from, and rows read again since."""
+        if not life.mixed or life.cursor is None:
             return True
-        passed = self.seeds.passed(life.replay)
+        passed = self.seeds.passed(life.replay) if life.replay else self.seeds.whole_after(life.cursor.load or "")
         reached = life.cursor.position if self.pending(life, self.index.commit) else self.index.position
         return passed is not None and reached >= passed
 
@@ -292,7 +297,7 @@ class Lives:
         if self._refuse_trimmed(life) or self._notice_gap(life) or life.halted:
             return None
         if life.once and self._replayed(life):
-            life.state, life.replay = TableState.LOADED, None
+            life.state, life.replay, life.healing = TableState.LOADED, None, False
             return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
@@ -314,7 +319,7 @@ class Lives:
             rows += item.rows
         if not taken:
             if life.state is not TableState.LOADED and self._replayed(life):
-                life.state, life.replay = TableState.LIVE, None
+                life.state, life.replay, life.healing = TableState.LIVE, None, False
             return None
         return Stretch(tuple(taken), self.reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
 
@@ -377,26 +382,20 @@ class Lives:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""
         if life.cursor is None:
             return False
-        for number in self.numbers(life):
-            gone = self.index.lacks(number, life.cursor.seq)
-            # A load's point may lie past rows that its `_seq` does not cover.
-            if gone is not None and gone.commit > self.index.commit_at(life.cursor.position):
-                life.error = LogTrimmed(
-                    "the log no longer holds what the table lacks",
-                    table=life.table,
-                    applied=life.cursor.commit,
-                    gone_to=gone.commit,
-                    why=gone.why,
-                    hint=TRIMMED_HINT,
-                )
-                life.state = TableState.NEEDS_SNAPSHOT
-                log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
-                return True
-        return False
+        gone = self.index.lacks_after(self.numbers(life), life.cursor.seq, life.cursor.position)
+        if gone is None:
+            return False
+        life.error = LogTrimmed(
+            "the log no longer holds what the table lacks", table=life.table, applied=life.cursor.commit,
+            gone_to=gone.commit, why=gone.why, hint=TRIMMED_HINT,
+        )  # fmt: skip
+        life.state = TableState.NEEDS_SNAPSHOT
+        log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
+        return True
 
     def replays_what_is_to_come(self, life: TableLife) -> bool:
         """Whether the table has applied all that the log holds, and was read when the source had more."""
-        waits = life.replay is not None and life.state is TableState.CATCHING_UP
+        waits = life.mixed and life.state is TableState.CATCHING_UP
         return waits and not self.pending(life, self.index.commit) and not self._replayed(life)
 
     def covered(self, commit: int, *, but: Collection[TableId] = ()) -> bool:

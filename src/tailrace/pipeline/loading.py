@@ -42,6 +42,7 @@ from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay, pause, was_changed
 from tailrace.pipeline.reading import Reading
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.shapewatch import ShapeWatch
 from tailrace.pipeline.throttle import PROBE_SECONDS, Throttle
@@ -67,17 +68,16 @@ class Loading:
     def __init__(
         self, settings: PipelineSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
         run: Run, spawn: Callable[[Callable[[], None]], None], advance: Callable[[TableLife], None],
-        take: Take, stopping: threading.Event, scratch: Path,
+        take: Take, stopping: threading.Event, scratch: Path, seeds: SeedKeeping,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._source = source
         self._lives = lives
         self._holding = holding
-        self._run = run
-        self._spawn = spawn
+        self._run, self._spawn = run, spawn
         self._advance, self._take = advance, take
         self._stopping = stopping
-        self._seeds = lives.seeds
+        self._seeds, self._kept = lives.seeds, seeds
         self._under_way = UnderWay(scratch, lives.seeds.held())
         self._loads, self._lock = self._under_way.loads, self._under_way.lock
         self._begins = Beginning(
@@ -100,7 +100,7 @@ class Loading:
         )
         self.reading = Reading(
             settings.load, source, lives.log.path, self._under_way, self._throttle, run=run,
-            failed=self._chunk_failed, stopping=stopping,
+            failed=self._chunk_failed, stopping=stopping, sets_aside=settings.tables.sets_aside,
         )  # fmt: skip
 
     # The one who looks.
@@ -166,7 +166,7 @@ class Loading:
 
     def _take_up(self) -> None:
         """Loads that an earlier process began."""
-        self._seeds.sweep()
+        self._seeds.sweep(self._kept.loads)
         seen: set[TableId] = set()
         for seed in reversed(self._seeds.all()):
             life = self._lives.tables.get(seed.table)
@@ -174,6 +174,7 @@ class Loading:
                 continue  # not wanted any more, or the source does not show it now
             if life.replay == seed.id:
                 self._landed[seed.table] = seed
+                self._kept.keep(life, seed.id)
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
                 continue
@@ -406,6 +407,7 @@ class Loading:
                 self._seeds.land(seed.id, passed)
                 landed = commit(self._lives, load, cursor, self._run)
                 failpoints.hit("load.landed")
+                self._kept.keep(life, seed.id)
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
                 life.moved(landed, seed.plan.schema)

@@ -68,6 +68,8 @@ def _held_version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> 
         return "it is not loaded yet"
     if life.replay is not None:
         return "it was just loaded, and not all that changed meanwhile is applied"
+    if life.mixed:
+        return "a row of it was read again, and not all that changed meanwhile is applied"
     if life.cursor.position > position:
         return "it was ahead of the others"
     if lives.lacks(life) or lives.pending(life, commit):

@@ -14,6 +14,7 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.files import LogPath
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.settings import LoadSettings
@@ -30,7 +31,7 @@ class Reading:
 
     def __init__(
         self, settings: LoadSettings, source: PostgresCapture, log: LogPath, under_way: UnderWay, throttle: Throttle, *,
-        run: Run, failed: Failed, stopping: threading.Event,
+        run: Run, failed: Failed, stopping: threading.Event, sets_aside: Callable[[TableId], bool],
     ) -> None:  # fmt: skip
         self._settings = settings
         self._source = source
@@ -40,6 +41,7 @@ class Reading:
         self._run = run
         self._failed = failed
         self._stopping = stopping
+        self._sets_aside = sets_aside
 
     def read(self, number: int) -> None:
         """Read one chunk after the other, until told to stop. `number` counts the readers from 0."""
@@ -64,7 +66,7 @@ class Reading:
             schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
             lake=load.life.place.staging, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
             form=load.seed.form, origin=load.origin, numbered=load.life.place.catalog is not None,
-            file_bytes=load.life.place.file_bytes,
+            file_bytes=load.life.place.file_bytes, letters=self._sets_aside(load.life.table),
         )  # fmt: skip
         outcome = run_one(self._run, load_chunk, work, load.life.table)
         with self._under_way.lock:

@@ -1,8 +1,9 @@
-"""`tailrace rebuild`: a lake table made anew from one of its own versions and the log; the source is not asked.
+"""`tailrace rebuild`: a lake table made anew from one of its own versions, or from what is kept of its last load, and
+the log; the source is not asked.
 
-The newest version is taken that is known to hold what its position says and that the log can bring to the end. Changes
-are applied to a table beside it, stretch by stretch as a pipeline applies them, and one commit swaps the two. Nothing
-else applies meanwhile: the applier's lease is held.
+The newest is taken that is known to hold what its position says and that the log can bring to the end. Changes are
+applied to a table beside it, stretch by stretch as a pipeline applies them, and one commit swaps the two. Nothing else
+applies meanwhile: the applier's lease is held.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow as pa
+
 from tailrace.changelog import consumers, files
 from tailrace.changelog.consumers import TableHint
 from tailrace.changelog.lease import Lease
@@ -23,6 +26,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import upto_position
 from tailrace.errors import (
     LOAD_ANEW_HINT,
+    BaseRowMissing,
     ConfigError,
     LogBusy,
     LogTrimmed,
@@ -31,7 +35,7 @@ from tailrace.errors import (
     Unsupported,
 )
 from tailrace.model import change
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.asking import closest
 from tailrace.pipeline.life import Lives, Stretch, TableLife
@@ -43,11 +47,15 @@ from tailrace.spark.tasks import ApplyWork, changes_of
 from tailrace.tables.base import Cursor
 from tailrace.tables.deltalog import REPLACE_HINT
 from tailrace.tables.formed import fold_into
+from tailrace.tables.keptseeds import KeptSeeds
 from tailrace.tables.layout import Place
-from tailrace.tables.rebuilding import Base, Rebuilding, bases
+from tailrace.tables.rebuilding import Base, Rebuilding, bases_with
 from tailrace.tables.versions import files_at, needs_connector
 
 LEASE_SECONDS_MAX = 2.0
+BEFORE_ALL = -1
+"""A seed has no version that rows were put into later."""
+NO_TABLE = "there is no lake table, and nothing is kept of a load of it"
 Progress = Callable[[int, int], None]
 """Called with how many changes are replayed, and how many there are."""
 
@@ -58,9 +66,10 @@ class Rebuilt:
 
     schema: str
     table: str
-    base_version: int
+    base_version: int | None
+    """None for a seed: that is none of the table's versions."""
     base: str
-    """`load`: as a load has landed it; `version`: with changes since."""
+    """`load`: as a load has landed it; `version`: with changes since; `seed`: what is kept of a load."""
     base_position: str
     base_rows: int
     changes: int
@@ -107,6 +116,9 @@ class _Rebuild:
         value_of = open_source(settings, log.log_id).value_of
         self._lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies, value_of)
         self._place = settings.tables.layout.place(table, log.log_id)
+        self._seeds = KeptSeeds(settings.tables.path, log.log_id).of(table)
+        self._whole_after = ZERO
+        """Rows of the base may be as new as this."""
         newest = self._lives.grow()
         self._index = self._lives.index
         if to is not None and to > self._index.position:
@@ -122,6 +134,8 @@ class _Rebuild:
         base = self._base(from_version)
         with Rebuilding(self._place) as making:
             rows = making.begin(base)
+            if base.position.cursor.load is not None:
+                self._whole_after = self._lives.seeds.whole_after(base.position.cursor.load) or ZERO
             life = self._life(base, making.made_at)
             changes = self._replay(life, progress)
             cursor = base.position.cursor if life.once else self._cursor(base)
@@ -131,24 +145,25 @@ class _Rebuild:
         version = self._place.open().version()
         assert version is not None, "just swapped"
         return Rebuilt(
-            schema=self._table.schema, table=self._table.name, base_version=base.version,
-            base="load" if base.loaded else "version", base_position=str(base.position.cursor.position), base_rows=rows,
-            changes=changes, position=str(cursor.position), commit=cursor.commit, rows=rows_now, version=version,
+            schema=self._table.schema, table=self._table.name, base_version=None if base.seed else base.version,
+            base="seed" if base.seed else "load" if base.loaded else "version",
+            base_position=str(base.position.cursor.position), base_rows=rows, changes=changes,
+            position=str(cursor.position), commit=cursor.commit, rows=rows_now, version=version,
             seconds=time.monotonic() - started,
         )  # fmt: skip
 
     # The base.
 
     def _base(self, wanted: int | None) -> Base:
-        """The newest version that will do, or the one that is wished for."""
+        """The newest that will do, or the version that is wished for."""
         why: str | None = None
-        for base in bases(self._place):
-            if wanted is not None and base.version != wanted:
+        for base in bases_with(self._place, self._seeds):
+            if wanted is not None and (base.version != wanted or base.seed is not None):
                 continue
             reason = self._unusable(base)
             if reason is None:
                 return base
-            why = why or f"version {base.version}: {reason}"
+            why = why or f"{'the kept seed' if base.seed else f'version {base.version}'}: {reason}"
         if wanted is not None:
             raise ConfigError(
                 "the table cannot be rebuilt from this version", table=self._table, version=wanted,
@@ -158,8 +173,8 @@ class _Rebuild:
         never = self._place.open().version() is None
         raise LogTrimmed(
             "the log covers no version of the table that it could be rebuilt from", table=self._table,
-            why=why or ("the table is not loaded yet" if never else "the table has no version of this log"),
-            hint="`tailrace status FILE` says whether it is being loaded." if never else LOAD_ANEW_HINT,
+            why=why or (NO_TABLE if never else "the table has no version of this log"),
+            hint="`tailrace run FILE` loads it, unless it is held back." if never else LOAD_ANEW_HINT,
         )  # fmt: skip
 
     def _unusable(self, base: Base) -> str | None:
@@ -173,25 +188,38 @@ class _Rebuild:
             return "it is newer than the position that is asked for"
         if self._to is not None and base.recast and not self._has_come(life):
             return "it has a shape that came after the position that is asked for"
-        whole_after = None if cursor.load is None else self._lives.seeds.whole_after(cursor.load)
-        if cursor.load is not None and (whole_after is None or cursor.position < whole_after):
-            return "its load was still being replayed: some of its rows are newer than others"
-        for number in self._lives.numbers(life):
-            gone = self._index.lacks(number, cursor.seq)
-            if gone is not None and gone.commit > self._index.commit_at(cursor.position):
-                return f"the log no longer holds the changes after it ({gone.why})"
+        if (mixed := self._mixed(base)) is not None:
+            return mixed
+        if (gone := self._index.lacks_after(self._lives.numbers(life), cursor.seq, cursor.position)) is not None:
+            return f"the log no longer holds the changes after it ({gone.why})"
         if self._lives.misses(life):
             return "changes after it were never captured"
         letters = Letters(self._log.path, self._table)
         first = letters.first
-        if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load, base.version):
+        version = BEFORE_ALL if base.seed else base.version
+        if first is not None and self._end_seq >= first and not letters.over(cursor.seq, cursor.load, version):
             return "changes after it, or at it, were or are in dead letters"
+        if base.seed is not None:
+            return None if base.seed.sound else "files of it are gone, or are not what they were"
         if needs_connector(self._place.path, base.version):
             return "it has deletion vectors or column mapping"
         try:
             files_at(self._place.path, base.version)
         except TableUnusable:
             return "files of it were removed"
+        return None
+
+    def _mixed(self, base: Base) -> str | None:
+        """Why a base will not do that came from a load, some of whose rows are newer than others. Of a seed the log
+        makes them one moment's, as it did when the load had landed; see `_take`."""
+        cursor = base.position.cursor
+        whole_after = None if cursor.load is None else self._lives.seeds.whole_after(cursor.load)
+        if cursor.load is None or (whole_after is not None and cursor.position >= whole_after):
+            return None
+        if base.seed is None or whole_after is None:
+            return "its load was still being replayed: some of its rows are newer than others"
+        if whole_after > (self._to or self._index.position):
+            return f"some of its rows are newer than others, up to {whole_after}"
         return None
 
     def _has_come(self, life: TableLife) -> bool:
@@ -252,9 +280,20 @@ class _Rebuild:
                 return 0
             cursor = replace(life.cursor, seq=changes.column(change.SEQ)[-1].as_py())
         folded = fold_into(life.place.form, life.shape, changes)
-        applied = table.apply(life.shape, folded, life.cursor, cursor, touch=True)
+        mixed = life.cursor.position < self._whole_after
+        applied = table.apply(
+            life.shape, folded, life.cursor, cursor, touch=True, reread=self._refuse_to_read if mixed else None
+        )
         life.moved(applied.cursor, life.shape)
         return int(changes.num_rows)
+
+    def _refuse_to_read(self, _: pa.Table) -> pa.Table:
+        """Whoever applies asks the source for a row whose large values did not come, and whose row of before is not
+        there, or may be another's by now."""
+        raise BaseRowMissing(
+            "a change leaves out values that only the source can tell, for the load was read in chunks",
+            table=self._table, hint=LOAD_ANEW_HINT,
+        )  # fmt: skip
 
     def _replay_straddling(self, life: TableLife) -> int:
         """The commit that the position lies in: those of its transactions that ended at or before it."""

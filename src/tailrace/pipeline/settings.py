@@ -271,6 +271,7 @@ class TablesSettings(BaseModel):
     evolution: EvolutionSettings = EvolutionSettings()
     upkeep: UpkeepSettings = UpkeepSettings()
     on_bad_row: BadRow = "stop"
+    keep_seed: bool | Literal["copy"] = True
     deletion_vectors: bool = False
     column_mapping: bool = False
 
@@ -291,6 +292,8 @@ class TablesSettings(BaseModel):
     def _engines_but_spark(self) -> Iterator[PydanticCustomError]:
         if "engine" in self.model_fields_set and self.engine != "spark":
             yield refusal("is for `format: delta`: Iceberg tables are written by Spark", "Remove it.", ("engine",))
+        if "keep_seed" in self.model_fields_set and self.keep_seed:
+            yield refusal("is for `format: delta`: Iceberg tables cannot be rebuilt yet", "Remove it.", ("keep_seed",))
 
     def _unknown_to_iceberg(self) -> Iterator[PydanticCustomError]:
         for at, said in self._said():
@@ -623,6 +626,7 @@ _EXAMPLES = {
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
     "tables.on_bad_row": "`on_bad_row: stop`, or `on_bad_row: dead-letter`",
+    "tables.keep_seed": "`keep_seed: true`, `keep_seed: false` or `keep_seed: copy`",
     "tables.deletion_vectors": "`deletion_vectors: true`, with `engine: spark`",
     "tables.column_mapping": "`column_mapping: true`, with `engine: spark`",
     "load": "`load: {connections: 4, time_limit: 1h}`",

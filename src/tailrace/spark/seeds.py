@@ -5,6 +5,7 @@
     retries/<id>.json     tables that have failed and are to be tried again
     <id>/plan.json        a load, written before its first chunk
     <id>/chunk-<n>.json   a chunk whose rows lie, uncommitted, in the table's folder
+    <id>/letters-<n>.arrow  rows of the chunk that the table cannot hold, where they are set aside
     <id>/landing.json     what the replay must pass, written before their one commit
     <id>/reread-….json    a row was read again during the replay, which is a chunk too
     landed/<id>.json      what the replay of a load that has landed had to pass, for whoever goes back to that time
@@ -19,19 +20,22 @@ import enum
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import pyarrow as pa
 
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import Noted
 from tailrace.changelog import files
 from tailrace.changelog.files import LogPath
+from tailrace.changelog.letters import Bundle, encoded_letters, read_letters
 from tailrace.changelog.published import token
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.staging import StagedFile
 
@@ -140,12 +144,14 @@ class StagedChunk:
     seconds: float
     seen: Lsn
     """Everything that its snapshot saw ended at or before this."""
+    letters: int = 0
+    """Rows that the table cannot hold, which were set aside."""
 
     def to_json(self) -> dict[str, Any]:
         return {
             "chunk": self.chunk, "files": [file.to_json() for file in self.files],
             "keys": [file.to_json() for file in self.keys], "rows": self.rows, "bytes": self.bytes,
-            "seconds": self.seconds, "seen": str(self.seen),
+            "seconds": self.seconds, "seen": str(self.seen), "letters": self.letters,
         }  # fmt: skip
 
     @classmethod
@@ -154,6 +160,7 @@ class StagedChunk:
             chunk=stored["chunk"], files=tuple(StagedFile.from_json(file) for file in stored["files"]),
             keys=tuple(StagedFile.from_json(file) for file in stored["keys"]), rows=stored["rows"],
             bytes=stored["bytes"], seconds=stored["seconds"], seen=Lsn.parse(stored["seen"]),
+            letters=stored.get("letters", 0),
         )  # fmt: skip
 
 
@@ -184,6 +191,19 @@ class Seeds:
     def staged(self, seed: str) -> dict[int, StagedChunk]:
         found = _read_all(self.folder(seed), "chunk-*.json", StagedChunk.from_json)
         return {chunk.chunk: chunk for chunk in found}
+
+    def stage_letters(self, seed: str, chunk: int, shape: TableSchema, letters: pa.Table) -> None:
+        """Rows of a chunk that the table cannot hold; durable before the chunk's own record."""
+        path = self._letters_of(seed, chunk)
+        with files.explained(path):
+            files.replace_durably(path, encoded_letters(shape, letters))
+
+    def letters(self, seed: str, chunks: Iterable[StagedChunk]) -> list[Bundle]:
+        """Those of chunks that are in, in order."""
+        return [read_letters(self._letters_of(seed, one.chunk)) for one in chunks if one.letters]
+
+    def _letters_of(self, seed: str, chunk: int) -> LogPath:
+        return self.folder(seed) / f"letters-{chunk:06d}.arrow"
 
     def land(self, seed: str, passed: Lsn) -> None:
         """The commit is about to be made; the table is whole once the replay has passed this."""
@@ -216,11 +236,13 @@ class Seeds:
             (self.folder(seed.id) / "plan.json").unlink()
         files.delete_folder(self.folder(seed.id))
 
-    def sweep(self) -> None:
-        """Remove what is left of loads that are over. Only for the one who begins loads."""
+    def sweep(self, kept: Collection[str] = ()) -> None:
+        """Remove what is left of loads that are over, but for those of which a seed is kept. Only for the one who
+        begins loads."""
         for record in self._path.glob("landed/*.json"):
             with suppress(OSError):
-                if files.modified_at(record) < time.time() - REMEMBERED_SECONDS:
+                old = files.modified_at(record) < time.time() - REMEMBERED_SECONDS
+                if old and record.name.removesuffix(".json") not in kept:
                     record.unlink()
         for folder in self._path.glob("*/"):
             if folder.name not in ("wishes", "held", "retries", "landed") and not (folder / "plan.json").exists():

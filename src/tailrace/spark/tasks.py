@@ -28,10 +28,11 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position, upto_position
-from tailrace.errors import SourceSlow, TableFailed, TailraceError
+from tailrace.errors import SourceSlow, TableFailed, TailraceError, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.spark.load_letters import LoadLetters, may_set_aside
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.spark.setting_aside import Step, apply_with_letters
 from tailrace.tables.base import Cursor
@@ -70,6 +71,8 @@ class ChunkWork:
     """Whether the columns of the files are known by numbers, as Iceberg has it."""
     file_bytes: int = FILE_BYTES
     """The size of file that is aimed at."""
+    letters: bool = False
+    """Whether rows that the table cannot hold are set aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,31 +173,52 @@ class Outcome:
 def load_chunk(work: ChunkWork) -> Outcome:
     """One chunk, whole or not at all. Tried again it is written under another name."""
     started = time.monotonic()
-    name = f"{work.seed}-{work.chunk.number:06d}-{uuid.uuid4().hex[:8]}"
     try:
-        with work.reader as reader:
-            failpoints.hit("load.snapshot_open")
-            seen = reader.hold(work.schema, work.chunk)
-            rows = _noted(reader.rows(work.schema, work.chunk, work.condition), work.progress)
-            stored = work.form.stored(work.schema)
-            own = loaded(work.form, work.schema, rows, work.origin)
-            staged = stage(
-                work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered, file_bytes=work.file_bytes
-            )
-            keys: tuple[StagedFile, ...] = ()
-            if work.condition is not None:
-                key = _key_shape(work.schema)
-                keys = stage(work.lake, f"{name}-keys", _key_shape(stored), reader.rows(key, work.chunk))
+        try:
+            done = _read_chunk(work, started, letters=False)
+        except (ValueUnfit, TransformFailed):
+            if not work.letters or not may_set_aside(work.form, work.schema):
+                raise
+            # Once more from the beginning: which rows do not fit is told only by a way of reading that costs more.
+            done = _read_chunk(work, started, letters=True)
         failpoints.hit("load.before_record")
-        done = StagedChunk(
-            chunk=work.chunk.number, files=staged, keys=keys, rows=sum(file.rows for file in staged),
-            bytes=sum(file.size for file in staged), seconds=round(time.monotonic() - started, 3), seen=seen,
-        )  # fmt: skip
         Seeds(work.log).stage(work.seed, done)
         failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.schema.table, error=as_ours(error))
-    return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done)
+    return Outcome(
+        table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done, letters=done.letters
+    )
+
+
+def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChunk:
+    """The chunk's rows as files, and what is set aside of them as another, but for the record."""
+    name = f"{work.seed}-{work.chunk.number:06d}-{uuid.uuid4().hex[:8]}"
+    with work.reader as reader:
+        failpoints.hit("load.snapshot_open")
+        seen = reader.hold(work.schema, work.chunk)
+        aside = LoadLetters(work.schema, work.form, work.origin, seen)
+        read = (
+            aside.without_letters(reader.marked_rows(work.schema, work.chunk, work.condition))
+            if letters
+            else reader.rows(work.schema, work.chunk, work.condition)
+        )
+        stored = work.form.stored(work.schema)
+        own = loaded(work.form, work.schema, _noted(read, work.progress), work.origin)
+        staged = stage(
+            work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered, file_bytes=work.file_bytes
+        )
+        keys: tuple[StagedFile, ...] = ()
+        if work.condition is not None:
+            key = _key_shape(work.schema)
+            keys = stage(work.lake, f"{name}-keys", _key_shape(stored), reader.rows(key, work.chunk))
+    if aside.count:
+        Seeds(work.log).stage_letters(work.seed, work.chunk.number, work.schema, aside.letters)
+    return StagedChunk(
+        chunk=work.chunk.number, files=staged, keys=keys, rows=sum(file.rows for file in staged),
+        bytes=sum(file.size for file in staged), seconds=round(time.monotonic() - started, 3), seen=seen,
+        letters=aside.count,
+    )  # fmt: skip
 
 
 def refresh_table(work: RefreshWork) -> Outcome:
@@ -318,6 +342,8 @@ def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> 
     rows, seen = read_rows(work.reader, shape, keys, transactions)
     if work.seed is not None:
         Seeds(work.log).reread(work.seed, seen)
+    elif work.expected.load is not None:
+        Seeds(work.log).remember(work.expected.load, seen)
     return rows.rename_columns([form.name_of(name) for name in rows.column_names])
 
 

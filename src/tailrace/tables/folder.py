@@ -21,9 +21,11 @@ from tailrace.tables.deltalog import has_commits
 from tailrace.tables.paths import UNUSABLE
 
 ASIDE = ".tailrace"
+REBUILT = "_rebuild"
+"""Where a table is made anew, in its own folder. Readers and writers of Delta pass over a name that begins so."""
 
-_OURS = re.compile(r"\..*|_delta_log|part-.*\.parquet")
-"""What a load that died leaves behind, and the hidden files that systems add."""
+_OURS = re.compile(rf"\..*|_delta_log|{REBUILT}|part-.*\.parquet")
+"""What a load or a rebuild that died leaves behind, and the hidden files that systems add."""
 
 
 def find_folder(path: Path) -> Path | None:

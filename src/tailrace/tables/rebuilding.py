@@ -1,54 +1,43 @@
-"""A lake table made anew beside itself, and swapped in.
+"""A lake table made anew beside itself, or where it was, and swapped in.
 
 What must stay true: until the one commit that swaps, the table is not touched, and after it the table is the new one
-with its position. Data files are shared, not copied: a version is made again by links to its files, and the new table
-takes its files over by links, under names of their own. What dies before the swap leaves files that no commit names;
-the next rebuild removes them.
+with its position. Data files are shared, not copied: a version, or a kept seed, is made again by links to its files,
+and the new table takes its files over by links, under names of their own. What dies before the swap leaves files that
+no commit names; the next rebuild removes them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace import failpoints
-from tailrace.errors import TableUnusable
 from tailrace.tables.base import Cursor
-from tailrace.tables.deltalog import (
-    REPLACE_HINT,
-    Position,
-    data_path,
-    fsync,
-    own_versions,
-    stats_of,
-    sync_folders,
-)
-from tailrace.tables.deltashape import parts_of, refuse_features
+from tailrace.tables.deltalog import Position, own_versions
+from tailrace.tables.deltashape import refuse_features
 from tailrace.tables.features import PLAIN_FILES
-from tailrace.tables.folder import find_folder, unreadable
+from tailrace.tables.folder import REBUILT, find_folder, make_folder, unreadable
 from tailrace.tables.forms import Origin
+from tailrace.tables.keptseeds import ONLY, KeptSeed
 from tailrace.tables.layout import Place
-from tailrace.tables.partitions import folder_of, texts_of
+from tailrace.tables.linking import link_files
 from tailrace.tables.recast import kept_columns
 from tailrace.tables.staging import StagedFile, discard
 
-FOLDER, PREFIX = "_rebuild", "rebuild"
-"""Readers and writers of Delta tables pass over a folder whose name begins so."""
+PREFIX = "rebuild"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A version of the table that a rebuild may start from."""
+    """A version of the table, or a kept seed of it, that a rebuild may start from."""
 
     version: int
     position: Position
@@ -56,12 +45,24 @@ class Base:
     """Whether it is what a load has landed, and no change more."""
     recast: bool
     """Whether it has another shape than the first version that stood where it does."""
+    seed: KeptSeed | None = None
+    """Where it is not a version of the table."""
+
+
+def bases_with(place: Place, seeds: list[KeptSeed]) -> Iterator[Base]:
+    """All that there is to start from, newest first; of two that stand at one place the table's own version."""
+    left = [Base(version=ONLY, position=seed.position, loaded=True, recast=False, seed=seed) for seed in seeds]
+    for base in bases(place):
+        while left and not base.position.cursor.covers(left[0].position.cursor):
+            yield left.pop(0)
+        yield base
+    yield from left
 
 
 def bases(place: Place) -> Iterator[Base]:
     """The versions that this log made, newest first. What others did between them does not matter."""
-    folder = _folder(place.path)
-    found = own_versions(folder, _open(folder).version(), place.log_id)
+    folder = find_folder(place.path.absolute())
+    found = iter(()) if folder is None else own_versions(folder, _open(folder).version(), place.log_id)
     standing = (list(some) for _, some in groupby(found, key=lambda item: item[1].cursor))
     newer = next(standing, None)
     while newer is not None:
@@ -79,10 +80,11 @@ class Rebuilding:
 
     def __init__(self, place: Place) -> None:
         self._place, self._path = place, place.path
-        self._folder = _folder(place.path)
+        self._is_new = find_folder(place.path.absolute()) is None
+        self._folder = make_folder(place.path.absolute())
         self._id = uuid.uuid4().hex[:12]
         self.made_at = replace(
-            place, path=self._folder / FOLDER / self._id, engine="delta-rs", features=PLAIN_FILES
+            place, path=self._folder / REBUILT / self._id, engine="delta-rs", features=PLAIN_FILES
         )
         """Where the new table is made, by delta-rs for every engine."""
 
@@ -92,18 +94,22 @@ class Rebuilding:
 
     def __exit__(self, *_: object) -> None:
         self._clear()
+        if self._is_new:
+            with suppress(OSError):  # it holds the table now, unless nothing came of that
+                self._folder.rmdir()
 
     def _clear(self) -> None:
-        shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+        shutil.rmtree(self._folder / REBUILT, ignore_errors=True)
         discard(self._path, PREFIX)
 
     def begin(self, base: Base) -> int:
         """Make the new table what the version was; how many rows that is."""
-        table = _open(self._folder, base.version)
+        folder = self._folder if base.seed is None else base.seed.folder
+        table = _open(folder, base.version)
         refuse_features(self._path, table, base.position.form.partition_by)
         try:
             self.made_at.path.mkdir(parents=True)
-            files = _linked(self._folder, table, self.made_at.path, f"base-{self._id}")
+            files = link_files(folder, table, self.made_at.path, f"base-{self._id}", copies=True)
         except OSError as error:
             raise unreadable(self._path, error) from error
         return self._land(self.made_at, table, base.position, files, base.position.cursor)
@@ -114,7 +120,7 @@ class Rebuilding:
         _, here = next(own_versions(self.made_at.path, new.version(), self._place.log_id))
         failpoints.hit("rebuild.replayed")
         try:
-            files = _linked(self.made_at.path, new, self._folder, f"{PREFIX}-{self._id}")
+            files = link_files(self.made_at.path, new, self._folder, f"{PREFIX}-{self._id}", copies=True)
         except OSError as error:
             raise unreadable(self._path, error) from error
         failpoints.hit("rebuild.linked")
@@ -129,45 +135,8 @@ class Rebuilding:
         return place.open().land(was.schema, files, cursor, origin=origin, kept=kept)
 
 
-def _folder(path: Path) -> Path:
-    folder = find_folder(path.absolute())
-    if folder is None:
-        raise TableUnusable("there is no lake table to rebuild", path=path, hint=REPLACE_HINT)
-    return folder
-
-
 def _open(folder: Path, version: int | None = None) -> DeltaTable:
     try:
         return DeltaTable(str(folder), version=version)
     except (DeltaError, OSError) as error:
         raise unreadable(folder, error) from error
-
-
-def _linked(folder: Path, table: DeltaTable, into: Path, name: str) -> list[StagedFile]:
-    """The table's files under new names in another folder."""
-    adds = pa.table(table.get_add_actions(flatten=True))
-    names = [data_path(path) for path in adds.column("path").to_pylist()]
-    parts = parts_of(table)
-    stats = stats_of(folder, table.version(), set(names))
-    rows = adds.column("num_records").to_pylist()
-    made = []
-    for number, (old, count) in enumerate(zip(names, rows, strict=True)):
-        values = texts_of(parts.get(old, {}))
-        new = str(Path(folder_of(values)) / f"part-{name}-{number:06d}.parquet")
-        (into / new).parent.mkdir(parents=True, exist_ok=True)
-        _link(folder / old, into / new)
-        counted, size = json.dumps({"numRecords": count}), (into / new).stat().st_size
-        made.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
-    sync_folders(into, [file.path for file in made])
-    return made
-
-
-def _link(old: Path, new: Path) -> None:
-    """A second name, or a copy where the file system has none."""
-    try:
-        os.link(old, new)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(old, new)
-        fsync(new)

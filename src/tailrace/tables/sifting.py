@@ -274,22 +274,25 @@ def _cause(
 ) -> TailraceError:
     position = rows.column(change.POSITION)[row].as_py()
     if why == _UNFIT:
-        said = rows.column(change.UNFIT)[row].as_py() or []
-        own = [entry["column"] for entry in said if entry["column"] in schema.names]
-        if by_rule := [rule for entry in said if (rule := change.failed_rule(entry["text"])) is not None]:
-            return TransformFailed(
-                "a rule could not be applied", rule=by_rule[0], table=schema.table, column=", ".join(own),
-                position=position, hint=REPLAY_HINT,
-            )  # fmt: skip
-        found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
-        message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
-        return ValueUnfit(
-            message, table=schema.table, column=", ".join(found), position=position, hint=REPLAY_HINT
-        )
+        return unfit_cause(schema, rows, row, partition_by)
     message = "a partial change arrived for a row that does not exist"
     if why == _BUILDS_ON_DEAD:
         message = "a partial change builds on one that is in dead letters"
     return BaseRowMissing(message, table=schema.table, position=position, hint=REPLAY_HINT)
+
+
+def unfit_cause(schema: TableSchema, rows: pa.Table, row: int, partition_by: Mapping[str, str]) -> TailraceError:
+    """Why a row, one of changes that have every column, is none that the table can hold."""
+    position, said = rows.column(change.POSITION)[row].as_py(), rows.column(change.UNFIT)[row].as_py() or []
+    own = [entry["column"] for entry in said if entry["column"] in schema.names]
+    if by_rule := [rule for entry in said if (rule := change.failed_rule(entry["text"])) is not None]:
+        return TransformFailed(
+            "a rule could not be applied", rule=by_rule[0], table=schema.table, column=", ".join(own),
+            position=position, hint=REPLAY_HINT,
+        )  # fmt: skip
+    found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
+    message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
+    return ValueUnfit(message, table=schema.table, column=", ".join(found), position=position, hint=REPLAY_HINT)
 
 
 def _unheld_message(columns: Iterable[str], partition_by: Mapping[str, str]) -> str:

@@ -36,8 +36,8 @@ HALT_HINT = (
     "only such rows are set aside."
 )
 LOAD_HINT = (
-    "Mend the row at the source or the rule: nothing was let through. A load has no place to set rows aside; only "
-    "changes are."
+    "Mend the row at the source or the rule: nothing was let through. With `tables.on_bad_row: dead-letter` a load "
+    "sets such rows aside, of mirrors with a key."
 )
 _MAKERS = {**steps.MAKERS, **deriving.MAKERS, **routing.MAKERS}
 
@@ -203,10 +203,7 @@ class TransformPlan:
         lots = plan.run(opened(batch))
         self._halt(plan.source, lots, batch)
         for schema, rows in lots:
-            for one in rows.failures:
-                column = one.column if one.column in rows.after.columns else schema.names[0]
-                texts = rows.unfit.setdefault((AFTER, column), {})
-                texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.unfit_by_rule(one.rule, one.why)))
+            _mark(schema, rows)
         return tuple(closed(rows, schema) for schema, rows in lots)
 
     def sifted(self, batches: Sequence[ChangeBatch], on_letter: OnLetter) -> tuple[ChangeBatch, ...]:
@@ -246,22 +243,58 @@ class TransformPlan:
         for _, rows in lots:
             for one in rows.failures:
                 raise _failed(plan.source, one, None, HALT_HINT if self._policy[one.rule] == "halt" else LOAD_HINT)
-        if any(target is not plan.target for target, _ in lots):
-            raise Unsupported(
-                "rows of one table cannot be loaded into several", table=schema.table,
-                hint="`route` with `when`, and `outbox`, work on changes: set the table's load mode to `never`.",
-            )  # fmt: skip
+        _refuse_several(plan, lots)
         fields = pa.schema(plan.target.row_fields())
         if not lots:
             return pa.RecordBatch.from_pylist([], fields)
         columns = lots[0][1].after.columns
         return pa.RecordBatch.from_arrays([columns[name] for name in fields.names], schema=fields)
 
+    def marked_rows(
+        self, schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array
+    ) -> tuple[pa.RecordBatch, pa.Array]:
+        """The same, of rows with values that do not fit: those, and what a rule with `dead-letter` failed at, are told
+        beside them as `_unfit` has it."""
+        plan = self.table(schema)
+        if not plan.steps:
+            return data, unfit
+        lots = plan.run(opened_snapshot(schema, data, unfit))
+        for target, rows in lots:
+            for one in rows.failures:
+                if self._policy[one.rule] == "halt":
+                    raise _failed(plan.source, one, None)
+            _mark(target, rows)
+        _refuse_several(plan, lots)
+        fields = pa.schema(plan.target.row_fields())
+        if not lots:
+            return pa.RecordBatch.from_pylist([], fields), pa.nulls(0, change.UNFIT_TYPE)
+        made = closed(lots[0][1], plan.target).data
+        columns = [made.column(change.stored_name(name)) for name in fields.names]
+        has_cells = change.UNFIT in made.schema.names
+        cells = made.column(change.UNFIT) if has_cells else pa.nulls(made.num_rows, change.UNFIT_TYPE)
+        return pa.RecordBatch.from_arrays(columns, schema=fields), cells
+
     def _halt(self, schema: TableSchema, lots: list[tuple[TableSchema, Rows]], batch: ChangeBatch) -> None:
         for _, rows in lots:
             for one in rows.failures:
                 if self._policy[one.rule] == "halt":
                     raise _failed(schema, one, _position(batch, int(rows.source[one.rows][0])))
+
+
+def _mark(schema: TableSchema, rows: Rows) -> None:
+    """Have rows that a rule failed at say so in `_unfit`."""
+    for one in rows.failures:
+        column = one.column if one.column in rows.after.columns else schema.names[0]
+        texts = rows.unfit.setdefault((AFTER, column), {})
+        texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.unfit_by_rule(one.rule, one.why)))
+
+
+def _refuse_several(plan: TablePlan, lots: list[tuple[TableSchema, Rows]]) -> None:
+    if any(target is not plan.target for target, _ in lots):
+        raise Unsupported(
+            "rows of one table cannot be loaded into several", table=plan.source.table,
+            hint="`route` with `when`, and `outbox`, work on changes: set the table's load mode to `never`.",
+        )  # fmt: skip
 
 
 def _position(batch: ChangeBatch, row: int) -> str | None:

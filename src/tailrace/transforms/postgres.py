@@ -109,6 +109,15 @@ class TransformedReader(SnapshotReader):
         for batch in super().rows(source, chunk, condition, ordered_by=order):
             yield self._rules.rows(source, batch).select(schema.names)
 
+    def marked_rows(
+        self, schema: TableSchema, chunk: Chunk, condition: str | None = None
+    ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
+        """The same with rows that do not fit, or that a rule with `on_error: dead-letter` fails at."""
+        source = self._source_of(schema)
+        for batch, unfit in super().marked_rows(source, chunk, condition):
+            made, cells = self._rules.marked_rows(source, batch, unfit)
+            yield made.select(schema.names), cells
+
     def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         source = self._source_of(schema)
         names = dict(zip(schema.key, source.key, strict=True))

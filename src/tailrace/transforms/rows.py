@@ -166,12 +166,15 @@ def opened(batch: ChangeBatch) -> Rows:
     return rows
 
 
-def opened_snapshot(schema: TableSchema, data: pa.RecordBatch) -> Rows:
-    """Rows that a snapshot has read, as if each was a change."""
+def opened_snapshot(schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array | None = None) -> Rows:
+    """Rows that a snapshot has read, as if each was a change; `unfit` is what of them does not fit."""
     count = data.num_rows
     about = {change.OP: pa.array([Operation.READ.value]).take(pa.array(np.zeros(count, np.int64)))}
     columns = {name: data.column(at) for at, name in enumerate(schema.names)}
-    return Rows(count, about, [Image(AFTER, columns)], source=np.arange(count))
+    rows = Rows(count, about, [Image(AFTER, columns)], source=np.arange(count))
+    if unfit is not None:
+        rows.unfit = _unfit(unfit)
+    return rows
 
 
 def _old(which: str, structs: pa.StructArray, schema: TableSchema) -> Image:

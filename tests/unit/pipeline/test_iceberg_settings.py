@@ -75,6 +75,7 @@ def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path)
         (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
         (["on_bad_row: dead-letter"], 9, "tables.on_bad_row", "with `format: iceberg` yet"),
         (["mode: append", "soft_delete: true"], 10, "tables.soft_delete", "is for `mode: mirror`"),
+        (["keep_seed: copy"], 9, "tables.keep_seed", "cannot be rebuilt yet"),
         (["names: '{table}'"], 9, "tables.names", "no namespace"),
         (["rules: {'public.t': {name: t}}"], 9, "tables.rules.public.t.name", "no namespace"),
     ],

@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.reader import ChangeLog
+from tailrace.model.position import Lsn
 from tailrace.pipeline import life as life_module
 from tailrace.pipeline.life import Ahead, Lives
+from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.report import TableState
 from tailrace.tables.layout import Layout
+from tests.support.changes import SHOP, insert
 from tests.support.logs import Diary, inserts
+from tests.support.quiet import Quiet
 
 
 def test_a_micro_batch_is_limited_only_if_more_was_waiting_when_it_was_planned(
@@ -27,3 +32,22 @@ def test_a_micro_batch_is_limited_only_if_more_was_waiting_when_it_was_planned(
     diary.commit(inserts(9))
     diary.close()
     assert found.ahead(2) == Ahead(end=4, limited=False), "what comes later is planned later"
+
+
+def test_a_table_with_a_row_that_was_read_again_is_at_no_point_until_the_log_has_passed_that(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew([{"id": 1, "n": 1}], "first")
+    lives = quiet.lives()
+    lives.seeds.remember("first", Lsn(quiet.cursor.position.value + 150))
+    life = lives.add(SHOP.table)  # as a process finds it that comes after the one that has read
+    assert (life.mixed, lives.stretch(life, lives.index.commit), life.state) == (True, None, TableState.CATCHING_UP)
+    assert (point_at(lives, lives.index.commit), lives.replays_what_is_to_come(life)) == (None, True)
+    quiet.commit(insert(2, n=2))
+    quiet.diary.commit()
+    quiet.apply()
+    lives = quiet.lives()
+    life = lives.add(SHOP.table)
+    assert lives.stretch(life, lives.index.commit) is None
+    assert (life.mixed, life.state) == (False, TableState.LIVE)
+    assert point_at(lives, lives.index.commit) is not None

@@ -24,13 +24,12 @@ from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode, ForeignWrite
-from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds
 from tests.support.changes import KEYLESS, SHOP, delete, insert, move, update
 from tests.support.logs import WIDER
-from tests.support.quiet import THINGS, Quiet
+from tests.support.quiet import FULL, NARROW, THINGS, Quiet
 
 BIG = ("big",)
 
@@ -396,19 +395,3 @@ def test_a_position_before_a_change_of_shape_gives_the_shape_of_then(tmp_path: P
     assert {key: row["name"] for key, row in quiet.rows().items()} == {1: "kept", 2: "n2"}
     assert main([*arguments, str(newest)]) == ExitCode.OK
     assert ("name" in quiet.rows()[1], quiet.ns()) == (False, {1: 1, 2: 2})
-
-
-def told(*names: str) -> Facts:
-    """What the catalogue says of a table of these columns."""
-    columns = tuple(
-        ColumnFacts(number=SHOP.names.index(name) + 1, nullable=True, default=None, fill=None, stamp=1)
-        for name in names
-    )
-    stored = Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False)
-    return Facts(columns=columns, storage=(stored,), made=len(SHOP.names))
-
-
-FULL = replace(SHOP, facts=told(*SHOP.names))
-NARROW = replace(
-    SHOP, columns=tuple(column for column in SHOP.columns if column.name != "name"), facts=told("id", "big", "n")
-)

@@ -78,6 +78,32 @@ def test_lesson_8_snapshot_rows_have_the_shape_and_the_values_of_stream_rows(rul
     assert [column.type for column in target.columns] == [field.type for field in read.schema]
 
 
+def marked(rule: Rule, *unfit: list[dict[str, str]] | None) -> tuple[list[dict[str, Any]], list[Any]]:
+    people = [person(at + 1, MAIL, "1" if cells is None else None, "DE") for at, cells in enumerate(unfit)]
+    data = pa.RecordBatch.from_pylist(people, pa.schema(PEOPLE.row_fields()))
+    rows, cells = plan_of(rule).marked_rows(PEOPLE, data, pa.array(unfit, change.UNFIT_TYPE))
+    return rows.to_pylist(), cells.to_pylist()
+
+
+def test_a_read_row_that_does_not_fit_says_so_and_hides_what_is_hidden() -> None:
+    nan = [{"column": "amount", "text": "NaN"}]
+    rows, cells = marked(Redact(columns=("mail",)), None, nan)
+    assert (cells, [row["amount"] for row in rows]) == ([None, nan], [Decimal(1), None])
+    assert MAIL not in str((rows, cells))
+    rows, cells = marked(Exclude(columns=("amount",)), None, nan)
+    assert (cells, "amount" in rows[0]) == ([None, None], False), "what does not fit is not asked for"
+    assert marked(Mask(tables=("other.*",), columns=("mail",)), nan)[1] == [nan], "no rule concerns it"
+
+
+def test_a_read_row_that_a_rule_fails_at_is_marked_or_refused_as_the_rule_says() -> None:
+    rule = Cast(columns=("mail",), to="int32", on_error="dead-letter")
+    (row,), (cells,) = marked(rule, None)
+    assert (row["mail"], cells[0]["column"]) == (None, "mail")
+    assert change.failed_rule(cells[0]["text"]) is not None
+    with pytest.raises(TransformFailed):
+        marked(Cast(columns=("mail",), to="int32"), None)
+
+
 def test_the_same_shape_gives_the_same_object() -> None:
     plan = plan_of(Mask(columns=("mail",)))
     assert plan.transformed_schema(PEOPLE) is plan.transformed_schema(PEOPLE)

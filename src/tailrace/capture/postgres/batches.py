@@ -173,7 +173,7 @@ def batches_of(
             optional = _optional(b, shape.schema, laid, k, int(absent[k]), old[piece], how[piece], mine, text)
             moves, unfits = int(np.count_nonzero(how[piece] & MOVED)), sum(len(item.cells) for item in mine)
             if mine:
-                optional[change.UNFIT] = _unfit_column(mine, n)
+                optional[change.UNFIT] = unfit_column(mine, n)
         names = tuple(name for name in change.OPTIONAL if name in optional)
         arrays = [column.slice(low, n) for column in about]
         arrays += [optional[name] for name in names]
@@ -279,7 +279,8 @@ class Unfit:
     cells: Cells
 
 
-def _typed(cells: Cells, column: Column, name: str, unfit: list[Unfit], text: Text) -> pa.Array:
+def typed_or_unfit(cells: Cells, column: Column, name: str, unfit: list[Unfit], text: Text) -> pa.Array:
+    """The cells as a column, null where they do not fit; those are noted."""
     converted = check_text(values.typed(cells, column.type), text)
     if converted.unfit.size:
         rows = converted.unfit
@@ -287,7 +288,7 @@ def _typed(cells: Cells, column: Column, name: str, unfit: list[Unfit], text: Te
     return converted.column
 
 
-def _unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
+def unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
     """`_unfit`: the exact text of what a column's type cannot hold. Rare, so plain Python."""
     found: dict[int, list[dict[str, str]]] = {}
     for item in unfit:
@@ -341,7 +342,7 @@ def _old(
         (cell, column) for cell, column in zip(cells, schema.columns, strict=True) if column.name in names
     ]
     return pa.StructArray.from_arrays(
-        [_typed(cell, column, f"{into}.{column.name}", unfit, text) for cell, column in picked],
+        [typed_or_unfit(cell, column, f"{into}.{column.name}", unfit, text) for cell, column in picked],
         fields=[pa.field(change.stored_name(column.name), column.type) for _, column in picked],
         mask=pa.array(tuples < 0),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import psycopg
@@ -49,31 +50,57 @@ def copy_rows(
 ) -> Iterator[pa.RecordBatch]:
     """The table's columns of the rows that `source` names (`from … where …`), in bounded batches.
 
-    Gives up at the deadline (of the monotonic clock). The connection must be in a transaction: what it holds locked
-    keeps the types that it has.
+    Gives up at the deadline (of the monotonic clock). The connection must be in a transaction.
     """
-    session = connection.pgconn
-    assert session.transaction_status == pq.TransactionStatus.INTRANS, "types may change before it is read"
-    sent = text_of(session, replaced=invalid_text_replaced)
+    sent = text_of(connection.pgconn, replaced=invalid_text_replaced)
     kinds, columns = selected(connection, schema, source)
+    with _copying(connection, columns, source):
+        yield from BinaryRows(schema, kinds, sent).batches(_pieces(connection.pgconn, deadline))
+
+
+def copy_marked(
+    connection: psycopg.Connection,
+    schema: TableSchema,
+    source: sql.Composable,
+    *,
+    deadline: float,
+    invalid_text_replaced: bool = False,
+) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
+    """The same, but a value that its column's type cannot hold is null, and its text is told beside the rows, as
+    `_unfit` has it. Costs more: every value comes as text."""
+    sent = text_of(connection.pgconn, replaced=invalid_text_replaced)
+    kinds, columns = selected(connection, schema, source, printed=True)
+    with _copying(connection, columns, source):
+        yield from BinaryRows(schema, kinds, sent).marked(_pieces(connection.pgconn, deadline))
+
+
+@contextmanager
+def _copying(connection: psycopg.Connection, columns: sql.Composed, source: sql.Composable) -> Iterator[None]:
+    session = connection.pgconn
     query = sql.SQL("copy (select {} {}) to stdout (format binary)").format(columns, source)
     with text_as_it_is(session):
         session.send_query(query.as_bytes(connection))
         _await_copy(session)
-        yield from BinaryRows(schema, kinds, sent).batches(_pieces(session, deadline))
+        yield
 
 
 def selected(
-    connection: psycopg.Connection, schema: TableSchema, source: sql.Composable
+    connection: psycopg.Connection, schema: TableSchema, source: sql.Composable, *, printed: bool = False
 ) -> tuple[list[int], sql.Composed]:
-    """How each column comes, and the list of what is to be selected so that it does."""
+    """How each column comes, and the list of what is to be selected so that it does. With `printed` all come as text.
+
+    The connection must be in a transaction: what it holds locked keeps the types that it has.
+    """
+    in_transaction = connection.pgconn.transaction_status == pq.TransactionStatus.INTRANS
+    assert in_transaction, "types may change before it is read"
     names = [sql.Identifier(name) for name in schema.names]
     query = sql.SQL("select {} {}").format(sql.SQL(", ").join(names), source)
     types = _types(connection.pgconn, query.as_bytes(connection))
-    kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
-    printed = {number for (number, _), kind in zip(types, kinds, strict=True) if kind == PRINTED}
+    found_kinds = [kind_of(*of, column.type) for of, column in zip(types, schema.columns, strict=True)]
+    kinds = [PRINTED] * len(found_kinds) if printed else found_kinds
+    texts = {number for (number, _), kind in zip(types, kinds, strict=True) if kind == PRINTED}
     try:
-        found = connection.execute(_CASTS, (list(printed),), prepare=False).fetchall() if printed else []
+        found = connection.execute(_CASTS, (list(texts),), prepare=False).fetchall() if texts else []
     except psycopg.Error as error:
         raise explain(error) from error
     cast = {number for (number,) in found}

@@ -20,8 +20,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.text import Text, check_text
-from tailrace.capture.postgres.types import arrow_type
+from tailrace.capture.postgres.batches import Unfit, typed_or_unfit, unfit_column
+from tailrace.capture.postgres.text import TEXT_HINT, Text, check_text
+from tailrace.capture.postgres.types import UNFIT_HINT, arrow_type
 from tailrace.capture.postgres.values import (
     FIRST_DAY,
     FIRST_INSTANT,
@@ -332,6 +333,22 @@ class _Laid:
     data: Ints
 
 
+@dataclass(frozen=True)
+class _Filled:
+    """The same once the values are there. Printed ones lie where they came."""
+
+    laid: _Laid
+    room: Bytes
+    printed: Cells
+    nulls: Ints
+    unfit: Ints
+
+    def cells(self, c: int, rows: int) -> Cells:
+        """Of a printed column."""
+        some = slice(int(self.laid.places[c]), int(self.laid.places[c]) + rows)
+        return Cells(self.printed.buffer, self.printed.at[some], self.printed.size[some])
+
+
 class BinaryRows:
     """Reads pieces of a table's copy, one after the other. `kinds` says how each column comes."""
 
@@ -348,6 +365,21 @@ class BinaryRows:
 
     def batches(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[pa.RecordBatch]:
         """The rows of pieces that have whole rows in them; the first begins with COPY's head, the last has its end."""
+        for found in self._measured(pieces):
+            yield self._batch(*found)
+
+    def marked(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
+        """The same where every column is printed: all rows, null where a value does not fit, and `_unfit` of each."""
+        assert (self._kinds == PRINTED).all(), "what does not fit is told by its text"
+        for buffer, at, rows, totals in self._measured(pieces):
+            filled, unfit = self._filled(buffer, at, rows, totals), list[Unfit]()
+            found = [
+                typed_or_unfit(filled.cells(c, rows), column, column.name, unfit, self._text)
+                for c, column in enumerate(self._schema.columns)
+            ]
+            yield pa.RecordBatch.from_arrays(found, schema=self._fields), unfit_column(unfit, rows)
+
+    def _measured(self, pieces: Iterable[tuple[Bytes, int]]) -> Iterator[tuple[Bytes, int, int, Ints]]:
         begun = ended = False
         for buffer, size in pieces:
             at = 0 if begun else self._after_head(buffer, size)
@@ -358,7 +390,7 @@ class BinaryRows:
                 raise self._unreadable()
             ended = bool(totals[-1])
             if rows:
-                yield self._batch(buffer, at, rows, totals)
+                yield buffer, at, rows, totals
         if not ended:
             raise self._unreadable()
 
@@ -370,7 +402,7 @@ class BinaryRows:
             raise self._unreadable()
         return end
 
-    def _batch(self, b: Bytes, at: int, rows: int, totals: Ints) -> pa.RecordBatch:
+    def _filled(self, b: Bytes, at: int, rows: int, totals: Ints) -> _Filled:
         laid = self._lay_out(rows, totals)
         room = np.frombuffer(laid.memory, np.uint8)
         printed = int(np.count_nonzero(self._kinds == PRINTED)) * rows
@@ -382,14 +414,17 @@ class BinaryRows:
             cell_at, cell_size, nulls, unfit,
         ):  # fmt: skip
             raise self._unreadable()
+        return _Filled(laid, room, Cells(b, cell_at, cell_size), nulls, unfit)
+
+    def _batch(self, b: Bytes, at: int, rows: int, totals: Ints) -> pa.RecordBatch:
+        filled = self._filled(b, at, rows, totals)
         found: list[pa.Array] = []
         for c, column in enumerate(self._schema.columns):
             if self._kinds[c] == PRINTED:
-                cells = slice(int(laid.places[c]), int(laid.places[c]) + rows)
-                typed = values.typed(Cells(b, cell_at[cells], cell_size[cells]), column.type)
+                typed = values.typed(filled.cells(c, rows), column.type)
             else:
-                first = np.array([unfit[c]] if unfit[c] >= 0 else [], np.int64)
-                typed = Typed(self._column(laid, room, c, rows, int(nulls[c])), first)
+                first = np.array([filled.unfit[c]] if filled.unfit[c] >= 0 else [], np.int64)
+                typed = Typed(self._column(filled.laid, filled.room, c, rows, int(filled.nulls[c])), first)
             typed = check_text(typed, self._text)
             found.append(typed.column)
             if typed.unfit.size:
@@ -461,12 +496,3 @@ class BinaryRows:
 
 _UNITS: npt.NDArray[np.int64] = np.array([1, 1, 2, 4, 8, 8, 4, 8, 4, 8, 8, 4, 4, 4], np.int64)
 """By kind: the unit in which the kernel counts a column's place."""
-
-UNFIT_HINT = (
-    "Exclude the table, or give the column a type without a limit (text, or numeric without precision), "
-    "then run again: the table is loaded anew."
-)
-TEXT_HINT = (
-    "The value is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
-    "`source.invalid_text: replace`, then run again: the table is loaded anew."
-)

@@ -25,7 +25,7 @@ from psycopg import sql
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import FILE, Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
-from tailrace.capture.postgres.copy import copy_rows
+from tailrace.capture.postgres.copy import copy_marked, copy_rows
 from tailrace.capture.postgres.copy_binary import CTID
 from tailrace.capture.postgres.facts import AS_BYTES
 from tailrace.capture.postgres.preflight import horizon
@@ -314,6 +314,22 @@ class SnapshotReader:
             raise
         except SourceError as error:
             if error.fields.get("sqlstate") in _GONE and chunk is not None:
+                raise _rewritten(schema) from error
+            raise
+
+    def marked_rows(
+        self, schema: TableSchema, chunk: Chunk, condition: str | None = None
+    ) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
+        """A chunk's rows, those with values that do not fit too: what these are is told beside the rows, as `_unfit`
+        has it. In a session of its own, after `rows` has failed in this one; in the same snapshot if it has a name."""
+        source = self._from(schema, chunk, condition)
+        try:
+            yield from copy_marked(
+                self._connection, schema, source, deadline=self._deadline,
+                invalid_text_replaced=self._invalid_text_replaced,
+            )  # fmt: skip
+        except SourceError as error:
+            if error.fields.get("sqlstate") in _GONE:
                 raise _rewritten(schema) from error
             raise
 

@@ -17,6 +17,11 @@ from psycopg.pq.abc import PGconn
 from tailrace.capture.postgres.connect import has_no_encoding
 from tailrace.capture.postgres.values import Typed
 
+TEXT_HINT = (
+    "The value is not UTF-8, which a SQL_ASCII database does not check. Mend it at the source, or set "
+    "`source.invalid_text: replace`, then run again: the table is loaded anew."
+)
+
 
 class Text(enum.Enum):
     """What can be said of the texts that a server sends."""

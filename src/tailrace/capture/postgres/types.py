@@ -17,6 +17,11 @@ _DIGITS_MAX = 38
 _HEADER = 4  # PostgreSQL's VARHDRSZ, added to every numeric modifier
 _SAMPLE = pa.decimal128(_DIGITS_MAX, 2)
 
+UNFIT_HINT = (
+    "Mend the row at the source, or give the column a type without a limit (text, or numeric without precision), then "
+    "run again: the table is loaded anew. With `tables.on_bad_row: dead-letter` it is loaded without such rows."
+)
+
 
 @dataclass(frozen=True)
 class Rule:

@@ -1,0 +1,53 @@
+"""The files of a version of a Delta table under second names, with all that is known of them.
+
+A hard link costs no room while the first name is there: data files are never changed in place, only let go of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+from deltalake import DeltaTable
+
+from tailrace.tables.deltalog import data_path, fsync, stats_of, sync_folders
+from tailrace.tables.deltashape import parts_of
+from tailrace.tables.partitions import folder_of, texts_of
+from tailrace.tables.staging import StagedFile
+
+
+def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies: bool) -> list[StagedFile]:
+    """The files of the version that was opened, under new names in another folder; on disk when this returns.
+
+    Where a link cannot be made the file is copied if that is wished; otherwise that is an `OSError`.
+    """
+    adds = pa.table(table.get_add_actions(flatten=True))
+    names = [data_path(path) for path in adds.column("path").to_pylist()]
+    parts = parts_of(table)
+    stats = stats_of(folder, table.version(), set(names))
+    rows = adds.column("num_records").to_pylist()
+    made = []
+    for number, (old, count) in enumerate(zip(names, rows, strict=True)):
+        values = texts_of(parts.get(old, {}))
+        new = str(Path(folder_of(values)) / f"part-{name}-{number:06d}.parquet")
+        (into / new).parent.mkdir(parents=True, exist_ok=True)
+        _link(folder / old, into / new, copies=copies)
+        counted, size = json.dumps({"numRecords": count}), (into / new).stat().st_size
+        made.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
+    sync_folders(into, [file.path for file in made])
+    return made
+
+
+def _link(old: Path, new: Path, *, copies: bool) -> None:
+    try:
+        os.link(old, new)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if not copies:
+            raise
+        shutil.copyfile(old, new)
+        fsync(new)

@@ -1,0 +1,328 @@
+"""What a load made of a table is kept aside, and a rebuild starts from it when the table's own folder has nothing left.
+
+The source of these pipelines never answers.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+
+from tailrace import failpoints
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.cli.main import main
+from tailrace.errors import ExitCode
+from tailrace.model.position import Lsn
+from tailrace.spark.seeds import Seeds
+from tailrace.tables.keptseeds import KeptSeed, KeptSeeds
+from tests.support.changes import KEYLESS, delete, insert, move, update
+from tests.support.quiet import FULL, NARROW, THINGS, Quiet
+
+BIG = ("big",)
+ROWS = [{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)]
+
+
+class Died(BaseException):
+    """What the process would have died of."""
+
+
+def loaded(folder: Path, form: str = "") -> Quiet:
+    """A table that a load of three rows made, of which a seed is kept."""
+    made = Quiet(folder, form=form)
+    made.diary.commit()
+    made.load_anew(ROWS, "first")
+    made.keep("first")
+    return made
+
+
+def changed(quiet: Quiet) -> Quiet:
+    for rows in ([update(1, unchanged=BIG, n=1)], [insert(4, n=4), delete(2)], [*move(3, 5, unchanged=BIG, n=5)]):
+        quiet.commit(*rows)
+        quiet.apply()
+    return quiet
+
+
+@pytest.fixture
+def quiet(tmp_path: Path) -> Quiet:
+    return changed(loaded(tmp_path))
+
+
+def lake_table(quiet: Quiet) -> Path:
+    return quiet.settings.tables.layout.path(THINGS)
+
+
+def seeds(quiet: Quiet) -> list[KeptSeed]:
+    return KeptSeeds(quiet.settings.tables.path, quiet.lives().log.log_id).of(THINGS)
+
+
+def rebuilt(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code = main(["rebuild", str(quiet.file), "public.things", *arguments, "--json"])
+    printed = capsys.readouterr()
+    assert (code, printed.err) == (ExitCode.OK, "")
+    found: dict[str, Any] = json.loads(printed.out)
+    return found
+
+
+def refused(quiet: Quiet, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["rebuild", str(quiet.file), "public.things", *arguments]) != ExitCode.OK
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["", "mode: history", "mode: append", "soft_delete: true, metadata: [_seq, _tx]", "partition_by: [name]",
+     'rules: {"public.*": {columns: {n: count}}}'],
+)  # fmt: skip
+def test_a_table_whose_folder_is_gone_is_what_it_was_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    quiet = changed(loaded(tmp_path, form))
+    before, cursor = sorted(map(repr, scanned(quiet))), quiet.cursor
+    shutil.rmtree(lake_table(quiet))
+    found = rebuilt(quiet, capsys)
+    assert (found["base"], found["base_version"], found["base_rows"], found["changes"]) == ("seed", None, 3, 5)
+    assert (sorted(map(repr, scanned(quiet))), quiet.cursor.load) == (before, "first")
+    assert quiet.cursor.covers(cursor)
+    quiet.commit(update(5, unchanged=BIG, n=6))
+    assert [outcome.error for outcome in quiet.apply()] == [None]
+    assert sorted(path.name for path in lake_table(quiet).iterdir() if path.name.startswith("_")) == ["_delta_log"]
+
+
+def scanned(quiet: Quiet) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pa.table(DeltaTable(str(lake_table(quiet))).scan()).to_pylist()
+    return rows
+
+
+def test_a_table_without_a_key_comes_back_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew([{"a": 1, "b": "x"}, {"a": 1, "b": "x"}, {"a": 2, "b": "y"}], "first", KEYLESS)
+    quiet.keep("first")
+    quiet.commit(delete({"a": 1}, b="x"), schema=KEYLESS)
+    quiet.apply()
+    shutil.rmtree(lake_table(quiet))
+    assert rebuilt(quiet, capsys)["base"] == "seed"
+    assert sorted((row["a"], row["b"]) for row in quiet.content()) == [(1, "x"), (2, "y")]
+
+
+def test_it_says_that_it_started_from_the_seed(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(lake_table(quiet))
+    assert main(["rebuild", str(quiet.file), "public.things"]) == ExitCode.OK
+    assert "rebuilt from the seed kept of its last load (position " in capsys.readouterr().out
+
+
+def test_the_tables_own_versions_come_first(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rebuilt(quiet, capsys)["base"] == "version"
+    assert rebuilt(quiet, capsys, "--from-version", "0")["base"] == "load"
+
+
+def test_after_a_vacuum_that_left_nothing_the_seed_is_the_base(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = quiet.rows()
+    for file in lake_table(quiet).glob("part-*.parquet"):
+        file.unlink()
+    assert rebuilt(quiet, capsys)["base"] == "seed"
+    assert quiet.rows() == whole
+
+
+def test_an_earlier_position_is_reached_from_the_seed(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+    now = quiet.rows()
+    shutil.rmtree(lake_table(quiet))
+    rebuilt(quiet, capsys, "--to", str(Lsn(quiet.diary.writer.position.value - 100)))
+    assert quiet.ns() == {1: 1, 3: 0, 4: 4}
+    quiet.apply()
+    assert quiet.rows() == now
+
+
+def test_a_change_of_shape_since_the_load_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew([{"id": key, "name": f"n{key}"} for key in (1, 2)], "first", FULL)
+    quiet.keep("first")
+    quiet.commit(update(2, n=2), schema=NARROW)
+    quiet.apply()
+    before = quiet.rows()
+    shutil.rmtree(lake_table(quiet))
+    rebuilt(quiet, capsys)
+    assert quiet.rows() == before
+    assert before[1]["name"] == "n1", "what the source dropped is kept"
+
+
+def test_columns_that_the_source_dropped_are_in_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.load([{"id": key, "name": f"n{key}"} for key in (1, 2)], FULL)
+    quiet.commit(update(2, n=2), schema=NARROW)
+    quiet.apply()
+    here = quiet.lives().seeds
+    here.folder("again").mkdir(parents=True)
+    here.land("again", quiet.cursor.position)
+    shape = quiet.table.shape()
+    assert shape is not None
+    applied = quiet.table.refresh(shape, [], quiet.cursor, replace(quiet.cursor, load="again"))
+    assert applied.committed
+    quiet.keep("again")
+    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["again"]
+    shutil.rmtree(lake_table(quiet))
+    assert (rebuilt(quiet, capsys)["base_rows"], quiet.rows()) == (0, {})
+    assert "name" in DeltaTable(str(lake_table(quiet))).schema().to_json()
+
+
+def test_a_seed_costs_no_room_while_the_table_has_its_files(tmp_path: Path) -> None:
+    quiet = loaded(tmp_path)
+    (seed,) = seeds(quiet)
+    mine, theirs = (sorted(folder.glob("part-*")) for folder in (seed.folder, lake_table(quiet)))
+    assert [file.stat().st_ino for file in mine] == [file.stat().st_ino for file in theirs]
+
+
+def test_a_newer_load_takes_the_place_of_the_older(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet.load_anew([{"id": 7, "n": 7}], "second")
+    quiet.keep("second")
+    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["second"]
+    assert [folder.name for folder in seeds(quiet)[0].folder.parent.iterdir()] == ["second"]
+    shutil.rmtree(lake_table(quiet))
+    rebuilt(quiet, capsys)
+    assert (quiet.ns(), quiet.cursor.load) == ({7: 7}, "second")
+
+
+def test_a_load_that_found_nothing_to_commit_leaves_the_seed_of_before(quiet: Quiet) -> None:
+    quiet.keep("second")
+    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["first"]
+
+
+def test_killed_between_the_links_and_the_record_it_is_no_seed_and_is_made_once_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = loaded(tmp_path)
+    quiet.load_anew([*ROWS, {"id": 9, "n": 9}], "second")
+
+    def die(name: str) -> None:
+        if name == "seed.linked":
+            raise Died
+
+    with monkeypatch.context() as patched:
+        patched.setattr(failpoints, "hit", die)
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)  # a process that died cleans nothing up
+        with pytest.raises(Died):
+            quiet.keep("second")
+    assert [seed.position.cursor.load for seed in seeds(quiet)] == ["first"]
+    changed(quiet)  # the next process goes on before it looks at what was left
+    quiet.keep("second")
+    (seed,) = seeds(quiet)
+    assert (seed.position.cursor.load, seed.sound) == ("second", True)
+    before = quiet.rows()
+    shutil.rmtree(lake_table(quiet))
+    assert (rebuilt(quiet, capsys)["base_rows"], quiet.rows()) == (4, before)
+
+
+def test_a_seed_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet.seed_keeping().look()
+    assert len(seeds(quiet)) == 1
+    with Sealer(quiet.settings.log.path, limits=Limits(commits=2, join_count=2)) as sealer:
+        sealer.seal()
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    shutil.rmtree(lake_table(quiet))
+    assert "the kept seed: the log no longer holds the changes after it" in refused(quiet, capsys)
+    assert not lake_table(quiet).exists()
+    quiet.seed_keeping().look()
+    assert seeds(quiet) == []
+    assert "nothing is kept of a load of it" in refused(quiet, capsys)
+
+
+@pytest.mark.parametrize("harm", ["cut short", "removed"])
+def test_a_seed_that_is_not_what_it_was_is_no_base(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str], harm: str
+) -> None:
+    shutil.rmtree(lake_table(quiet))
+    file = next(seeds(quiet)[0].folder.glob("part-*"))
+    if harm == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, 10)
+    assert "files of it are gone, or are not what they were" in refused(quiet, capsys)
+
+
+def test_without_the_setting_nothing_is_kept_and_what_was_goes(quiet: Quiet) -> None:
+    quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: false"))
+    quiet.seed_keeping().look()
+    assert seeds(quiet) == []
+    quiet.load_anew(ROWS, "second")
+    quiet.keep("second")
+    assert seeds(quiet) == []
+
+
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew(ROWS, "first")
+    monkeypatch.setattr(os, "link", no_links)
+    with caplog.at_level(logging.WARNING, "tailrace.pipeline.seedkeeping"):
+        quiet.keep("first")
+    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["no seed kept"])
+    quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: copy"))
+    quiet.keep("first")
+    (seed,) = seeds(quiet)
+    assert (seed.sound, next(seed.folder.glob("part-*")).stat().st_nlink) == (True, 1)
+
+
+def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:
+    mine = Seeds(quiet.settings.log.path)
+    old = quiet.settings.log.path / "seed" / "landed" / "first.json"
+    os.utime(str(old), (0.0, 0.0))
+    mine.sweep(quiet.seed_keeping().loads)
+    assert mine.whole_after("first") is not None
+    mine.sweep()
+    assert mine.whole_after("first") is None
+
+
+def chunked(folder: Path) -> Quiet:
+    """A load whose chunks were read at different times: row 2 has seen the first change of the log already."""
+    quiet = Quiet(folder)
+    quiet.diary.commit()
+    rows = [ROWS[0], ROWS[1] | {"n": 2}, ROWS[2]]
+    quiet.load_anew(rows, "first", passed=Lsn(quiet.diary.writer.position.value + 200))
+    quiet.keep("first")
+    quiet.commit(update(2, unchanged=BIG, n=1), update(1, n=1))
+    return quiet
+
+
+def test_a_seed_of_a_chunked_load_is_brought_to_one_moment_by_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = chunked(tmp_path)
+    middle = quiet.diary.writer.position
+    quiet.commit(update(2, unchanged=BIG, n=2))
+    shutil.rmtree(lake_table(quiet))
+    assert "some of its rows are newer than others, up to" in refused(quiet, capsys, "--to", str(middle))
+    assert rebuilt(quiet, capsys)["base"] == "seed"
+    assert (quiet.ns(), quiet.rows()[2]["big"]) == ({1: 1, 2: 2, 3: 0}, "x" * 50)
+
+
+def test_values_that_only_the_source_could_tell_are_not_made_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quiet = chunked(tmp_path)
+    # The row of key 3 that was read may be another than the one that moves: a rebuild cannot tell.
+    quiet.commit(*move(3, 5, unchanged=BIG, n=5), insert(3, big="other"))
+    shutil.rmtree(lake_table(quiet))
+    assert "values that only the source can tell" in refused(quiet, capsys)
+    assert not lake_table(quiet).exists()
