@@ -377,10 +377,10 @@ def test_decimals_come_out_of_arithmetic_exactly() -> None:
     assert values(found, "tax") == [(Decimal("0.0190"),)]
 
 
-def test_a_load_says_that_it_sets_no_rows_aside() -> None:
+def test_a_load_says_when_rows_are_set_aside() -> None:
     rule = Cast(columns=("mail",), to="int32", on_error="dead-letter")
     data = pa.RecordBatch.from_pylist([person(1, "no number")], pa.schema(PEOPLE.row_fields()))
     with pytest.raises(TransformFailed) as raised:
         plan_of(rule).rows(PEOPLE, data)
-    assert "A load has no place to set rows aside" in raised.value.hint
+    assert "a load sets such rows aside" in raised.value.hint
     assert "on_error" not in raised.value.hint, "that is what it has"
