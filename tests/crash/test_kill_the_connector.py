@@ -1,5 +1,5 @@
-"""Kill everything, Spark's Java process included, while its connector applies one large transaction to several tables;
-whatever of it was committed, every change is in the end in each table exactly once.
+"""Kill everything, Spark's Java process included, while its connector applies transactions that take several commits,
+of several tables or of one. Whatever was committed of them, every change is in each table exactly once in the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.demo.server import EmbeddedPostgres
+from tailrace.pipeline.life import ROWS_PER_APPLY_MAX
 from tailrace.spark.merging import SCRATCH
 from tests.support.engines import only_spark
 from tests.support.pipelines import Pipeline, assert_log_is_whole, eventually, execute
@@ -28,11 +29,10 @@ TABLES = """\
     "public.a": {mode: append, metadata: [_op]}
 """
 ROWS = 2000
-PLACES = (
-    "apply.before_table:1", "table.before_commit:1", "table.before_commit:3", "table.after_commit:1",
-    "table.after_commit:4", "apply.batch_done:1",
-)  # fmt: skip
-"""Four tables are under way at once: between the first and the last, some have committed and some have not."""
+LARGE = ROWS_PER_APPLY_MAX * 6 // 5
+"""Changes of one transaction that one commit of a table does not take, if they lie in several pieces of the log."""
+PLACES = ("apply.before_table:1", "table.before_commit:3", "table.after_commit:1", "apply.batch_done:1")
+"""Four tables are under way at once: some have committed when others have not."""
 KILL_SECONDS_MAX = 600.0
 
 
@@ -45,7 +45,7 @@ def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
                 server.url(), f"CREATE TABLE {name} (id int {key}, x int, t text)",
                 f"INSERT INTO {name} SELECT g, 0, md5(g::text) FROM generate_series(1, {ROWS}) g",
             )  # fmt: skip
-        execute(server.url(), "ALTER TABLE k REPLICA IDENTITY FULL")
+        execute(server.url(), "ALTER TABLE k REPLICA IDENTITY FULL", "CREATE TABLE large (id int PRIMARY KEY, t text)")
         made = Pipeline(tmp_path / "one", server.url())
         made.file.write_text(made.file.read_text() + TABLES)
         made.catch_up()
@@ -96,20 +96,25 @@ def test_killed_anywhere_while_the_connector_applies_every_change_is_there_once(
     pipeline: Pipeline, tmp_path: Path
 ) -> None:
     hits = tmp_path / "hits"
+    execute(pipeline.url, f"INSERT INTO large SELECT g, repeat(md5(g::text), 2) FROM generate_series(1, {LARGE}) g")
+    run_into(pipeline, "table.after_commit:1", hits)
+    assert 0 < len(content(pipeline, "large")) < LARGE, "some of the transaction is in"
     for turn, failpoint in enumerate(PLACES, 1):
         write(pipeline.url, turn)
         run_into(pipeline, failpoint, hits)
-    assert hits.read_text().split() == [failpoint.partition(":")[0] for failpoint in PLACES]
+    places = ["table.after_commit:1", *PLACES]
+    assert hits.read_text().split() == [failpoint.partition(":")[0] for failpoint in places]
     turns = len(PLACES) + 1
     write(pipeline.url, turns)
     kill_in_a_merge(pipeline)
     pipeline.catch_up()
     pipeline.assert_equal("m", "k")
+    assert sorted(row["id"] for row in content(pipeline, "large")) == [*range(1, LARGE + 1)]
     assert_log_is_whole(pipeline.log)
     # A row is there from the transaction that made it on, and was changed in each that followed.
     made = dict.fromkeys(range(1, ROWS + 1), 0) | {-turn: turn for turn in range(1, turns + 1)}
     wanted = Counter((row, x) for row, first in made.items() for x in range(first, turns + 1))
     versions = content(pipeline, "h")
     assert Counter((row["id"], row["x"]) for row in versions) == wanted
-    assert Counter(row["id"] for row in versions if row["_current"]) == Counter(made)
+    assert Counter(row["id"] for row in versions if row["_current"]) == Counter(list(made))
     assert Counter((row["id"], row["x"]) for row in content(pipeline, "a")) == wanted

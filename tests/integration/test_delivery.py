@@ -34,7 +34,6 @@ from tests.support.engines import (
     FEATURES,
     IS_SPARK,
     commits_of,
-    examples,
     only_delta,
     open_table,
     rows_of,
@@ -48,7 +47,8 @@ pytestmark = only_delta
 PLACES = ("apply.before_table", "table.before_commit", "table.after_commit")
 """Where whoever applies may die; the others that a table's work passes are those of dead letters."""
 BATCHES_MAX = 3 if IS_SPARK else 6
-TIMES = 5 if os.environ.get("TAILRACE_THOROUGH") else 1
+EXAMPLES = (3 if IS_SPARK else 16) * (5 if os.environ.get("TAILRACE_THOROUGH") else 1)
+"""Of each kind of table."""
 BEGIN = Cursor(seq=0, commit=0, position=ZERO)
 ORIGIN = Origin(seq=BEGIN.seq, position=str(ZERO), read_at=READ_AT * 1_000_000)
 APPEND = Form(mode=TableMode.APPEND)
@@ -74,8 +74,8 @@ class Delivery:
     def __init__(self, folder: Path, table: str, begun: Sequence[Row], transactions: Sequence[Tx]) -> None:
         self._schema, self._form = TABLES[table]
         self._folder, diary, cursors = folder / "t", Diary(folder / "log"), [BEGIN]
-        for given_one in transactions:
-            number = diary.commit((self._schema, given_one.changes), at=given_one.time * 1_000_000)
+        for transaction in transactions:
+            number = diary.commit((self._schema, transaction.changes), at=transaction.time * 1_000_000)
             cursors.append(Cursor(seq=diary.writer.next_seq - 1, commit=number, position=diary.writer.position))
         diary.close()
         commits = [[item.row.values for item in diary.noted if item.commit == at.commit] for at in cursors[1:]]
@@ -87,8 +87,8 @@ class Delivery:
         self._path, self._log_id, self._index = diary.path, log.log_id, LogIndex(log)
         self._index.grow()
         self.last, self.here = len(ends) - 1, 0
-        table_made = open_table(self._folder, self._log_id, self._form)
-        table_made.load(self._schema, record_batches(self._schema, begun), BEGIN, origin=ORIGIN)
+        made = open_table(self._folder, self._log_id, self._form)
+        made.load(self._schema, record_batches(self._schema, begun), BEGIN, origin=ORIGIN)
 
     def deliver(self, first: int, last: int, dies: str | None, patch: pytest.MonkeyPatch) -> None:
         """Work between two of the points. It is done if it begins where the table stands, passed over if the table has
@@ -207,7 +207,7 @@ def keyless_story(steps: Sequence[tuple[Any, ...]]) -> tuple[list[Row], list[Tx]
 
 @pytest.mark.parametrize("table", TABLES)
 @given(keyed=STEPS, keyless=COPIES, deliveries=DELIVERIES)
-@settings(max_examples=examples(16) * TIMES, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_whatever_the_delivery_the_table_is_what_the_source_was(
     table: str, keyed: list[Any], keyless: list[Any], deliveries: list[tuple[int, int, str | None]]
 ) -> None:
