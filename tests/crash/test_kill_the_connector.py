@@ -4,6 +4,7 @@ of several tables or of one. Whatever was committed of them, every change is in 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,7 +104,9 @@ def test_killed_anywhere_while_the_connector_applies_every_change_is_there_once(
         write(pipeline.url, turn)
         run_into(pipeline, failpoint, hits)
     places = ["table.after_commit:1", *PLACES]
-    assert hits.read_text().split() == [failpoint.partition(":")[0] for failpoint in places]
+    # Several tables may come to a place before the first of them has killed all.
+    passed = [name for name, _ in itertools.groupby(hits.read_text().split())]
+    assert passed == [failpoint.partition(":")[0] for failpoint in places]
     turns = len(PLACES) + 1
     write(pipeline.url, turns)
     kill_in_a_merge(pipeline)
