@@ -18,14 +18,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SPARK_TESTS = (
-    "tests/integration/test_spark_engine.py", "tests/integration/test_delta_table.py",
+    "tests/integration/test_spark_engine.py", "tests/integration/test_spark_driver.py",
+    "tests/integration/test_delta_table.py",
     "tests/integration/test_spark_modes.py", "tests/contract/test_table_forms.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/unit/spark/test_folding.py",
     "tests/unit/spark/test_folding_forms.py",
     "tests/integration/test_spark_features.py", "tests/integration/test_delivery.py",
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/contract/test_partitions.py", "tests/integration/test_partitions.py",
-    "tests/integration/test_spark_partitions.py",
+    "tests/integration/test_spark_partitions.py", "tests/crash/test_kill_the_connector.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
 )  # fmt: skip
@@ -38,6 +39,7 @@ ICEBERG_TESTS = (
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
     "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
+    "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter", "tests/contract/test_table_forms.py",
     "tests/contract/test_partitions.py",
 )  # fmt: skip

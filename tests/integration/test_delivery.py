@@ -1,28 +1,67 @@
-"""Batches delivered again, too early, or cut by a crash: the table is what the source was at the point it states."""
+"""Work delivered again, too early, overlapping, or cut by a crash: a table is what the source was at the point it
+states.
+
+Work is what a pipeline hands out: a stretch of a real log, done by the engine under test in its own way. What a table
+of each mode must hold after each transaction is told by an account that knows neither folds nor engines.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tailrace import failpoints
+from tailrace.changelog.index import LogIndex
+from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ForeignWrite
-from tailrace.tables.fold import fold
-from tests.integration.test_delta_table import STEPS
-from tests.support.changes import Change, Model, changes
-from tests.support.engines import IS_SPARK, examples, open_table
-from tests.support.mirrors import LOG, at, content
-
-BATCHES_MAX = 3 if IS_SPARK else 6
-PLACES = ("table.before_commit", "table.after_commit")
-DELIVERIES = st.lists(
-    st.tuples(st.integers(0, BATCHES_MAX - 1), st.sampled_from([None, *PLACES])), min_size=2, max_size=BATCHES_MAX + 2
+from tailrace.model import change
+from tailrace.model.position import ZERO
+from tailrace.model.schema import TableSchema
+from tailrace.spark.tasks import ApplyWork, Outcome, advance_table
+from tailrace.tables.base import Cursor
+from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
+from tailrace.tables.layout import Place
+from tests.support.changes import COMPOSITE, KEYLESS, KeylessModel, record_batches
+from tests.support.engines import (
+    FEATURES,
+    IS_SPARK,
+    commits_of,
+    only_delta,
+    open_table,
+    rows_of,
+    spark_engine,
 )
+from tests.support.forms import READ_AT, Account, Tx, ordered, steps_with, story
+from tests.support.logs import Diary, quick_folder
+
+pytestmark = only_delta
+
+PLACES = ("apply.before_table", "table.before_commit", "table.after_commit")
+"""Where whoever applies may die; the others that a table's work passes are those of dead letters."""
+BATCHES_MAX = 3 if IS_SPARK else 6
+EXAMPLES = (3 if IS_SPARK else 16) * (5 if os.environ.get("TAILRACE_THOROUGH") else 1)
+"""Of each kind of table."""
+BEGIN = Cursor(seq=0, commit=0, position=ZERO)
+ORIGIN = Origin(seq=BEGIN.seq, position=str(ZERO), read_at=READ_AT * 1_000_000)
+APPEND = Form(mode=TableMode.APPEND)
+TABLES: dict[str, tuple[TableSchema, Form]] = {
+    "mirror": (COMPOSITE, PLAIN),
+    "soft delete": (COMPOSITE, Form(soft_delete=True, metadata=("_op", "_seq", "_tx"))),
+    "history": (COMPOSITE, Form(mode=TableMode.HISTORY, metadata=("_op",))),
+    "append": (COMPOSITE, APPEND),
+    "keyless": (KEYLESS, PLAIN),
+    "keyless append": (KEYLESS, APPEND),
+}
+
+Row = dict[str, Any]
 
 
 class Died(BaseException):
@@ -30,57 +69,158 @@ class Died(BaseException):
 
 
 class Delivery:
-    """Batch after batch into one table, by an applier that may die in the middle of each."""
+    """A log of these transactions, and a table that stands after some of them."""
 
-    def __init__(self, folder: Path, model: Model, batches: list[list[Change]]) -> None:
-        self._folder, self._schema = folder, model.schema
-        self._folded = [fold(model.schema, changes(model.schema, *rows)) for rows in batches]
-        self.here = 0
-        open_table(folder, LOG).load(model.schema, [], at(0))
+    def __init__(self, folder: Path, table: str, begun: Sequence[Row], transactions: Sequence[Tx]) -> None:
+        self._schema, self._form = TABLES[table]
+        self._folder, diary, cursors = folder / "t", Diary(folder / "log"), [BEGIN]
+        for transaction in transactions:
+            number = diary.commit((self._schema, transaction.changes), at=transaction.time * 1_000_000)
+            cursors.append(Cursor(seq=diary.writer.next_seq - 1, commit=number, position=diary.writer.position))
+        diary.close()
+        commits = [[item.row.values for item in diary.noted if item.commit == at.commit] for at in cursors[1:]]
+        # Work ends where a micro-batch does, which is after some of the transactions.
+        ends = sorted({*range(0, len(transactions), -(-len(transactions) // BATCHES_MAX)), len(transactions)})
+        held = truths(self._schema, self._form, begun, commits)
+        self._cursors, self._truths = [cursors[end] for end in ends], [held[end] for end in ends]
+        log = ChangeLog.open(diary.path)
+        self._path, self._log_id, self._index = diary.path, log.log_id, LogIndex(log)
+        self._index.grow()
+        self.last, self.here = len(ends) - 1, 0
+        made = open_table(self._folder, self._log_id, self._form)
+        made.load(self._schema, record_batches(self._schema, begun), BEGIN, origin=ORIGIN)
 
-    def deliver(self, number: int, dies: str | None, patch: pytest.MonkeyPatch) -> None:
-        """One batch; it comes in if it is the next, is passed over if it was before, and refused if it is later."""
+    def deliver(self, first: int, last: int, dies: str | None, patch: pytest.MonkeyPatch) -> None:
+        """Work between two of the points. It is done if it begins where the table stands, passed over if the table has
+        it all, and refused otherwise."""
 
         def hit(place: str) -> None:
             if place == dies:
                 raise Died
 
         patch.setattr(failpoints, "hit", hit)
-        table = open_table(self._folder, LOG)
+        before = commits_of(self._folder)
         try:
-            done = table.apply(
-                self._schema, self._folded[number], at(number * 10), at(number * 10 + 10), touch=True
-            )
-            assert (number <= self.here, done.committed) == (True, number == self.here)
-            self.here = max(self.here, number + 1)
-        except ForeignWrite:
-            assert number > self.here, "only what comes too early"
+            done = self._do(first, last)
+            assert dies is None or (dies != PLACES[0] and first != self.here), "nobody died"
+            if last > self.here and first != self.here:
+                assert isinstance(done.error, ForeignWrite), done
+            else:
+                assert done.error is None, done
+                self.here = max(self.here, last)
+                assert (done.version is not None) == (commits_of(self._folder) > before)
         except Died:
-            assert number == self.here, "there was something to commit"
-            self.here += dies == PLACES[1]
+            assert dies == PLACES[0] or first == self.here, "there was something to commit"
+            self.here = last if dies == PLACES[2] else self.here
+        assert self._rows() == ordered(self._truths[self.here])
 
-    def rows(self) -> list[str]:
-        found = open_table(self._folder, LOG).cursor()
-        assert found == at(self.here * 10)
-        return sorted(map(str, content(self._folder, self._schema)))
+    def _do(self, first: int, last: int) -> Outcome:
+        begin, end = self._cursors[first], self._cursors[last]
+        place = Place(path=self._folder, log_id=self._log_id, form=self._form)
+        work = ApplyWork(
+            table=self._schema.table, log=self._path, shape=self._schema, expected=begin, cursor=end,
+            slices=tuple(self._index.pending(1, begin.seq, end.commit)),
+            place=replace(place, engine="spark", features=FEATURES) if IS_SPARK else place,
+        )  # fmt: skip
+        (done,) = spark_engine().run(advance_table, [work]) if IS_SPARK else [advance_table(work)]
+        return done
+
+    def _rows(self) -> list[Row]:
+        assert open_table(self._folder, self._log_id, self._form).cursor() == self._cursors[self.here]
+        names = said(self._schema) if self._form is APPEND else None
+        return ordered({name: row[name] for name in names or row} for row in rows_of(self._folder).to_pylist())
 
 
-@given(STEPS, DELIVERIES)
-@settings(max_examples=examples(24), deadline=None)
+# --- what must come of it ----------------------------------------------------------------------------------
+
+
+def truths(schema: TableSchema, form: Form, begun: Sequence[Row], commits: list[list[Row]]) -> list[list[Row]]:
+    """What the table must hold to begin with, and after each of the commits."""
+    if form.mode is TableMode.APPEND:
+        read = {change.OP: "read", change.SEQ: ORIGIN.seq, change.POSITION: ORIGIN.position}
+        told = [[dict.fromkeys(said(schema)) | row | read for row in begun]]
+        told += [[{name: row[name] for name in said(schema)} for row in rows] for rows in commits]
+        return [[row for some in told[: end + 1] for row in some] for end in range(len(told))]
+    account = Account(schema) if schema.key else Copies()
+    account.load(begun, ORIGIN.seq)
+    found = [held(account, form)]
+    for rows in commits:
+        account.transact(rows)
+        found.append(held(account, form))
+    return found
+
+
+def held(account: Account | Copies, form: Form) -> list[Row]:
+    if isinstance(account, Copies):
+        return list(account.rows)
+    if form.mode is TableMode.HISTORY:
+        return [dict(row) for row in account.versions]
+    return [dict(row) for row in (account.marked if form.soft_delete else account.live).values()]
+
+
+def said(schema: TableSchema) -> tuple[str, ...]:
+    """The columns of a table of changes."""
+    return (*schema.names, change.OP, change.SEQ, change.TX, change.TX_INDEX, change.POSITION, change.COMMITTED_AT,
+            change.UNCHANGED)  # fmt: skip
+
+
+class Copies:
+    """The account of a table without a key."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def load(self, rows: Sequence[Row], _seq: int) -> None:
+        self.rows += rows
+
+    def transact(self, rows: list[Row]) -> None:
+        for row in rows:
+            op, own = row[change.OP], {name: row[name] for name in KEYLESS.names}
+            if op == "truncate":
+                self.rows.clear()
+            if op in ("delete", "update"):
+                self.rows.remove(row[change.BEFORE] if op == "update" else own)
+            if op in ("insert", "update"):
+                self.rows.append(own)
+
+
+# --- any delivery ------------------------------------------------------------------------------------------
+
+STEPS = steps_with(st.sampled_from([None, "", "x", "y"]), least=8, most=20)
+IMAGE = st.tuples(st.sampled_from([None, 0]), st.sampled_from([None, "x"]))
+COPIES = st.lists(
+    st.tuples(st.sampled_from(["insert"] * 4 + ["update", "delete", "delete", "truncate"]), IMAGE, IMAGE),
+    min_size=8, max_size=20,
+)  # fmt: skip
+DELIVERIES = st.lists(
+    st.tuples(st.sampled_from([0, 0, 0, -2, -1, 1]), st.integers(1, 2), st.sampled_from([None, *PLACES])),
+    min_size=3, max_size=BATCHES_MAX + 3,
+)  # fmt: skip
+"""How far ahead of the table work begins, how long it is, and where whoever does it dies."""
+
+
+def keyless_story(steps: Sequence[tuple[Any, ...]]) -> tuple[list[Row], list[Tx]]:
+    model, begun = KeylessModel(), [{"a": 0, "b": "x"}] * 2
+    model.rows[(0, "x")] = len(begun)
+    return begun, [Tx(1000, tuple(told)) for step in steps if (told := model.step(*step))]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@given(keyed=STEPS, keyless=COPIES, deliveries=DELIVERIES)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_whatever_the_delivery_the_table_is_what_the_source_was(
-    steps: list[tuple[Any, ...]], deliveries: list[tuple[int, str | None]]
+    table: str, keyed: list[Any], keyless: list[Any], deliveries: list[tuple[int, int, str | None]]
 ) -> None:
-    model, batches, truth = Model(), list[list[Change]](), [list[str]()]
-    size = -(-len(steps) // BATCHES_MAX)
-    for start in range(0, len(steps), size):
-        batches.append([row for *step, _ in steps[start : start + size] for row in model.step(*step)])
-        truth.append(sorted(map(str, model.table().values())))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        delivery = Delivery(Path(folder) / "t", model, batches)
-        for number, dies in deliveries:
-            delivery.deliver(number % len(batches), dies, patch)
-            assert delivery.rows() == truth[delivery.here]
-        for number in range(len(batches)):
-            delivery.deliver(number, None, patch)
-        assert delivery.here == len(batches)
-        assert delivery.rows() == truth[-1]
+    begun, transactions = story(keyed) if TABLES[table][0].key else keyless_story(keyless)
+    assume(transactions)
+    with (
+        tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):  # fmt: skip
+        delivery = Delivery(folder, table, begun, transactions)
+        for ahead, length, dies in deliveries:
+            first = min(max(delivery.here + ahead, 0), delivery.last - 1)
+            delivery.deliver(first, min(first + length, delivery.last), dies, patch)
+        for first in range(delivery.last):  # all of it once more, from the beginning
+            delivery.deliver(first, first + 1, None, patch)
+        assert delivery.here == delivery.last

@@ -1,4 +1,5 @@
-"""Tables that Spark's connector writes: beside delta-rs, under a whole pipeline, and without a row on the driver."""
+"""Tables that Spark's connector writes: beside delta-rs, and under a whole pipeline. What passes the driver:
+`test_spark_driver.py`."""
 
 from __future__ import annotations
 
@@ -10,8 +11,7 @@ import pytest
 from tailrace.errors import TableFailed
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import PLAIN, Form, TableMode
+from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.staging import StagedFile, stage
 from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import (
@@ -88,50 +88,6 @@ def test_a_table_of_any_form_goes_on_with_either(tmp_path: Path, form: Form) -> 
     for batch in table.given:
         account.take(batch)
     assert table.content() == ordered(account.versions if form is HISTORY else account.marked.values())
-
-
-EVERY = [PLAIN, Form(soft_delete=True), HISTORY, Form(mode=TableMode.APPEND)]
-
-
-@pytest.mark.parametrize("form", EVERY, ids=str)
-def test_a_row_is_never_handed_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    from pyspark.sql import DataFrame
-    from pyspark.sql.classic.dataframe import DataFrame as Classic
-
-    from tailrace.spark import delta_engine
-
-    taken, plans = list[int](), list[str]()
-    collect = Classic.collect
-
-    def counted(self: Classic) -> Any:
-        rows = collect(self)
-        taken.append(len(rows))
-        return rows
-
-    def refused(self: DataFrame, *_: Any, **__: Any) -> Any:
-        raise AssertionError("rows on the driver")
-
-    guarded = delta_engine.SparkDeltaTable._guarded
-
-    def noted(self: Any, table: Any, rows: DataFrame) -> DataFrame:
-        plans.append(rows._jdf.queryExecution().optimizedPlan().toString())
-        return guarded(self, table, rows)
-
-    monkeypatch.setattr(Classic, "collect", counted)
-    for name in ("toArrow", "toPandas", "toLocalIterator", "take", "head"):
-        monkeypatch.setattr(Classic, name, refused)
-    monkeypatch.setattr(delta_engine.SparkDeltaTable, "_guarded", noted)
-    table = open_table(tmp_path / "t", LOG, form)
-    table.load(SHOP, record_batches(SHOP, ROWS), at(0))
-    rows = [update(1, n=1, unchanged=BIG), delete(2), *move(3, 33, unchanged=BIG), insert(6)]
-    rows += [truncate()] if form.retains else []
-    applied = table.apply(SHOP, fold_into(form, SHOP, changes(SHOP, *rows)), at(0), at(10))
-    assert applied.committed
-    assert max(taken, default=0) <= 1, "counts, and nothing else"
-    assert plans
-    for plan in plans:
-        assert "Relation [" in plan or "InMemoryRelation" in plan, "rows come from files"
-        assert "LocalRelation" not in plan, "and not from here"
 
 
 def test_small_files_are_joined_and_the_position_stays(tmp_path: Path) -> None:

@@ -126,14 +126,16 @@ def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) ->
         assert table.table.cursor() == table.cursor(table.seq)
 
 
-def steps_with(texts: st.SearchStrategy[str | None]) -> st.SearchStrategy[list[Any]]:
+def steps_with(
+    texts: st.SearchStrategy[str | None], *, least: int = 1, most: int = 12
+) -> st.SearchStrategy[list[Any]]:
     """Steps for `story`, with these texts among their values."""
     step = st.tuples(
         st.sampled_from(["insert", "insert", "update", "update", "delete", "move", "truncate"]),
         st.integers(0, 3), st.integers(0, 3), texts, st.sampled_from([(), ("big",), ("name", "big")]), st.booleans(),
         st.integers(900, 1100),
     )  # fmt: skip
-    return st.lists(step, min_size=1, max_size=12)
+    return st.lists(step, min_size=least, max_size=most)
 
 
 def story(steps: list[Any]) -> tuple[list[dict[str, Any]], list[Tx]]:
@@ -182,8 +184,8 @@ class Account:
         account.take(batch)
         return account
 
-    def load(self, rows: Iterable[Row]) -> None:
-        said = {"_op": "read", "_seq": LOADED_SEQ, "_tx": None}
+    def load(self, rows: Iterable[Row], seq: int = LOADED_SEQ) -> None:
+        said = {"_op": "read", "_seq": seq, "_tx": None}
         for row in rows:
             key = self._key(row)
             self.live[key] = row
@@ -199,9 +201,10 @@ class Account:
         """Whole transactions."""
         rows = batch.to_pylist()
         for number in dict.fromkeys(row[change.TX] for row in rows):
-            self._transact([row for row in rows if row[change.TX] == number])
+            self.transact([row for row in rows if row[change.TX] == number])
 
-    def _transact(self, rows: list[Row]) -> None:
+    def transact(self, rows: list[Row]) -> None:
+        """The changes of one transaction."""
         before, touched = dict(self.live), dict[Any, Row]()
         gone: Row = {}
         for row in rows:

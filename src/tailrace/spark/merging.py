@@ -1,7 +1,8 @@
 """What every table that Spark merges into has in common, whoever writes the commit: how rows become a merge.
 
 Rows are folded by tasks into files, and joined with the table's own where they need something of it; no row passes the
-driver. What a format does in its own way (`Standing`, and the methods that raise here) is little: how a table is looked
+driver, but for the keys of a small batch, which Spark may hand around to save a shuffle (`BROADCAST_ROWS_MAX`). What a
+format does in its own way (`Standing`, and the methods that raise here) is little: how a table is looked
 at and read, how rows are written, and how a commit is a compare-and-swap that states the position.
 """
 
@@ -30,7 +31,7 @@ from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, ForeignWrite, TableF
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.connector import TABLE_SETTINGS
 from tailrace.spark.copies import without
-from tailrace.spark.folding import FoldedFiles, file_fields, write_folded
+from tailrace.spark.folding import ROWS_AT_ONCE_MAX, FoldedFiles, file_fields, write_folded
 from tailrace.spark.forming import BACK, difference, in_partitions, merge_for, timed
 from tailrace.spark.frames import all_of, as_table, named, own_columns, spark_schema
 from tailrace.spark.rows import no_rows, refuse_misfit_rows, staged_rows
@@ -46,6 +47,11 @@ from tailrace.tables.staging import StagedFile
 
 SCRATCH = "_tailrace"
 """Below a table's folder; readers and Delta's own upkeep pass over names that begin so."""
+
+BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
+"""Rows of a batch whose keys Spark may hand around, through the driver. It goes by the size of files, which says little
+of what is in them: a column of one text, or of nulls, takes no room there."""
+_BROADCAST = "spark.sql.autoBroadcastJoinThreshold"
 
 _UNREADABLE = re.compile(r"PATH_NOT_FOUND|FAILED_READ_FILE|CANNOT_READ_FILE|FileNotFoundException|not a Parquet file")
 
@@ -91,6 +97,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         self.session = spark.newSession()
         for name, value in TABLE_SETTINGS.items():
             self.session.conf.set(name, value)
+        self._broadcast = str(self.session.conf.get(_BROADCAST))
         self._path, self._form = path.absolute(), form
         self._versions = form.mode is TableMode.HISTORY
 
@@ -205,6 +212,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         self, schema: TableSchema, table: Table, folded: FoldedFiles, position: Position, given: Given | None
     ) -> tuple[int, int]:  # fmt: skip
         """One commit, in the cheapest way that is exact; its version, and how many rows came."""
+        self._bound_broadcasts(folded.upserts + folded.deletes)
         rows = self._folded(schema, folded)
         if self._versions:
             rows = timed(schema, rows, table.position.clock)
@@ -222,6 +230,9 @@ class MergedTable(abc.ABC, Generic[Table]):
             return self._commit(table, position, lambda: self._save(table, left, "overwrite")), folded.upserts
         came = as_table(schema, rows)
         return self._commit(table, position, lambda: self._save(table, came, "append")), folded.upserts
+
+    def _bound_broadcasts(self, rows: int) -> None:
+        self.session.conf.set(_BROADCAST, self._broadcast if rows <= BROADCAST_ROWS_MAX else "-1")
 
     def _folded(self, schema: TableSchema, folded: FoldedFiles) -> DataFrame:
         fields = file_fields(schema)
@@ -327,6 +338,7 @@ class MergedTable(abc.ABC, Generic[Table]):
             came = staged_rows(self.session, self._form.stored(schema).columns, self._staging(table), files)
             self._make_durable(self._commit(table, after, lambda: self._save(table, came, "append")))
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
+        self._bound_broadcasts(sum(file.rows for file in files))
         with self.scratch():
             changes = self._difference(schema, table, files, keys, origin)
             return self._make_equal(self._form.stored(schema), table, after, changes)
