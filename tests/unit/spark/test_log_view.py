@@ -21,7 +21,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
-from tests.support.changes import SHOP, insert
+from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, quick_folder, seal, write_everything
 
@@ -126,6 +126,21 @@ def test_a_shape_that_does_not_fit_stops_the_stream_after_everything_before_it(d
         view.parts(Place(0), 3)
     again = stream(diary.path, table="public.things")
     assert [(row["id"], row["added"]) for row in again] == [(1, None), (2, None), (3, True)]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_key_that_changes_ends_a_stream_once_and_never_for_good(diary: Diary, sealed: bool) -> None:
+    diary.commit((SHOP, [insert(1, n=1), *move(1, 2, n=1)]))
+    made = frame(diary.path, table="public.things")
+    diary.commit((replace(SHOP, key=("n",)), [insert(3, n=3), delete(3, n=3)]))
+    diary.commit((replace(SHOP, key=()), [insert(4)]))
+    if sealed:
+        seal(diary.path)
+    with pytest.raises(SchemaChanged):
+        steps(made, after=Place(1))
+    rows = stream(diary.path, table="public.things")
+    assert [row["id"] for row in rows] == [1, 1, 2, 3, 3, 4]
+    assert [row["_moved_from"] for row in rows if row["_moved_from"]] == [{"id": 1, "n": None}]
 
 
 def test_a_shape_that_fits_goes_on(diary: Diary) -> None:
