@@ -8,7 +8,7 @@ was taken over by another process, nothing more is written or confirmed, and soo
 
 from __future__ import annotations
 
-import functools
+import itertools
 import logging
 import threading
 import time
@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
+from tailrace.changelog.expected import expect
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
 from tailrace.changelog.gaps import Gap, read_gaps, record_gap
@@ -33,6 +34,7 @@ from tailrace.errors import (
 )
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.keeping import LogSink
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 FENCE_TRIES_MAX = 5
 PUBLISH_SECONDS = 2.0
 """Between two looks for tables that are new at the source."""
+NOTED_AT_ONCE_MAX = 100
+"""Tables whose shapes are asked for with one connection."""
 LOADED_ANEW = {"when_needed", "always", "initial_only"}
 """Modes of tables that lose nothing where the server has lost what we had not read."""
 CHECK_SECONDS = 0.1
@@ -121,7 +125,8 @@ class Capturing:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
             self._rules = self.source.rules if isinstance(self.source, TransformedCapture) else None
             self.source.remember(self.log.shapes())
-            self.source.publishing = functools.partial(publish, self.log.path)
+            self.source.publishing = self._publish
+            self._unseen: set[TableId] = set()
             position = self.log.position if self.log.commit else None
             with self._ours():
                 begin = self._prepare(settings, position, take_over)
@@ -136,6 +141,10 @@ class Capturing:
         self.sink = LogSink(self.log)
         self.runtime = CdcRuntime(self, self.sink, target=target)
         self.started = time.monotonic()
+
+    def _publish(self, table: TableId, since: Lsn) -> None:
+        publish(self.log.path, table, since)
+        self._unseen.add(table)
 
     def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
         """The point that a new log begins at.
@@ -231,14 +240,29 @@ class Capturing:
                 log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
 
     def _publish_until(self, ended: threading.Event) -> None:
-        """Publish tables that the settings name as soon as they are made, and take in no others."""
-        said = ""
-        while not ended.wait(PUBLISH_SECONDS):
+        """Publish tables that the settings name as soon as they are made, and take in no others. Note what they look
+        like until they have rows."""
+        said, seconds, listed = "", 0.0, False
+        while not ended.wait(seconds):
+            seconds = PUBLISH_SECONDS
             try:
-                if not self.log.lost():
+                if not listed:
+                    self._unseen.update(table.table for table in self.source.tables())
+                    listed = True
+                elif not self.log.lost():
                     self.source.publish_new()
+                self._note_shapes(ended)
                 said = ""
             except TailraceError as error:  # tried again; a source that cannot be reached, the stream tells of
                 if error.code != said and not isinstance(error, SourceUnreachable):
                     log.warning("tables cannot be published", extra={"code": error.code, "reason": error.message})
                 said = error.code
+
+    def _note_shapes(self, ended: threading.Event) -> None:
+        """Have the log say what tables look like that it has no rows of."""
+        self._unseen -= {shape.table for shape in self.log.shapes()}
+        while self._unseen and not ended.is_set() and not self.log.lost():
+            some = list(itertools.islice(self._unseen, NOTED_AT_ONCE_MAX))
+            for shape in self.source.describe(some).values():
+                expect(self.log.path, shape)
+            self._unseen.difference_update(some)

@@ -55,6 +55,12 @@ class LogView:
         """The log's newest commit."""
         return self.log.newest()
 
+    def newest_of_ours(self) -> int:
+        """The newest commit that brings rows of the tables that are asked for; 0 if there is none."""
+        newest = self.newest()
+        slices = self._slices(Place(0), newest, self.tables(newest))
+        return max((item.last for item in slices), default=0)
+
     def tables(self, upto: int) -> frozenset[int]:
         """The log's numbers of the tables that are asked for and have rows up to a commit, or had."""
         if self._known[0] < upto:

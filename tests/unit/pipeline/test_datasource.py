@@ -17,6 +17,7 @@ from tailrace.pipeline.datasource import CdcSource
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.read import CdcReader
 from tailrace.spark.stream import LogStreamReader
+from tailrace.spark.stream_plain import PlainStreamReader
 from tests.support.logs import Diary, inserts, quick_folder
 
 URL = "postgresql://me@127.0.0.1:1/none"
@@ -52,8 +53,8 @@ def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
     assert isinstance(CdcSource({"url": URL, "table": "public.t"}).reader(StructType()), CdcReader)
 
 
-def test_a_stream_without_a_log_says_why_it_needs_one() -> None:
-    with pytest.raises(ConfigError, match="Spark does not tell a source where its checkpoint lies"):
+def test_a_stream_without_a_log_is_told_both_ways_to_have_one() -> None:
+    with pytest.raises(ConfigError, match=r"folder of one that a pipeline writes.*`url`.*`checkpointLocation`"):
         CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
 
 
@@ -72,8 +73,14 @@ def test_what_is_for_streams_is_refused_for_reads(log: str, options: dict[str, s
         made.reader(made.schema())
 
 
-def test_a_spark_that_cannot_stream_is_told_so_and_nothing_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
+    log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "tailrace.spark.stream", raising=False)
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
-    with pytest.raises(Unsupported, match=r"needs Spark 4\.2"):
-        CdcSource({"log": "anywhere"}).streamReader(StructType())
+    made = source(log=log, table="public.things")
+    assert isinstance(made.streamReader(made.schema()), PlainStreamReader)
+    for limit in ({"maxRowsPerTrigger": "5"}, {"maxBytesPerTrigger": "5MiB"}):
+        made = source(log=log, table="public.things", **limit)
+        with pytest.raises(Unsupported, match=r"limits need Spark 4\.2.*Leave out `maxRowsPerTrigger`"):
+            made.streamReader(made.schema())
