@@ -32,8 +32,10 @@ class PlainStreamReader(LogStream):
             self._caught_up = True
         if self._at is not None:
             return self._latest(self._at, limited=False)
+        self._known(Place(0))  # what is done Spark tells with the first micro-batch; it may be that there is none
         return self._offset(Place(view.newest_of_ours()))
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        self._acknowledge(self._place(start), at_once=True)
         self._at = end
         return super().partitions(start, end)

@@ -124,24 +124,27 @@ class LogStream(DataSourceStreamReader):
             if self._consumer is not None:
                 self._consumer.save()
 
-    def _acknowledge(self, place: Place) -> None:
+    def _acknowledge(self, place: Place, *, at_once: bool = False) -> None:
         """The log may let go of what lies before; said at most every second, and now and then while it stays."""
+        reached = (place.commit, place.seq)
+        begun, consumer = self._consumer is None, self._known(place)
+        if consumer is None:
+            return
+        moved = (consumer.commit, consumer.seq) != reached
+        if begun or (moved and (at_once or self._target is not None)):
+            consumer.go_to(*reached)  # a query that ends by itself may be gone before the next second
+        elif moved or time.monotonic() > self._said_at + SEEN_SECONDS:
+            consumer.reached(*reached)
+            self._said_at = time.monotonic()
+
+    def _known(self, place: Place) -> Consumer | None:
+        """Our place in the log, this one if there was none; None for a stream without a name."""
         # A log of its own has nobody else to keep it.
         name = self._frame.options.consumer or (OWN_CONSUMER if self._capture is not None else None)
-        if name is None:
-            return
-        reached = (place.commit, place.seq)
-        if self._consumer is None:
-            self._consumer = Consumer.open(
-                self._opened().log.path, name, wanted=self._wanted(), start=reached
-            )
-            self._consumer.go_to(*reached)
-        moved = (self._consumer.commit, self._consumer.seq) != reached
-        if moved and self._target is not None:
-            self._consumer.go_to(*reached)  # a query that ends by itself may be gone before the next second
-        elif moved or time.monotonic() > self._said_at + SEEN_SECONDS:
-            self._consumer.reached(*reached)
-            self._said_at = time.monotonic()
+        if name is not None and self._consumer is None:
+            start = (place.commit, place.seq)
+            self._consumer = Consumer.open(self._opened().log.path, name, wanted=self._wanted(), start=start)
+        return self._consumer
 
     def _wanted(self) -> Wanted | None:
         table = self._frame.options.table

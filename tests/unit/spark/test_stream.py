@@ -263,13 +263,16 @@ def test_after_a_restart_it_goes_to_the_newest_row_and_comes_from_where_spark_sa
     first = plain(diary_with(diary, 3)).latestOffset()
     diary.commit(inserts(3))
     diary.commit(inserts(9, schema=OTHER))
-    again = plain(diary)
+    again = plain(diary, consumer="mine")
     end = again.latestOffset()
     assert (first["commit"], end["commit"]) == (3, 4)
     assert ids(again, first, end) == [3]
+    assert hold(diary).commit == 3, "what lies before is done"
     assert again.latestOffset() == end
-    quiet = plain(diary)
+    again.stop()
+    quiet = plain(diary, consumer="mine")
     assert quiet.latestOffset() == end, "with nothing since, no micro-batch"
+    assert hold(diary).commit == 5, "and the place stays, seen once more"
 
 
 def test_without_a_word_of_available_now_what_was_there_is_captured_before_the_first_step(diary: Diary) -> None:
