@@ -26,12 +26,14 @@ SPARK_TESTS = (
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/contract/test_partitions.py", "tests/integration/test_partitions.py",
     "tests/integration/test_spark_partitions.py",
+    "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
 )  # fmt: skip
 ICEBERG_TESTS = (
     "tests/integration/test_iceberg_table.py", "tests/integration/test_iceberg_pipeline.py",
     "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py",
+    "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
 )  # fmt: skip
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (

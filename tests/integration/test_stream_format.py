@@ -25,7 +25,7 @@ from tests.support.pipelines import descendants, eventually, execute
 from tests.support.stores import ENVIRONMENT, S3, s3_server
 
 GONE_SECONDS_MAX = 30.0
-COME_SECONDS_MAX = 200.0
+COME_SECONDS_MAX = 200
 """On a machine that does much else."""
 FULL = replace(SHOP, identity=Identity.FULL)
 LIMITS = importlib.util.find_spec("pyspark.sql.streaming.datasource") is not None

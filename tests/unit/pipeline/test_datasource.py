@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import pickle
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,12 @@ def source(**options: str) -> CdcSource:
 def test_spark_finds_it_by_a_module_of_this_name() -> None:
     assert pyspark_cdc.DefaultSource is tailrace.CdcSource
     assert pyspark_cdc.DefaultSource.name() == "cdc"
+
+
+def test_what_is_installed_has_that_module_at_its_top() -> None:
+    """As the project's own build made it, of the same settings as for a wheel."""
+    files = [file for file in importlib.metadata.files("tailrace") or () if str(file) == "pyspark_cdc.py"]
+    assert [file.read_text() for file in files] == [Path(pyspark_cdc.__file__).read_text()]
 
 
 def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
