@@ -19,11 +19,11 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.commits import blocks
+from tailrace.changelog.commits import begin_at, blocks
 from tailrace.changelog.reader import FIRST_COMMIT, SEQ_MAX, ChangeLog
 from tailrace.errors import ConfigError, LogTrimmed, TailraceError
 from tailrace.model import change
-from tailrace.model.position import ZERO, Lsn
+from tailrace.model.position import Lsn
 
 EARLIEST, LATEST = "earliest", "latest"
 Point = str | int | Lsn | datetime
@@ -178,26 +178,13 @@ def _begun_at(log: ChangeLog) -> datetime:
     first = log.trimmed().commit + 1
     if log.newest() < first:
         return datetime.now(UTC)
-    log.cold.refresh()
-    seal = log.cold.covering(first)
-    written_at = log.header(first).written_at if seal is None else seal.written_from
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=written_at)
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=begin_at(log, first).written_at)
 
 
 def _begun_after(log: ChangeLog) -> Lsn:
     """The position that all transactions after it are in the log; 0/0 if that is not known."""
     gone = log.trimmed()
-    if gone.commit:
-        return gone.position
-    log.cold.refresh()
-    if (seal := log.cold.covering(FIRST_COMMIT)) is not None:
-        commits = log.cold.commits_near(seal)
-        start, end, has_rows = seal.start, Lsn(int(commits.end[0])), commits.next_seq[0] > seal.first_seq
-    else:
-        header = log.header(FIRST_COMMIT)
-        start, end, has_rows = header.start, header.end, header.rows > 0
-    # A log is begun by a commit from nowhere to where the source begins to tell.
-    return end if start == ZERO and not has_rows else start
+    return gone.position if gone.commit else begin_at(log, FIRST_COMMIT).after
 
 
 def _microseconds(time: datetime) -> int:
