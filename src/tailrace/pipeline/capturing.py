@@ -8,12 +8,11 @@ was taken over by another process, nothing more is written or confirmed, and soo
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tailrace.capture.base import SourceId, Stream
@@ -228,8 +227,8 @@ class Capturing:
 
         self._keeper.start()
         ended = threading.Event()
-        publishing = threading.Thread(target=self._publish_until, args=(ended,), name="tailrace-publish", daemon=True)
-        publishing.start()
+        for work, name in ((self._publish_until, "tailrace-publish"), (self._note_until, "tailrace-note")):
+            threading.Thread(target=work, args=(ended,), name=name, daemon=True).start()
         try:
             self.runtime.run(self.sink, stopping_or_taken_over)
         finally:
@@ -240,29 +239,34 @@ class Capturing:
                 log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
 
     def _publish_until(self, ended: threading.Event) -> None:
-        """Publish tables that the settings name as soon as they are made, and take in no others. Note what they look
-        like until they have rows."""
-        said, seconds, listed = "", 0.0, False
-        while not ended.wait(seconds):
-            seconds = PUBLISH_SECONDS
+        """Publish tables that the settings name as soon as they are made, and take in no others."""
+        said = ""
+        while not ended.wait(PUBLISH_SECONDS):
             try:
-                if not listed:
-                    self._unseen.update(table.table for table in self.source.tables())
-                    listed = True
-                elif not self.log.lost():
+                if not self.log.lost():
                     self.source.publish_new()
-                self._note_shapes(ended)
                 said = ""
             except TailraceError as error:  # tried again; a source that cannot be reached, the stream tells of
                 if error.code != said and not isinstance(error, SourceUnreachable):
                     log.warning("tables cannot be published", extra={"code": error.code, "reason": error.message})
                 said = error.code
 
+    def _note_until(self, ended: threading.Event) -> None:
+        """Have the log say what tables look like that it has no rows of. In a thread of its own: it may have to wait
+        for whoever has a table locked."""
+        seconds, listed = 0.0, False
+        while not ended.wait(seconds):
+            seconds = PUBLISH_SECONDS
+            with suppress(TailraceError):  # tried again; a source that cannot be reached, the stream tells of
+                if not listed:
+                    self._unseen.update(table.table for table in self.source.tables())
+                    listed = True
+                self._note_shapes(ended)
+
     def _note_shapes(self, ended: threading.Event) -> None:
-        """Have the log say what tables look like that it has no rows of."""
-        self._unseen -= {shape.table for shape in self.log.shapes()}
+        self._unseen.difference_update([shape.table for shape in self.log.shapes()])
         while self._unseen and not ended.is_set() and not self.log.lost():
-            some = list(itertools.islice(self._unseen, NOTED_AT_ONCE_MAX))
+            some = list(self._unseen)[:NOTED_AT_ONCE_MAX]
             for shape in self.source.describe(some).values():
                 expect(self.log.path, shape)
             self._unseen.difference_update(some)
