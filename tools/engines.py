@@ -27,6 +27,7 @@ SPARK_TESTS = (
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/contract/test_partitions.py", "tests/integration/test_partitions.py",
     "tests/integration/test_spark_partitions.py", "tests/crash/test_kill_the_connector.py",
+    "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
 )  # fmt: skip
@@ -35,6 +36,7 @@ ICEBERG_TESTS = (
     "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
     "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
+    "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
 )  # fmt: skip
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (

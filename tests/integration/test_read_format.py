@@ -53,7 +53,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     jvm = Jvm("read", scratch, scratch / "spark.log", master="local[2]", settings={"spark.sql.session.timeZone": "UTC"})
     try:
         session = jvm.open_session()
-        session.dataSource.register(tailrace.CdcSource)
+        tailrace.register(session)
         yield session
         session.stop()
         jvm.end(GONE_SECONDS_MAX)
@@ -372,7 +372,7 @@ import tailrace
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").config(
     "spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1").getOrCreate()
-spark.dataSource.register(tailrace.CdcSource)
+tailrace.register(spark)
 frame = spark.read.format("cdc").option("url", sys.argv[1]).option("table", "public.t").load()
 print("read", frame.count(), flush=True)
 time.sleep(600)

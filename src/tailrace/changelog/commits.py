@@ -20,6 +20,7 @@ from tailrace.changelog.format import Header
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogError, LogTrimmed
 from tailrace.model import change
+from tailrace.model.position import ZERO, Lsn
 
 Numbers = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -56,6 +57,16 @@ class Block:
 
     def holds(self, first_seq: int, last_seq: int) -> bool:
         return self.first_seq <= first_seq and last_seq < self.next_seq[-1]
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Where and when a log begins that has this commit as its oldest."""
+
+    after: Lsn
+    """All that ended after it is there; 0/0 if that is not known."""
+    written_at: int
+    """What was committed later, by the source's clock, is there; µs since 1970."""
 
 
 class Commits:
@@ -120,6 +131,26 @@ def blocks(log: ChangeLog, first: int, last: int) -> Iterator[Block]:
 def block_of(log: ChangeLog, commit: int) -> Block:
     """The block that has a commit: the list of the seal that covers it, or the commit alone."""
     return _looked_up(log, commit, _of_header, lambda seal: _of_seal(log, seal))
+
+
+def begin_at(log: ChangeLog, commit: int) -> Begin:
+    """What is known of the place before a commit, the oldest that is kept."""
+    return _looked_up(log, commit, _begin_of_header, lambda seal: _begin_of_seal(log, seal))
+
+
+def _begin_of_header(header: Header) -> Begin:
+    return Begin(_told_after(header.start, header.end, header.rows), header.written_at)
+
+
+def _begin_of_seal(log: ChangeLog, seal: Seal) -> Begin:
+    first = log.cold.commits(seal)
+    rows = int(first.next_seq[0]) - seal.first_seq
+    return Begin(_told_after(seal.start, Lsn(int(first.end[0])), rows), seal.written_from)
+
+
+def _told_after(start: Lsn, end: Lsn, rows: int) -> Lsn:
+    """A log is begun by a commit without rows, from nowhere to where the source begins to tell."""
+    return end if start == ZERO and not rows else start
 
 
 def _looked_up(

@@ -32,6 +32,8 @@ class Slice:
     last_seq: int
     committed_at: int
     """Of the last transaction, µs since 1970."""
+    special: bool = False
+    """Whether a TRUNCATE, or a value that its type cannot hold, may be among them."""
 
 
 class _Hot(NamedTuple):
@@ -98,7 +100,7 @@ class LogIndex:
             slices.setdefault(file.table, []).extend(
                 Slice(
                     file.table, group.first, group.last, file.schema, group.rows, group.last_seq,
-                    group.committed_at,
+                    group.committed_at, bool(file.truncates or file.unfit),
                 )
                 for group in file.groups
             )  # fmt: skip
@@ -120,7 +122,7 @@ class LogIndex:
             self._captured[body.table] = self._captured.get(body.table, 0) + body.rows
             self._slices.setdefault(body.table, []).append(Slice(
                 body.table, header.commit, header.commit, body.schema, body.rows, body.last_seq,
-                header.committed_at or 0,
+                header.committed_at or 0, bool(body.truncates or body.unfit),
             ))  # fmt: skip
         size = header.bodies_at + sum(body.size for body in header.bodies)
         self.transactions += header.transactions

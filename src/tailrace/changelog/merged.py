@@ -6,7 +6,8 @@
 3. Where versions differ in a column's type, the view's is the narrowest that holds every value of each exactly:
    the wider integer, the wider float, a decimal with room for both. Where there is none it is text: numbers, dates and
    times as Arrow writes them, bytes as `\\x` and hexadecimal digits, lists as JSON.
-4. The key is the newest version's.
+4. The key is the newest version's. `_moved_from` has the columns of every version's key: a row's old key is told by
+   the one that it had.
 
 `_before` and `_moved_from` follow the same rules. Nothing else about a row changes.
 """
@@ -38,7 +39,8 @@ def merged_shape(versions: Sequence[TableSchema]) -> TableSchema:
         replace(column, type=functools.reduce(_common, _types_of(column.name, versions)))
         for column in names.values()
     )
-    return replace(newest, columns=columns)
+    keys = dict.fromkeys(name for version in reversed(versions) for name in version.key)
+    return replace(newest, columns=columns, former_key=tuple(name for name in keys if name not in newest.key))
 
 
 def _types_of(name: str, versions: Sequence[TableSchema]) -> list[pa.DataType]:
@@ -68,9 +70,9 @@ def holds(wider: pa.DataType, narrower: pa.DataType) -> bool:
 
 
 def fits(version: TableSchema, shape: TableSchema) -> bool:
-    """Whether rows of a version can come in a view that was made without knowing it, and nothing of them is lost."""
+    """Whether rows of a version can come in a view, and nothing of them is lost. Each that it was made of can."""
     known = {column.name: column.type for column in shape.columns}
-    return version.key == shape.key and all(
+    return {*version.key} <= {*shape.key, *shape.former_key} and all(
         column.name in known and holds(known[column.name], column.type) for column in version.columns
     )
 

@@ -4,6 +4,9 @@ A place lies between two transactions. A commit may hold many, so a position or 
 place names the last row before it. Numbers are taken as *from this commit on* and *up to and with it*; a position as
 *what ended after it* and *up to and with it*; a time as *from the first transaction committed then or later* and *up
 to the first one committed later*. So what ends at a position goes on there, with nothing between and nothing twice.
+
+A start from before all that the log has is refused, be it that the log began later or that what it had is gone: nobody
+could see that what comes is a part. `earliest` is the way to ask for what there is.
 """
 
 from __future__ import annotations
@@ -11,14 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.commits import blocks
-from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
-from tailrace.errors import ConfigError
+from tailrace.changelog.commits import begin_at, blocks
+from tailrace.changelog.reader import FIRST_COMMIT, SEQ_MAX, ChangeLog
+from tailrace.errors import ConfigError, LogTrimmed, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
 
@@ -66,10 +69,15 @@ def starting_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Plac
                 raise _outside(log, point, newest)
             return Place(point - 1)
         case datetime():
-            return _before(log, _microseconds(point))
+            place, has_earlier = _before(log, _microseconds(point), tables)
+            if not has_earlier and point < (begin := _begun_at(log)):
+                raise _too_early(log, point, begin)
+            return place
         case Lsn():
             _refuse_unread(log, point)
-            return _after(log, point)
+            if point < (first := _begun_after(log)):
+                raise _too_early(log, point, first)
+            return _after(log, point, tables)
         case _:
             return Place(newest) if point == LATEST else _earliest(log, tables)
 
@@ -83,10 +91,10 @@ def ending_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Place:
                 raise _outside(log, point, newest)
             return Place(point)
         case datetime():
-            return _before(log, _microseconds(point) + 1)
+            return _before(log, _microseconds(point) + 1, tables)[0]
         case Lsn():
             _refuse_unread(log, point)
-            return _after(log, point)
+            return _after(log, point, tables)
         case _:
             return Place(newest) if point == LATEST else _earliest(log, tables)
 
@@ -97,7 +105,7 @@ def _earliest(log: ChangeLog, tables: frozenset[int]) -> Place:
     return Place(gone.commit, max((table.last_seq for table in log.lost(gone, tables).values()), default=0))
 
 
-def _after(log: ChangeLog, position: Lsn) -> Place:
+def _after(log: ChangeLog, position: Lsn, tables: frozenset[int]) -> Place:
     """After the last transaction that ended at the position or before."""
     commit = log.commit_at(position)
 
@@ -107,35 +115,76 @@ def _after(log: ChangeLog, position: Lsn) -> Place:
         return pc.is_in(texts, pa.array(found, pa.string()))
 
     trimmed = position < log.trimmed().position
-    return Place(commit) if trimmed or commit == log.newest() else _inside(log, commit + 1, later)
+    return Place(commit) if trimmed or commit == log.newest() else _inside(log, commit + 1, tables, later)
 
 
-def _before(log: ChangeLog, at: int) -> Place:
-    """Before the first transaction that was committed at this time or later; at the end if there is none."""
+def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[Place, bool]:
+    """Before the first transaction that was committed at this time or later; at the end if there is none. And whether
+    the log has one from before it, or of that very time: then nothing that came later is missing."""
 
     def later(rows: pa.RecordBatch) -> pa.Array:
         return pc.greater_equal(rows.column(change.COMMITTED_AT).cast(pa.int64()), at)
 
-    newest = log.newest()
+    newest, has_earlier = log.newest(), False
     for block in blocks(log, log.trimmed().commit + 1, newest):
         found = (block.committed_at >= at).nonzero()[0]
+        has_earlier |= bool((block.committed_at[: found[0] if len(found) else None] >= 0).any())
         if len(found):
-            return _inside(log, int(block.commit[found[0]]), later)
-    return Place(newest)
+            commit = int(block.commit[found[0]])
+            has_earlier = has_earlier or _first_time(log, commit) <= at
+            return _inside(log, commit, tables, later), has_earlier
+    return Place(newest), has_earlier
 
 
-def _inside(log: ChangeLog, commit: int, later: Callable[[pa.RecordBatch], pa.Array]) -> Place:
-    """Before the first row of a commit that is later; rows of a transaction lie together, and none is before it."""
-    begin = first = 0
-    for batch in log.read(commit, commit):
-        seqs = batch.data.column(change.SEQ)
-        after = seqs.filter(later(batch.data))
-        begin = min(begin or seqs[0].as_py(), seqs[0].as_py())
+def _inside(
+    log: ChangeLog, commit: int, tables: frozenset[int], later: Callable[[pa.RecordBatch], pa.Array]
+) -> Place:
+    """Before the first row of a commit that is later; rows of a transaction lie together, and none is before it.
+
+    Of the tables that are asked for: whoever lacks rows of another is not concerned.
+    """
+    before = first = 0
+    for batch in log.read(commit, commit, tables=_whole(log, commit, tables)):
+        seqs, is_later = batch.data.column(change.SEQ), later(batch.data)
+        after = seqs.filter(is_later)
+        earlier = seqs.filter(pc.invert(is_later))
         if len(after):
             first = min(first or after[0].as_py(), after[0].as_py())
-    if begin and not first:
-        return Place(commit)
-    return Place(commit - 1, first - 1 if first > begin else 0)
+            earlier = earlier.filter(pc.less(earlier, after[0]))
+        before = max(before, earlier[-1].as_py() if len(earlier) else 0)
+    return Place(commit) if before and not first else Place(commit - 1, before)
+
+
+def _whole(log: ChangeLog, commit: int, tables: frozenset[int] | None = None) -> frozenset[int]:
+    """Those of the tables, or of all, of which nothing is gone from a commit on. Reading others would be refused."""
+    gone = log.trimmed()
+    if tables is None:
+        log.schemas.load()
+        tables = log.schemas.matching(lambda _: True)
+    return tables - {number for number, table in log.lost(gone, tables).items() if table.commit >= commit}
+
+
+def _first_time(log: ChangeLog, commit: int) -> int:
+    """When the first transaction of a commit was committed at the source, as far as its rows are kept."""
+    times = [
+        pc.min(batch.data.column(change.COMMITTED_AT)).value
+        for batch in log.read(commit, commit, tables=_whole(log, commit))
+    ]
+    return min(times, default=SEQ_MAX)
+
+
+def _begun_at(log: ChangeLog) -> datetime:
+    """What lies before the oldest commit was committed at the source before that was written."""
+    first = log.trimmed().commit + 1
+    if log.newest() < first:
+        return datetime.now(UTC)
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=begin_at(log, first).written_at)
+
+
+def _begun_after(log: ChangeLog) -> Lsn:
+    """The position that all transactions after it are in the log; 0/0 if that is not known."""
+    gone = log.trimmed()
+    return gone.position if gone.commit else begin_at(log, FIRST_COMMIT).after
 
 
 def _microseconds(time: datetime) -> int:
@@ -150,6 +199,17 @@ def _refuse_unread(log: ChangeLog, position: Lsn) -> None:
             "the log has not been read up to this position", position=position, reaches=last.end if last else "nothing",
             hint="Is the capture running? Wait until the log has it, or give an earlier one.",
         )  # fmt: skip
+
+
+def _too_early(log: ChangeLog, point: Lsn | datetime, begin: Lsn | datetime) -> TailraceError:
+    asked, first = (value.isoformat() if isinstance(value, datetime) else value for value in (point, begin))
+    hint = (
+        f"`startingPosition` `earliest` gives all that it has; {first}, or later, is possible too. What was there "
+        "before is had by reading the table as a whole: `spark.read.format(\"cdc\")` with `url`."
+    )
+    if log.trimmed().commit:
+        return LogTrimmed("the log no longer holds what it held then", asked=asked, begins=first, hint=hint)
+    return ConfigError("the log begins later than that", asked=asked, begins=first, hint=hint)
 
 
 def _outside(log: ChangeLog, commit: int, newest: int) -> ConfigError:

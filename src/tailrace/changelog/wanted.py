@@ -12,17 +12,18 @@ class Wanted:
     """A table by name (`schema.table`, or that of a system stream), by its two parts, or by the log's number.
 
     Made again under the same name it has another number, which is taken too. One that was renamed is found by each
-    name it had, and keeps its number.
+    name it had, and keeps its number. One that the log has no rows of is refused, unless they `may_come`.
     """
 
-    def __init__(self, schemas: Schemas, table: TableId | str | int) -> None:
+    def __init__(self, schemas: Schemas, table: TableId | str | int, *, may_come: bool = False) -> None:
         self._schemas = schemas
         schemas.load()
         if isinstance(table, int):
             found, name = [table], str(schemas.latest_of(table).schema.table)
         else:
             found, name = schemas.named(table), str(table)
-        if not found and name not in SYSTEM_STREAMS:  # those are always there, if only with nothing in them yet
+        # System streams are always there, if only with nothing in them yet.
+        if not found and not may_come and name not in SYSTEM_STREAMS:
             raise ConfigError(
                 "the log has no rows of such a table",
                 table=table,

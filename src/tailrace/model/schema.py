@@ -66,6 +66,8 @@ class TableSchema:
     columns: tuple[Column, ...]
     key: tuple[str, ...]
     identity: Identity
+    former_key: tuple[str, ...] = ()
+    """Columns that are of the key no more; only in a view over versions (`changelog/merged.py`), never stored."""
     facts: Facts | None = field(default=None, compare=False, repr=False)
     """What the catalogue told of it; None: unknown. Not part of the shape."""
     origin: TableSchema | None = field(default=None, compare=False, repr=False)
@@ -100,7 +102,8 @@ class TableSchema:
     def change_schema(self) -> pa.Schema:
         """The Arrow schema of a stored change of this version, with every optional column present."""
         row = [pa.field(change.stored_name(column.name), column.type) for column in self.columns]
-        key = [field for field, column in zip(row, self.columns, strict=True) if column.name in self.key]
+        ever = {*self.key, *self.former_key}
+        key = [field for field, column in zip(row, self.columns, strict=True) if column.name in ever]
         optional = [
             pa.field(change.UNCHANGED, pa.list_(pa.string())),
             pa.field(change.BEFORE, pa.struct(row)),

@@ -8,16 +8,16 @@ was taken over by another process, nothing more is written or confirmed, and soo
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.source import PostgresCapture, identify
+from tailrace.changelog.expected import expect
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
 from tailrace.changelog.gaps import Gap, read_gaps, record_gap
@@ -33,6 +33,7 @@ from tailrace.errors import (
 )
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.keeping import LogSink
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 FENCE_TRIES_MAX = 5
 PUBLISH_SECONDS = 2.0
 """Between two looks for tables that are new at the source."""
+NOTED_AT_ONCE_MAX = 100
+"""Tables whose shapes are asked for with one connection."""
 LOADED_ANEW = {"when_needed", "always", "initial_only"}
 """Modes of tables that lose nothing where the server has lost what we had not read."""
 CHECK_SECONDS = 0.1
@@ -120,7 +123,8 @@ class Capturing:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
             self._rules = self.source.rules if isinstance(self.source, TransformedCapture) else None
             self.source.remember(self.log.shapes())
-            self.source.publishing = functools.partial(publish, self.log.path)
+            self.source.publishing = self._publish
+            self._unseen: set[TableId] = set()
             position = self.log.position if self.log.commit else None
             with self._ours():
                 begin = self._prepare(settings, position, take_over)
@@ -135,6 +139,10 @@ class Capturing:
         self.sink = LogSink(self.log)
         self.runtime = CdcRuntime(self, self.sink, target=target)
         self.started = time.monotonic()
+
+    def _publish(self, table: TableId, since: Lsn) -> None:
+        publish(self.log.path, table, since)
+        self._unseen.add(table)
 
     def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
         """The point that a new log begins at.
@@ -218,8 +226,8 @@ class Capturing:
 
         self._keeper.start()
         ended = threading.Event()
-        publishing = threading.Thread(target=self._publish_until, args=(ended,), name="tailrace-publish", daemon=True)
-        publishing.start()
+        for work, name in ((self._publish_until, "tailrace-publish"), (self._note_until, "tailrace-note")):
+            threading.Thread(target=work, args=(ended,), name=name, daemon=True).start()
         try:
             self.runtime.run(self.sink, stopping_or_taken_over)
         finally:
@@ -241,3 +249,23 @@ class Capturing:
                 if error.code != said and not isinstance(error, SourceUnreachable):
                     log.warning("tables cannot be published", extra={"code": error.code, "reason": error.message})
                 said = error.code
+
+    def _note_until(self, ended: threading.Event) -> None:
+        """Have the log say what tables look like that it has no rows of. In a thread of its own: it may have to wait
+        for whoever has a table locked."""
+        seconds, listed = 0.0, False
+        while not ended.wait(seconds):
+            seconds = PUBLISH_SECONDS
+            with suppress(TailraceError):  # tried again; a source that cannot be reached, the stream tells of
+                if not listed:
+                    self._unseen.update(table.table for table in self.source.tables())
+                    listed = True
+                self._note_shapes(ended)
+
+    def _note_shapes(self, ended: threading.Event) -> None:
+        self._unseen.difference_update([shape.table for shape in self.log.shapes()])
+        while self._unseen and not ended.is_set() and not self.log.lost():
+            some = list(self._unseen)[:NOTED_AT_ONCE_MAX]
+            for shape in self.source.describe(some).values():
+                expect(self.log.path, shape)
+            self._unseen.difference_update(some)

@@ -8,23 +8,25 @@ for readers in other processes.
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pyspark
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
-from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from tailrace.errors import ConfigError, Unsupported
+from tailrace.spark.arrow import spark_schema
 from tailrace.spark.log_frame import Frame, look
-from tailrace.spark.log_options import LogOptions, is_of_log
+from tailrace.spark.log_options import LOG_HINT, LogOptions, is_of_log
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.option_values import refused
+from tailrace.spark.stream_plain import PlainStreamReader
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from tailrace.spark.stream import Capture, LogStreamReader
+    from tailrace.spark.streaming import Capture
 
 FORMAT = "cdc"
 
@@ -47,7 +49,7 @@ class CdcSource(DataSource):
 
             return snapshot_schema(ReadOptions.parse(self.options))
         self._frame = look(LogOptions.parse(self.options))
-        return from_arrow_schema(self._frame.fields)
+        return spark_schema(self._frame.fields)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         if not is_of_log(self.options):
@@ -60,16 +62,11 @@ class CdcSource(DataSource):
         return LogReader(frame, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        if "log" not in self.options:
-            raise refused(
-                "log", "is missing",
-                "A stream needs a change log: one that a pipeline writes or, with `url`, a folder for one of its own. "
-                "Spark does not tell a source where its checkpoint lies, so it cannot lie there by itself.",
-            )  # fmt: skip
-        made = _stream_reader()
+        if not is_of_log(self.options):
+            raise refused("log", "is missing", LOG_HINT)
         frame = self._seen()
         frame.options.refuse_for_stream()
-        return made(frame, schema, capture_of(frame.options))
+        return _stream_reader(frame.options)(frame, schema, capture_of(frame.options))
 
     def _seen(self) -> Frame:
         if self._frame is None:
@@ -77,18 +74,22 @@ class CdcSource(DataSource):
         return self._frame
 
 
-def _stream_reader() -> type[LogStreamReader]:
-    """Spark 4.1, which Iceberg tables need, cannot tell a source how much to read, and has all else that is in here."""
+def _stream_reader(options: LogOptions) -> Callable[[Frame, StructType, Capture | None], DataSourceStreamReader]:
+    """Spark 4.1, which Iceberg tables need, cannot be told how much to read at once, and has all else."""
     try:
         from tailrace.spark.stream import LogStreamReader
     except ModuleNotFoundError as exc:
         if not (exc.name or "").startswith("pyspark."):
             raise
+    else:
+        return LogStreamReader
+    if options.rows_max is not None or options.bytes_max is not None:
         raise Unsupported(
-            "a stream of changes needs Spark 4.2 or newer", pyspark=pyspark.__version__,
-            hint="Run the query with a newer Spark; the log is the same for all.",
-        ) from exc  # fmt: skip
-    return LogStreamReader
+            "this Spark reads all there is in each micro-batch: limits need Spark 4.2", pyspark=pyspark.__version__,
+            hint="Leave out `maxRowsPerTrigger` and `maxBytesPerTrigger`; or run the query with a newer Spark, the log "
+            "and the checkpoint are the same for all.",
+        )  # fmt: skip
+    return PlainStreamReader
 
 
 def capture_of(options: LogOptions) -> Capture | None:

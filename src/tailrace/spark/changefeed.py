@@ -7,6 +7,7 @@
 - `_commit_timestamp` is when the log took the commit in: one time for all its rows, that never goes back.
 
 What this shape cannot tell is an error: a TRUNCATE, an old row that was not sent, a value that its type cannot hold.
+Whoever plans stops before it, so that it costs nobody what came before.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ import pyarrow.compute as pc
 
 from tailrace.changelog.commits import Commits, Numbers
 from tailrace.changelog.merged import conform
-from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
+from tailrace.errors import SourceNotReady, TailraceError, Unsupported, ValueUnfit
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.schema import Identity, TableSchema
 
 CHANGE_TYPE, VERSION, TIMESTAMP = "_change_type", "_commit_version", "_commit_timestamp"
-_WRITTEN = "_written_at"
+_WRITTEN, _ALONE, _KEY = "\0written_at", "\0alone", "\0key{}"
+"""Ours for a while, and no column of any source's: none has a name with a zero byte."""
 _ELSE = "or read it with `shape` `typed`, which tells everything."
+_AFTER = f"Begin after the commit, by `startingPosition` (and with a new checkpoint), {_ELSE}"
 
 
 def feed_fields(shape: TableSchema) -> pa.Schema:
@@ -37,20 +40,23 @@ def feed_fields(shape: TableSchema) -> pa.Schema:
     return pa.schema([*shape.row_fields(), *(pa.field(name, kind) for name, kind in feed.items())])
 
 
-def refuse_partial(schema: TableSchema, commit: int | None = None) -> None:
-    """Refuse a shape whose old rows are not sent as a whole."""
-    if schema.identity is Identity.FULL:
-        return
-    table = schema.table
-    if commit is None:
+def refuse_partial(schema: TableSchema) -> None:
+    """Refuse a table whose old rows are not sent as a whole."""
+    if schema.identity is not Identity.FULL:
         raise SourceNotReady(
-            "a change feed needs whole old rows, and the source does not send them", table=table,
-            hint=f"ALTER TABLE {table} REPLICA IDENTITY FULL, and begin with changes made after that; {_ELSE}",
+            "a change feed needs whole old rows, and the source does not send them", table=schema.table,
+            hint=f"ALTER TABLE {schema.table} REPLICA IDENTITY FULL, and begin with changes made after that; {_ELSE}",
         )  # fmt: skip
-    raise SourceNotReady(
-        "a change feed needs whole old rows, and changes of then have none", table=table, commit=commit,
-        hint=f"Begin after the commit, by `startingPosition` (and with a new checkpoint), {_ELSE}",
-    )
+
+
+def partial(schema: TableSchema, commit: int) -> SourceNotReady | None:
+    """Why rows of a version, which come up to a commit, cannot be told; None if they can."""
+    if schema.identity is Identity.FULL:
+        return None
+    return SourceNotReady(
+        "a change feed needs whole old rows, and changes of then have none", table=schema.table, commit=commit,
+        hint=_AFTER,
+    )  # fmt: skip
 
 
 def feed_rows(batches: Iterable[ChangeBatch], shape: TableSchema, commits: Commits) -> Iterator[dict[str, pa.Array]]:
@@ -59,8 +65,9 @@ def feed_rows(batches: Iterable[ChangeBatch], shape: TableSchema, commits: Commi
     for batch in batches:
         block, places = commits.places_of(batch.data.column(change.SEQ).to_numpy())
         numbers = block.commit[places]
-        _refuse(batch, shape, numbers)
-        rows = conform(batch, shape).completed().append_column(change.COMMIT, pa.array(numbers))
+        if (found := untold(batch, numbers)) is not None:
+            raise found[1]
+        rows = _keyed(batch, shape).append_column(change.COMMIT, pa.array(numbers))
         held.append(rows.append_column(_WRITTEN, pa.array(block.written_at[places])))
         whole = int(np.searchsorted(numbers, numbers[-1]))  # its last commit may go on in the next
         if whole or int(numbers[-1]) != held[0].column(change.COMMIT)[0].as_py():
@@ -70,20 +77,36 @@ def feed_rows(batches: Iterable[ChangeBatch], shape: TableSchema, commits: Commi
         yield _told(pa.Table.from_batches(held), shape)
 
 
-def _refuse(batch: ChangeBatch, shape: TableSchema, numbers: Numbers) -> None:
-    table = shape.table
+def untold(batch: ChangeBatch, numbers: Numbers) -> tuple[int, TailraceError] | None:
+    """The first commit that cannot be told, of those that these rows are in, and why; None if all can."""
+    table, found = batch.schema.table, list[tuple[int, TailraceError]]()
     if batch.truncates:
-        at = pc.index(batch.data.column(change.OP), Operation.TRUNCATE.value).as_py()
-        raise Unsupported(
-            "a TRUNCATE cannot be told as changes of rows", table=table, commit=int(numbers[at]),
-            hint=f"Begin after the commit, by `startingPosition` (and with a new checkpoint), {_ELSE}",
-        )  # fmt: skip
+        commit = int(numbers[pc.index(batch.data.column(change.OP), Operation.TRUNCATE.value).as_py()])
+        found.append((commit, Unsupported(
+            "a TRUNCATE cannot be told as changes of rows", table=table, commit=commit, hint=_AFTER
+        )))  # fmt: skip
     if batch.unfit:
-        raise ValueUnfit(
+        commit = int(numbers[pc.index(batch.data.column(change.UNFIT).is_valid(), True).as_py()])
+        found.append((commit, ValueUnfit(
             "a value does not fit its column's type, and a change feed has no other place for it", table=table,
-            commit=int(numbers[0]), hint=f"Begin after the commit, {_ELSE}",
-        )  # fmt: skip
-    refuse_partial(batch.schema, int(numbers[0]))
+            commit=commit, hint=_AFTER,
+        )))  # fmt: skip
+    if (lacking := partial(batch.schema, int(numbers[-1]))) is not None:
+        found.append((int(numbers[0]), lacking))
+    return min(found, key=lambda item: item[0], default=None)
+
+
+def _keyed(batch: ChangeBatch, shape: TableSchema) -> pa.RecordBatch:
+    """The rows in the view's shape, with the key that each was known by when it was written: that may not be the
+    view's own."""
+    rows = conform(batch, shape).completed()
+    alone = rows.column(change.SEQ) if not batch.schema.key else pa.nulls(len(batch), pa.int64())
+    keys = [rows.column(change.stored_name(name)) for name in (*shape.key, *shape.former_key)]
+    mine = [name in batch.schema.key for name in (*shape.key, *shape.former_key)]
+    rows = rows.append_column(_ALONE, alone)
+    for place, (column, own) in enumerate(zip(keys, mine, strict=True)):
+        rows = rows.append_column(_KEY.format(place), column if own else pa.nulls(len(batch), column.type))
+    return rows
 
 
 def _told(rows: pa.Table, shape: TableSchema) -> dict[str, pa.Array]:
@@ -113,14 +136,9 @@ def _told(rows: pa.Table, shape: TableSchema) -> dict[str, pa.Array]:
 
 def _ends(rows: pa.Table, shape: TableSchema) -> tuple[Numbers, Numbers]:
     """Where each key's first and last change of a commit stands."""
-    every = np.arange(len(rows))
-    if not shape.key:
-        return every, every
-    names = [change.stored_name(name) for name in shape.key]
-    keys = pa.table({"commit": rows.column(change.COMMIT), "place": every} | {
-        f"key{place}": _hashable(rows.column(name)) for place, name in enumerate(names)
-    })  # fmt: skip
-    by = ["commit", *(f"key{place}" for place in range(len(names)))]
+    names = [_KEY.format(place) for place in range(len(shape.key) + len(shape.former_key))]
+    by = [change.COMMIT, _ALONE, *names]
+    keys = pa.table({"place": np.arange(len(rows))} | {name: _hashable(rows.column(name)) for name in by})
     found = keys.group_by(by, use_threads=False).aggregate([("place", "min"), ("place", "max")])
     return found.column("place_min").to_numpy(), found.column("place_max").to_numpy()
 

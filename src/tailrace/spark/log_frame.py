@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from tailrace.changelog.expected import expected, expected_of
 from tailrace.changelog.merged import merged_shape
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError, LogUnusable, SourceTableMissing, Unsupported
@@ -52,12 +53,18 @@ def look(options: LogOptions) -> Frame:
 
 
 def _versions(options: LogOptions) -> list[TableSchema]:
-    """Every shape of the table that is known, oldest first: those in the log and, where there is one, the source's."""
+    """Every shape of the table that is known, oldest first: those in the log and, where there is one, the source's.
+    Of a table that never changed it is the one that the capture has seen."""
     found = [] if options.url is not None and not _is_there(options.log) else _logged(options)
     if options.url is not None:
         found.append(_described(options))
     if not found:
-        raise _unknown(_opened(options), str(options.table))
+        log = _opened(options)
+        assert options.table is not None, "one is asked for"
+        quiet = expected_of(log.path, options.table)
+        if quiet is None:
+            raise _unknown(log, str(options.table))
+        found.append(quiet)
     return found
 
 
@@ -102,18 +109,19 @@ def _refuse_unknown(options: LogOptions) -> None:
     log = _opened(options)
     plain = [name for name in options.tables if not re.search(r"[*?[]", name)]
     for name in plain if options.table is None else [options.table]:
-        if not log.schemas.named(name):
+        if not log.schemas.named(name) and str(name) not in {str(shape.table) for shape in expected(log.path)}:
             raise _unknown(log, str(name))
 
 
 def _unknown(log: ChangeLog, table: str) -> ConfigError:
-    names = sorted(str(version.schema.table) for version in log.schemas.latest())
+    shapes = [*(version.schema for version in log.schemas.latest()), *expected(log.path)]
+    names = sorted({str(shape.table) for shape in shapes})
     close = difflib.get_close_matches(table, names, n=3) or names[:5]
+    having = f"It has {', '.join(close)}{' and others' if len(close) < len(names) else ''}. " if names else ""
     return ConfigError(
-        "the log has no rows of such a table", table=table,
-        hint=f"It has {', '.join(close)}{' and others' if len(close) < len(names) else ''}."
-        if names
-        else "It has none of any table yet: a table is known once it has changed. `tables` takes patterns.",
+        "the log knows no such table", table=table,
+        hint=f"{having}A table is known once its capture runs: is it among `source.tables`, and spelled as at the "
+        "source? `tables` takes patterns, and what comes later.",
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import fnmatch
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,9 +32,16 @@ from tailrace.spark.option_values import (
 ROWS_PER_PARTITION = 250_000
 PARTITIONS_MAX = 10_000
 OPTIONS = (
-    "log", "url", "table", "tables", "shape", "startingPosition", "endingPosition", "maxRowsPerTrigger",
-    "maxBytesPerTrigger", "onSchemaChange", "consumer", "rowsPerPartition", "maxPartitions",
+    "log", "path", "checkpointLocation", "url", "table", "tables", "shape", "startingPosition", "endingPosition",
+    "maxRowsPerTrigger", "maxBytesPerTrigger", "onSchemaChange", "consumer", "rowsPerPartition", "maxPartitions",
 )  # fmt: skip
+LOG_OF_CHECKPOINT = "tailrace-log"
+"""Where a stream's own log lies in the folder of its query's checkpoint, unless it is given another."""
+LOG_HINT = (
+    "A stream needs a change log. Give `log` the folder of one that a pipeline writes, or its `s3://…`; or, with "
+    "`url`, have one captured: into the folder that `log` names or, with `checkpointLocation` here as well as for the "
+    "query, beside the checkpoint."
+)
 _OF_BOTH = ("url", "table", "maxPartitions")
 _OF_STREAMS = ("url", "maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange")
 _OF_READS = ("endingPosition",)
@@ -74,8 +82,7 @@ class LogOptions:
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> LogOptions:
         found = named(given, OPTIONS)
-        if not found.get("log", "").strip():
-            raise refused("log", "is missing", '.option("log", …) is the folder of a change log, or its `s3://…`.')
+        log = _log(found)
         table = table_name("table", found["table"]) if "table" in found else None
         tables = column_names("tables", found["tables"]) if "tables" in found else ()
         if (table is None) == (not tables):
@@ -85,14 +92,14 @@ class LogOptions:
             )
         consumer = found.get("consumer")
         if consumer is not None:
-            consumer_path(Path(found["log"]), consumer)  # refuses what cannot be one
-        if "url" in found and "://" in found["log"]:
+            consumer_path(Path(log), consumer)  # refuses what cannot be one
+        if "url" in found and "://" in log:
             raise refused(
                 "url", "needs a log in a folder: a capture beside a stream writes into no other",
                 "Give `log` a folder; or capture into the store with `tailrace capture`, and leave out `url`.",
             )  # fmt: skip
         return cls(
-            log=_place_of_log(found["log"].strip()), url=source_url(found["url"]) if "url" in found else None,
+            log=log, url=source_url(found["url"]) if "url" in found else None,
             table=table, tables=tables, shape=_shape(found, one=table is not None),
             start=_point("startingPosition", found.get("startingPosition", EARLIEST)),
             end=_point("endingPosition", found.get("endingPosition", LATEST)),
@@ -132,8 +139,19 @@ def _limit(value: Callable[[str, str], int], name: str, found: Mapping[str, str]
     return value(name, found[name]) if name in found else None
 
 
-def _place_of_log(text: str) -> str:
-    """Tasks have other working folders than the driver."""
+def _log(found: Mapping[str, str]) -> str:
+    """Where the log is: as `log` says or, which is the same, `load(…)`; else beside the query's checkpoint."""
+    given = {name: found.get(name, "").strip() for name in ("log", "path", "checkpointLocation")}
+    if given["log"] and given["path"] and _place(given["log"]) != _place(given["path"]):
+        raise refused("log", "names another log than `load(…)` does", "Give one of them.")
+    if not (given["log"] or given["path"] or given["checkpointLocation"]):
+        raise refused("log", "is missing", LOG_HINT)
+    return _place(given["log"] or given["path"] or f"{given['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
+
+
+def _place(text: str) -> str:
+    """Tasks have other working folders than the driver. Spark writes folders as URLs too."""
+    text = re.sub(r"^file:(//)?(?=/)", "", text)
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from tailrace.changelog.places import ending_place, starting_place
 from tailrace.changelog.reader import SEQ_MAX
 from tailrace.errors import ConfigError
+from tailrace.spark.arrow import arrow_schema
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogView
@@ -41,4 +41,4 @@ class LogReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         if partition.value is None:  # Spark's own, where there are none
             return iter(())
-        return read_part(self._frame, partition.value, to_arrow_schema(self._schema, timezone="UTC"))
+        return read_part(self._frame, partition.value, arrow_schema(self._schema))

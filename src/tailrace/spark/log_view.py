@@ -1,8 +1,8 @@
 """A change log as one reader of Spark's sees it: which commits bring it rows, how far to go, and who reads what.
 
 A step ends on a commit, and only on one that brings rows of the tables that are asked for. It never passes a place
-where rows are missing, or a shape that the DataFrame cannot hold: up to there everything is delivered, and then that
-is the error. The rows of a step are shared out by `_seq`, so any number of tasks read each row once.
+where rows are missing, or rows that the DataFrame cannot hold: up to there everything is delivered, and then that is
+the error. The rows of a step are shared out by `_seq`, so any number of tasks read each row once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tailrace.changelog.commits import Scale
+from tailrace.changelog.commits import Commits, Scale
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.merged import fits
 from tailrace.changelog.places import Place
 from tailrace.changelog.reader import SEQ_MAX, ChangeLog
-from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, SourceNotReady, TailraceError
-from tailrace.spark.changefeed import refuse_partial
+from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, TailraceError
+from tailrace.model import change
+from tailrace.spark.changefeed import partial, untold
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_options import Shape
 
@@ -46,11 +47,19 @@ class LogView:
         self._index = LogIndex(self.log)
         self._scale = Scale(self.log)
         self._fitting: set[tuple[int, int]] = set()
+        self._untold: dict[tuple[int, int], tuple[Place, tuple[int, TailraceError] | None]] = {}
+        """Of rows that lie together, by table and last row: after which place we looked, and what was found there."""
         self._known: tuple[int, frozenset[int]] = (-1, frozenset())
 
     def newest(self) -> int:
         """The log's newest commit."""
         return self.log.newest()
+
+    def newest_of_ours(self) -> int:
+        """The newest commit that brings rows of the tables that are asked for; 0 if there is none."""
+        newest = self.newest()
+        slices = self._slices(Place(0), newest, self.tables(newest))
+        return max((item.last for item in slices), default=0)
 
     def tables(self, upto: int) -> frozenset[int]:
         """The log's numbers of the tables that are asked for and have rows up to a commit, or had."""
@@ -117,12 +126,41 @@ class LogView:
             if after.commit < gap.commit <= end:
                 end, error = gap.commit - 1, _missing(gap.error, gap.commit)
         for item in slices:
-            if item.first <= end and (found := self._unfit(item)) is not None:
-                end, error = item.first - 1, found
+            found = self._hindrance(item, after, slices) if item.first <= end else None
+            if found is not None and found[0] <= end:
+                end, error = found[0] - 1, found[1]
         return max(end, after.commit), error
 
-    def _unfit(self, item: Slice) -> TailraceError | None:
-        """Why rows cannot come in the DataFrame's columns; None if they can."""
+    def _hindrance(
+        self, item: Slice, after: Place, slices: Sequence[Slice]
+    ) -> tuple[int, TailraceError] | None:
+        """From which commit on rows cannot come in the DataFrame's columns, and why."""
+        if (error := self._unfit(item, slices)) is not None:
+            return item.first, error
+        if item.special and self._options.shape is Shape.CHANGELOG:
+            return self._first_untold(item, after)
+        return None
+
+    def _first_untold(self, item: Slice, after: Place) -> tuple[int, TailraceError] | None:
+        """The first commit after a place that a change feed cannot tell, and why. Only then are rows looked at, and
+        not again with every micro-batch."""
+        looked, known = self._untold.get((item.table, item.last_seq), (None, None))
+        if looked is None or looked > after or (known is not None and (after.seq or known[0] <= after.commit)):
+            known = self._look_for_untold(item, after)
+            self._untold[item.table, item.last_seq] = after, known
+        return known
+
+    def _look_for_untold(self, item: Slice, after: Place) -> tuple[int, TailraceError] | None:
+        first = max(item.first, after.commit + 1)
+        commits = Commits(self.log, first)
+        rows = self.log.read(first, item.last, tables={item.table}, after_seq=after.seq, to_seq=item.last_seq)
+        for batch in rows:
+            if (found := untold(batch, commits.of(batch.data.column(change.SEQ).to_numpy()))) is not None:
+                return found
+        return None
+
+    def _unfit(self, item: Slice, slices: Sequence[Slice]) -> TailraceError | None:
+        """Why rows of a shape cannot come; None if they can."""
         which = item.table, item.schema
         if self._frame.shape is None or which in self._fitting:
             return None
@@ -136,10 +174,9 @@ class LogView:
                 "`envelope`.",
             )  # fmt: skip
         if self._options.shape is Shape.CHANGELOG:
-            try:
-                refuse_partial(version, item.last)
-            except SourceNotReady as error:
-                return error
+            last = max(other.last for other in slices if (other.table, other.schema) == which)
+            if (found := partial(version, last)) is not None:
+                return found
         self._fitting.add(which)
         return None
 

@@ -15,7 +15,6 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 from pyspark.sql.datasource import DataSourceReader, InputPartition
-from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import StructType
 
 from tailrace.capture.postgres.catalogue import Catalogue
@@ -31,6 +30,7 @@ from tailrace.errors import (
     Unsupported,
 )
 from tailrace.model.schema import TableSchema
+from tailrace.spark.arrow import arrow_schema, spark_schema
 from tailrace.spark.holder import Held, hold_snapshot
 from tailrace.spark.read_options import ANEW, ReadOptions, ReadPart
 
@@ -94,7 +94,7 @@ class CdcReader(DataSourceReader):
         # Compiled code: loaded only where rows are read.
         from tailrace.spark.read_part import read_part
 
-        fields = to_arrow_schema(self._schema, timezone="UTC")
+        fields = arrow_schema(self._schema)
         with _told(self._options):
             for batch in read_part(self._options.url, partition.value):
                 yield batch.cast(fields)
@@ -204,7 +204,7 @@ def _shared_out(chunks: Sequence[Chunk], count: int) -> list[tuple[Chunk, ...]]:
 
 
 def _spark_schema(schema: TableSchema) -> StructType:
-    return from_arrow_schema(pa.schema(schema.row_fields()))
+    return spark_schema(pa.schema(schema.row_fields()))
 
 
 def _refuse_other(schema: TableSchema, wanted: StructType) -> None:

@@ -1,26 +1,10 @@
-"""`spark.readStream.format("cdc")`: the commits of a change log as micro-batches.
+"""`spark.readStream.format("cdc")`: the commits of a change log as micro-batches, as large as the query says.
 
-An offset is a commit's number and the log's id, so a checkpoint fits one log and no other, and whatever is killed, the
-same offsets mean the same rows. A commit is never split. What the log may let go of is what lies before the `start`
-that Spark hands to `latestOffset`: that is the end of a micro-batch Spark has noted as done. `commit` says nothing
-more: it comes late, and not at all while nothing happens.
-
-One process of the driver's runs all of this, one call after the other, except `read`, which runs in tasks. Everything
-is opened when it is first used: Spark makes the reader in several processes, and pickles it.
+Spark says where it is when it asks how far to go, since 4.2. (`stream_plain.py` is for those before.)
 """
 
 from __future__ import annotations
 
-import signal
-import sys
-import time
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any, NoReturn, Protocol
-
-import pyarrow as pa
-from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -28,85 +12,16 @@ from pyspark.sql.streaming.datasource import (
     ReadMaxRows,
     SupportsTriggerAvailableNow,
 )
-from pyspark.sql.types import StructType
 
-from tailrace.changelog import files
-from tailrace.changelog.consumers import Consumer
-from tailrace.changelog.places import Place, starting_place
-from tailrace.changelog.waiting import rest
-from tailrace.changelog.wanted import Wanted
-from tailrace.errors import LogForeign
-from tailrace.spark.log_frame import Frame
-from tailrace.spark.log_part import read_part
-from tailrace.spark.log_view import LogView
-
-SEEN_SECONDS = 30.0
-"""A stream that waits says so often enough that the log does not take it for gone."""
-OWN_CONSUMER = "spark"
-"""Of a stream that captures for itself, unless it is given another."""
-_CHECKPOINT_HINT = "Give the query a `checkpointLocation` of its own."
-
-Offset = dict[str, Any]
+from tailrace.changelog.places import Place
+from tailrace.spark.streaming import LogStream, Offset
 
 
-class Capture(Protocol):
-    """Whoever writes the log while the stream runs. Plain data until it is started, for Spark pickles it."""
-
-    def start(self) -> None:
-        """Begin to capture; returns once the log is there, and is of this source."""
-
-    def catch_up(self) -> None:
-        """Return once the log has everything that was committed before the start."""
-
-    def check(self) -> None:
-        """Raise what has ended it; start it again if it was killed."""
-
-    def stop(self) -> None:
-        """End it, and let go of the source."""
-
-
-class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """The log, step by step."""
-
-    def __init__(self, frame: Frame, schema: StructType, capture: Capture | None = None) -> None:
-        self._frame = frame
-        self._schema = schema
-        self._capture = capture
-        self._view: LogView | None = None
-        self._consumer: Consumer | None = None
-        self._said_at = 0.0
-        self._quiet: tuple[Offset, float] | None = None
-        """After which place there was nothing at the last look, and since when."""
-        self._target: int | None = None
-
-    # Where to.
-
-    def initialOffset(self) -> Offset:
-        view = self._opened()
-        place = starting_place(view.log, self._frame.options.start, view.tables(view.newest()))
-        self._acknowledge(place)
-        return self._offset(place)
+class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
+    """The log, for a Spark with admission control."""
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        self._rest(start)
-        view, place = self._opened(), self._place(start)
-        if self._capture is not None:
-            self._capture.check()
-        newest = view.newest() if self._target is None else max(self._target, place.commit)
-        end = view.step(place, newest, limited=not isinstance(limit, ReadAllAvailable))
-        # Commits that bring nothing of ours are behind us as well; of others we are told by `start`.
-        self._acknowledge(place if end > place.commit else max(place, Place(newest)))
-        if end > place.commit:
-            self._quiet = None
-            return self._offset(Place(end))
-        if self._quiet is None or self._quiet[0] != start:
-            self._quiet = start, time.monotonic()
-        return start
-
-    def _rest(self, start: Offset) -> None:
-        """Spark asks again every 10 ms, and where the log is in a store every look is a request that is paid for."""
-        if self._quiet is not None and self._quiet[0] == start and files.is_remote(self._opened().log.path):
-            rest(self._opened().log.path, start["commit"] + 1, time.monotonic() - self._quiet[1])
+        return self._latest(start, limited=not isinstance(limit, ReadAllAvailable))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         options = self._frame.options
@@ -122,84 +37,3 @@ class LogStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def reportLatestOffset(self) -> Offset:
         return self._offset(Place(self._opened().newest()))
-
-    # What is there.
-
-    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        view, begin, upto = self._opened(), self._place(start), self._place(end)
-        return [InputPartition(part) for part in view.parts(begin, upto.commit)] if begin < upto else []
-
-    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return read_part(self._frame, partition.value, to_arrow_schema(self._schema, timezone="UTC"))
-
-    # What is done.
-
-    def commit(self, end: Offset) -> None:
-        """Nothing: see above."""
-
-    def stop(self) -> None:
-        try:
-            if self._capture is not None:
-                self._capture.stop()
-        finally:
-            if self._consumer is not None:
-                self._consumer.save()
-
-    def _acknowledge(self, place: Place) -> None:
-        """The log may let go of what lies before; said at most every second, and now and then while it stays."""
-        # A log of its own has nobody else to keep it.
-        name = self._frame.options.consumer or (OWN_CONSUMER if self._capture is not None else None)
-        if name is None:
-            return
-        reached = (place.commit, place.seq)
-        if self._consumer is None:
-            self._consumer = Consumer.open(
-                self._opened().log.path, name, wanted=self._wanted(), start=reached
-            )
-            self._consumer.go_to(*reached)
-        moved = (self._consumer.commit, self._consumer.seq) != reached
-        if moved and self._target is not None:
-            self._consumer.go_to(*reached)  # a query that ends by itself may be gone before the next second
-        elif moved or time.monotonic() > self._said_at + SEEN_SECONDS:
-            self._consumer.reached(*reached)
-            self._said_at = time.monotonic()
-
-    def _wanted(self) -> Wanted | None:
-        table = self._frame.options.table
-        return None if table is None or self._capture is not None else Wanted(self._opened().log.schemas, table)
-
-    # Offsets, and the places they stand for.
-
-    def _offset(self, place: Place) -> Offset:
-        found: Offset = {"log": self._opened().log.log_id, "commit": place.commit}
-        return found | {"seq": place.seq} if place.seq else found
-
-    def _place(self, offset: Offset) -> Place:
-        log = self._opened().log
-        if offset.get("log") != log.log_id:
-            raise LogForeign(
-                "the checkpoint is of another log", log=log.path, id=log.log_id, checkpoint=offset.get("log"),
-                hint=f"{_CHECKPOINT_HINT} Or give `log` the folder that the checkpoint is of.",
-            )  # fmt: skip
-        place = Place(offset["commit"], offset.get("seq", 0))
-        if place.commit > log.newest():
-            raise LogForeign(
-                "the checkpoint is ahead of the log: the log was put back from a copy", log=log.path,
-                checkpoint=place.commit, newest=log.newest(),
-                hint=f"Restore the newer log; or read the tables as a whole. {_CHECKPOINT_HINT}",
-            )  # fmt: skip
-        return place
-
-    def _opened(self) -> LogView:
-        if self._view is None:
-            if self._capture is not None:
-                # Spark ends this process with a signal that would leave no time to end another.
-                signal.signal(signal.SIGTERM, _leave)
-                self._capture.start()
-            self._view = LogView(self._frame)
-        return self._view
-
-
-def _leave(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Have Spark's own loop call `stop`."""
-    sys.exit(0)

@@ -25,7 +25,7 @@ ROW = "_row"
 def typed_fields(shape: TableSchema, *, with_row: bool) -> pa.Schema:
     """The columns of the DataFrame. Nothing is declared as never null: Spark takes no such field from Python."""
     fields = [pa.field(field.name, field.type) for field in shape.change_schema()]
-    if not shape.key:  # a struct without fields
+    if not shape.key and not shape.former_key:  # a struct without fields
         fields = [field for field in fields if field.name != change.MOVED_FROM]
     fields.insert(2, pa.field(change.COMMIT, pa.int64()))
     return pa.schema([*fields, pa.field(ROW, VARIANT)] if with_row else fields)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.merged import conform, merged_shape
+from tailrace.changelog.merged import conform, fits, merged_shape
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.model import change
@@ -101,3 +101,27 @@ def test_the_view_is_read_from_the_log_with_old_keys_and_missing_columns(tmp_pat
     assert {found.schema for found in views} == {wider}
     assert [row["added"] for found in views for row in found.data.to_pylist()] == [None] * 4
     assert [row["_moved_from"] for row in views[0].data.to_pylist()][-1] is not None
+
+
+KEYS = {
+    "altered": [SHOP, replace(SHOP, key=("id", "n"))],
+    "added": [replace(SHOP, key=()), SHOP],
+    "taken away": [SHOP, replace(SHOP, key=())],
+    "renamed": [SHOP, replace(SHOP, columns=(column("number", pa.int64()), *SHOP.columns[1:]), key=("number",))],
+    "retyped": [SHOP, replace(SHOP, columns=(column("id", pa.string()), *SHOP.columns[1:]))],
+    "made twice over": [SHOP, replace(SHOP, key=("n",)), replace(SHOP, key=("name",)), replace(SHOP, key=("id",))],
+}
+
+
+@pytest.mark.parametrize("versions", KEYS.values(), ids=KEYS)
+def test_every_version_fits_the_view_over_them_whatever_became_of_the_key(versions: list[TableSchema]) -> None:
+    view = merged_shape(versions)
+    assert view.key == versions[-1].key
+    assert all(fits(version, view) for version in versions)
+    old = conform(batch(SHOP, *move(1, 2)), view).data.column("_moved_from").to_pylist()[1] if SHOP in versions else {}
+    assert not old or str(old["id"]) == "1", "an old key is told by the columns it had"
+
+
+def test_a_key_that_the_view_has_no_place_for_does_not_fit() -> None:
+    assert not fits(replace(SHOP, key=("n",)), merged_shape([SHOP]))
+    assert fits(replace(SHOP, key=()), merged_shape([SHOP])), "without one no old key is told"

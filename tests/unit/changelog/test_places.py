@@ -12,13 +12,16 @@ import pytest
 
 from tailrace.changelog.places import Place, ending_place, starting_place
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.trimmed import Trimmed, TrimmedTable, write_trimmed
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, LogTrimmed
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
 from tests.support.changes import SHOP, insert
-from tests.support.logs import OTHER, quick_folder, seal
+from tests.support.logs import OTHER, Diary, inserts, quick_folder, seal
 from tests.support.windows import SOURCE, batch
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -85,7 +88,7 @@ def test_what_ended_up_to_a_position_lies_before_it(log: ChangeLog, position: in
 @pytest.mark.parametrize(
     ("second", "begin", "end"),
     [
-        (9, Place(0), Place(0)), (10, Place(0), Place(0, 2)), (11, Place(0, 2), Place(0, 4)),
+        (10, Place(0), Place(0, 2)), (11, Place(0, 2), Place(0, 4)),
         (11.5, Place(0, 4), Place(0, 4)), (12, Place(0, 4), Place(2)), (20, Place(2), Place(3)),
         (25, Place(3), Place(3)), (30, Place(3), Place(3, 12)), (41, Place(4), Place(4)),
     ],
@@ -109,3 +112,65 @@ def test_what_the_log_does_not_have_yet_is_told(log: ChangeLog, point: int | Lsn
         with pytest.raises(ConfigError) as caught:
             place(log, point, TABLES)
         assert caught.value.hint
+
+
+def test_a_time_before_the_first_transaction_may_lie_before_the_log_and_is_refused(log: ChangeLog) -> None:
+    with pytest.raises(ConfigError, match=r"the log begins later than that.*`earliest` gives all that it has"):
+        starting_place(log, at(9), TABLES)
+    assert ending_place(log, at(9), TABLES) == Place(0)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_start_from_before_the_log_was_begun_is_refused_and_one_from_then_on_is_not(
+    tmp_path: Path, sealed: bool
+) -> None:
+    before = datetime.now(UTC)
+    diary = Diary(tmp_path / "log")
+    diary.commit()
+    begun = datetime.now(UTC)
+    diary.commit(inserts(1), at=round((begun.timestamp() + 60) * 1e6))
+    diary.close()
+    if sealed:
+        seal(diary.path)
+    made = ChangeLog.open(diary.path)
+    for point in (Lsn(99), before - timedelta(seconds=1)):
+        with pytest.raises(ConfigError, match="the log begins later"):
+            starting_place(made, point, TABLES)
+    assert starting_place(made, Lsn(100), TABLES) == Place(1)
+    assert starting_place(made, begun, TABLES) == Place(1)
+
+
+def test_a_start_from_before_what_is_kept_is_refused_and_told_what_is_possible(tmp_path: Path) -> None:
+    with quick_folder(tmp_path) as folder:
+        diary = Diary(folder / "log")
+        diary.commit(inserts(1), at=10_000_000)
+        seal(diary.path)
+        with Sealer(diary.path) as sealer:
+            trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        diary.commit(inserts(2), at=20_000_000)
+        diary.commit(inserts(3), at=30_000_000)
+        diary.close()
+        trimmed = ChangeLog.open(diary.path)
+        assert trimmed.trimmed().commit == 1
+        for point in (Lsn(50), at(9), at(10), at(19)):
+            with pytest.raises(LogTrimmed, match=r"no longer holds what it held then.*`earliest`"):
+                starting_place(trimmed, point, TABLES)
+        assert starting_place(trimmed, Lsn(100), TABLES) == Place(1)
+        assert starting_place(trimmed, at(20), TABLES) == Place(1), "what is kept begins at that very time"
+        assert starting_place(trimmed, at(21), TABLES) == Place(2)
+
+
+def test_a_place_of_one_table_is_not_hindered_by_another_of_which_rows_are_gone(tmp_path: Path) -> None:
+    with quick_folder(tmp_path) as folder:
+        diary = Diary(folder / "log")
+        for number in range(1, 4):
+            diary.commit(inserts(number), inserts(number, schema=OTHER), at=number * 10_000_000)
+        seal(diary.path)
+        diary.close()
+        made = ChangeLog.open(diary.path)
+        made.schemas.load()
+        mine, other = (made.numbers(str(schema.table))[0] for schema in (SHOP, OTHER))
+        write_trimmed(diary.path, Trimmed(tables={other: TrimmedTable(last_seq=6, commit=3, rows=3, bytes=1)}))
+        made = ChangeLog.open(diary.path)
+        assert starting_place(made, at(20), frozenset([mine])) == Place(1)
+        assert starting_place(made, Lsn(150), frozenset([mine])) == Place(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import pickle
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tailrace.pipeline.datasource import CdcSource
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.read import CdcReader
 from tailrace.spark.stream import LogStreamReader
+from tailrace.spark.stream_plain import PlainStreamReader
 from tests.support.logs import Diary, inserts, quick_folder
 
 URL = "postgresql://me@127.0.0.1:1/none"
@@ -45,6 +47,12 @@ def test_spark_finds_it_by_a_module_of_this_name() -> None:
     assert pyspark_cdc.DefaultSource.name() == "cdc"
 
 
+def test_what_is_installed_has_that_module_at_its_top() -> None:
+    """As the project's own build made it, of the same settings as for a wheel."""
+    files = [file for file in importlib.metadata.files("tailrace") or () if str(file) == "pyspark_cdc.py"]
+    assert [file.read_text() for file in files] == [Path(pyspark_cdc.__file__).read_text()]
+
+
 def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
     made = source(log=log, table="public.things")
     assert isinstance(made.reader(made.schema()), LogReader)
@@ -52,8 +60,8 @@ def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
     assert isinstance(CdcSource({"url": URL, "table": "public.t"}).reader(StructType()), CdcReader)
 
 
-def test_a_stream_without_a_log_says_why_it_needs_one() -> None:
-    with pytest.raises(ConfigError, match="Spark does not tell a source where its checkpoint lies"):
+def test_a_stream_without_a_log_is_told_both_ways_to_have_one() -> None:
+    with pytest.raises(ConfigError, match=r"folder of one that a pipeline writes.*`url`.*`checkpointLocation`"):
         CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
 
 
@@ -72,8 +80,14 @@ def test_what_is_for_streams_is_refused_for_reads(log: str, options: dict[str, s
         made.reader(made.schema())
 
 
-def test_a_spark_that_cannot_stream_is_told_so_and_nothing_else_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
+    log: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "tailrace.spark.stream", raising=False)
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
-    with pytest.raises(Unsupported, match=r"needs Spark 4\.2"):
-        CdcSource({"log": "anywhere"}).streamReader(StructType())
+    made = source(log=log, table="public.things")
+    assert isinstance(made.streamReader(made.schema()), PlainStreamReader)
+    for limit in ({"maxRowsPerTrigger": "5"}, {"maxBytesPerTrigger": "5MiB"}):
+        made = source(log=log, table="public.things", **limit)
+        with pytest.raises(Unsupported, match=r"limits need Spark 4\.2.*Leave out `maxRowsPerTrigger`"):
+            made.streamReader(made.schema())

@@ -8,14 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from deltalake import DeltaTable, write_deltalake
 
 from tailrace.changelog.places import Place
 from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
 from tailrace.model.schema import Identity
 from tailrace.spark.log_view import LogView
 from tests.support.changes import SHOP, Change, delete, insert, move, truncate, update
-from tests.support.frames import frame, steps, stream
+from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.logs import KEYLESS_OTHER, Diary, quick_folder, seal
 
 FULL = replace(SHOP, identity=Identity.FULL)
@@ -62,6 +64,47 @@ def test_the_columns_are_the_tables_own_and_then_the_feeds(diary: Diary) -> None
     fields = frame(diary.path, table="public.things", shape="changelog").fields
     assert fields.names == ["id", "name", "big", "n", "_change_type", "_commit_version", "_commit_timestamp"]
     assert [str(field.type) for field in fields][-3:] == ["string", "int64", "timestamp[us, tz=UTC]"]
+
+
+def test_columns_rows_and_rules_are_those_of_deltas_own_feed(diary: Diary, tmp_path: Path) -> None:
+    """The same three changes of a table, told by Delta's feed, each version of which is a commit of the log."""
+    delta, mine = str(tmp_path / "delta"), pa.schema(SHOP.row_fields())
+    first = pa.Table.from_pylist([row(1, 10), row(2, 20)], schema=mine)
+    write_deltalake(delta, first, configuration={"delta.enableChangeDataFeed": "true"})
+    merged = pa.Table.from_pylist([row(1, 11), row(3, 30)], schema=mine)
+    merge = DeltaTable(delta).merge(merged, predicate="t.id = s.id", source_alias="s", target_alias="t")
+    merge.when_matched_update_all().when_not_matched_insert_all().execute()
+    DeltaTable(delta).delete("id = 2")
+    peer = pa.table(DeltaTable(delta).load_cdf(starting_version=0).read_all())
+
+    diary.commit((FULL, [insert(1, n=10), insert(2, n=20)]))
+    diary.commit((FULL, [changed(1, 10, 11), insert(3, n=30)]))
+    diary.commit((FULL, [delete(2, n=20)]))
+    made = frame(diary.path, table="public.things", shape="changelog", maxRowsPerTrigger=1, rowsPerPartition=1)
+    assert made.fields.names == peer.schema.names
+    assert [_plain(field.type) for field in made.fields] == [_plain(field.type) for field in peer.schema]
+    batches = [rows for _, rows in steps(made)]
+    assert [{item["_commit_version"] for item in rows} for rows in batches] == [{1}, {2}, {3}], "whole, and alone"
+    told = [item for rows in batches for item in rows]
+    assert _comparable(told, 1) == _comparable(peer.to_pylist(), 0)
+    for feed_of in (told, sorted(peer.to_pylist(), key=lambda item: item["_commit_version"])):
+        times = [item["_commit_timestamp"] for item in feed_of]
+        assert times == sorted(times), "times never go back"
+    for rows in batches:
+        assert len({item["_commit_timestamp"] for item in rows}) == 1
+
+
+def _plain(kind: pa.DataType) -> str:
+    """Delta's reader has other Arrow types for the same of Delta's own: `string`, `long` and `timestamp`."""
+    if pa.types.is_timestamp(kind):
+        return "timestamp"
+    return {"string_view": "string", "uint64": "int64"}.get(str(kind), str(kind))
+
+
+def _comparable(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
+    return sorted(
+        (item["_commit_version"] - first, item["id"], item["_change_type"], item["name"], item["n"]) for item in rows
+    )
 
 
 def test_a_key_changes_at_most_once_in_a_version(diary: Diary) -> None:
@@ -148,16 +191,45 @@ def test_old_rows_that_are_not_sent_whole_are_refused(diary: Diary) -> None:
     assert feed(diary, startingPosition=2) == [("insert", 2, None, 2)]
 
 
-def test_a_truncate_and_a_value_that_does_not_fit_are_refused(diary: Diary) -> None:
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_cannot_be_told_is_refused_after_everything_before_it(diary: Diary, sealed: bool) -> None:
     diary.commit((FULL, [insert(1)]))
-    diary.commit((FULL, [truncate()]))
-    diary.commit((FULL, [insert(2, unfit=("n",))]))
-    diary.commit((FULL, [insert(3)]))
-    with pytest.raises(Unsupported, match=r"TRUNCATE.*commit=2"):
-        feed(diary)
-    with pytest.raises(ValueUnfit):
-        feed(diary, startingPosition=3)
-    assert feed(diary, startingPosition=4) == [("insert", 3, None, 4)]
+    diary.commit((FULL, [insert(2)]))
+    diary.commit((FULL, [insert(3), truncate()]))
+    diary.commit((FULL, [insert(4, unfit=("n",))]))
+    diary.commit((FULL, [insert(5)]))
+    if sealed:
+        seal(diary.path)
+    made = frame(diary.path, table="public.things", shape="changelog")
+    view = LogView(made)
+    assert view.step(Place(0), 5, limited=True) == 2
+    assert [row["id"] for row in rows_of_parts(made, view.parts(Place(0), 2))] == [1, 2]
+    with pytest.raises(Unsupported, match=r"TRUNCATE.*commit=3"):
+        view.step(Place(2), 5, limited=True)
+    with pytest.raises(ValueUnfit, match=r"commit=4.*Begin after the commit"):
+        view.step(Place(3), 5, limited=True)
+    with pytest.raises(Unsupported):
+        view.parts(Place(0), 5)
+    assert view.step(Place(4), 5, limited=True) == 5
+    assert feed(diary, startingPosition=5) == [("insert", 5, None, 5)]
+
+
+def test_a_truncate_before_the_place_inside_a_commit_hinders_nobody(diary: Diary) -> None:
+    diary.commit((FULL, [truncate(), insert(1)]))
+    made = frame(diary.path, table="public.things", shape="changelog")
+    ((_, rows),) = steps(made, after=Place(0, 1))
+    assert [row["id"] for row in rows] == [1]
+
+
+def test_rows_are_told_by_the_key_they_had_when_they_were_written(diary: Diary) -> None:
+    other = replace(FULL, key=("n",))
+    diary.commit((FULL, [insert(1), insert(2)]), (other, [insert(3, n=3)]))
+    diary.commit((other, [update(4, n=3, before=row(3, 3)), delete(4, n=3)]))
+    diary.commit((replace(FULL, key=()), [insert(7, n=1), insert(7, n=1)]))
+    assert feed(diary) == [
+        ("insert", 1, None, 1), ("insert", 2, None, 1), ("insert", 3, 3, 1), ("delete", 3, 3, 2),
+        ("insert", 7, 1, 3), ("insert", 7, 1, 3),
+    ]  # fmt: skip
 
 
 def test_a_commit_is_read_by_one_task(diary: Diary) -> None:

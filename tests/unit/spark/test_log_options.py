@@ -27,6 +27,20 @@ def test_a_log_is_named_by_its_whole_path_for_tasks_have_another_folder(monkeypa
 
 
 @pytest.mark.parametrize(
+    ("options", "log"),
+    [
+        ({"path": "/data/log"}, "/data/log"), ({"log": "/data/log", "path": "file:///data/log"}, "/data/log"),
+        ({"path": "s3://bucket/log"}, "s3://bucket/log"), ({"log": "file:/data/log"}, "/data/log"),
+        ({"checkpointLocation": "/ck/"}, "/ck/tailrace-log"), ({"checkpointLocation": "file:/ck"}, "/ck/tailrace-log"),
+        ({"checkpointLocation": "/ck", "log": "/data/log"}, "/data/log"),
+    ],
+)  # fmt: skip
+def test_a_log_is_named_by_an_option_by_load_or_by_the_checkpoint(options: dict[str, str], log: str) -> None:
+    assert is_of_log(options)
+    assert LogOptions.parse({"table": "public.t", **options}).log == log
+
+
+@pytest.mark.parametrize(
     ("text", "point"),
     [
         ("earliest", "earliest"), ("LATEST", "latest"), ("42", 42), ("16/B374D848", Lsn.parse("16/B374D848")),
@@ -52,6 +66,8 @@ def test_tables_are_named_or_matched() -> None:
     ("options", "said"),
     [
         ({"table": "public.t", "shape": "typed"}, "the option `log` is missing"),
+        ({**ONE, "path": "/other"}, "the option `log` names another log than `load(…)` does"),
+        ({"table": "public.t", "url": "postgresql://x", "checkpointLocation": "s3://b/c"}, "needs a log in a folder"),
         ({"log": " "}, "the option `log` is missing"),
         ({"log": "/log"}, "either the option `table` or the option `tables` is needed"),
         ({**ONE, "tables": "*"}, "either the option `table` or the option `tables` is needed"),

@@ -11,19 +11,31 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from tailrace.changelog.expected import expect, expected
 from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.places import Place, starting_place
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
-from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged
+from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged, SourceNotReady
 from tailrace.model.position import Lsn
-from tailrace.model.schema import Column
+from tailrace.model.schema import Column, Identity
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
-from tests.support.changes import SHOP, insert
+from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream
-from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, quick_folder, seal, write_everything
+from tests.support.logs import (
+    KEYLESS_OTHER,
+    OTHER,
+    RETYPED,
+    STEP,
+    WIDER,
+    Diary,
+    inserts,
+    quick_folder,
+    seal,
+    write_everything,
+)
 
 NARROWER = replace(SHOP, columns=SHOP.columns[:-1])
 LATER = 4e9
@@ -128,6 +140,21 @@ def test_a_shape_that_does_not_fit_stops_the_stream_after_everything_before_it(d
     assert [(row["id"], row["added"]) for row in again] == [(1, None), (2, None), (3, True)]
 
 
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_key_that_changes_ends_a_stream_once_and_never_for_good(diary: Diary, sealed: bool) -> None:
+    diary.commit((SHOP, [insert(1, n=1), *move(1, 2, n=1)]))
+    made = frame(diary.path, table="public.things")
+    diary.commit((replace(SHOP, key=("n",)), [insert(3, n=3), delete(3, n=3)]))
+    diary.commit((replace(SHOP, key=()), [insert(4)]))
+    if sealed:
+        seal(diary.path)
+    with pytest.raises(SchemaChanged):
+        steps(made, after=Place(1))
+    rows = stream(diary.path, table="public.things")
+    assert [row["id"] for row in rows] == [1, 1, 2, 3, 3, 4]
+    assert [row["_moved_from"] for row in rows if row["_moved_from"]] == [{"id": 1, "n": None}]
+
+
 def test_a_shape_that_fits_goes_on(diary: Diary) -> None:
     diary.commit(inserts(1, n=4))
     made = frame(diary.path, table="public.things")
@@ -191,13 +218,41 @@ def test_a_large_commit_is_shared_out(diary: Diary) -> None:
 
 
 def test_a_table_that_is_not_there_is_told_with_those_that_are(diary: Diary) -> None:
-    with pytest.raises(ConfigError, match="a table is known once it has changed"):
+    with pytest.raises(ConfigError, match="A table is known once its capture runs"):
         frame(diary.path, table="public.thing")
-    diary.commit(inserts(1), inserts(1, schema=OTHER))
+    expect(diary.path, OTHER)
+    diary.commit(inserts(1))
     one = {"table": "public.thing"}
     for what in (one, {**one, "shape": "envelope"}, {"tables": "public.*, public.thing"}):
         with pytest.raises(ConfigError, match=r"It has public\.things, public\.other\."):
             frame(diary.path, **what)
+
+
+def test_a_table_that_never_changed_has_the_columns_that_its_capture_saw(diary: Diary) -> None:
+    diary.commit()
+    expect(diary.path, WIDER)
+    expect(diary.path, replace(KEYLESS_OTHER, identity=Identity.KEY))
+    made = frame(diary.path, table="public.things")
+    assert made.fields.names[-5:] == WIDER.names
+    assert frame(diary.path, tables="public.things").shape is None
+    assert steps(made) == []
+    with pytest.raises(SourceNotReady, match="REPLICA IDENTITY FULL"):
+        frame(diary.path, table="public.keyless", shape="changelog")
+    diary.commit((SHOP, [insert(1)]))
+    assert [row["id"] for _, rows in steps(made) for row in rows] == [1]
+    assert frame(diary.path, table="public.things").fields.names[-4:] == SHOP.names, "rows are what the log goes by"
+    diary.commit((RETYPED, [insert(2)]))
+    with pytest.raises(SchemaChanged):
+        steps(made, after=Place(2))
+
+
+def test_what_was_noted_and_is_damaged_counts_for_nothing(diary: Diary) -> None:
+    expect(diary.path, SHOP)
+    (file,) = diary.path.glob("expected/*.json")
+    file.write_text(file.read_text().replace("public", "secret"))
+    assert expected(diary.path) == []
+    with pytest.raises(ConfigError):
+        frame(diary.path, table="public.things")
 
 
 def test_a_log_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, ReadMaxRows
 
 from tailrace.changelog.consumers import Hold, holds
+from tailrace.changelog.expected import expect
 from tailrace.changelog.objects import ObjectPath
-from tailrace.errors import ConfigError, LogForeign
+from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import ConfigError, LogForeign, SchemaChanged
+from tailrace.spark.arrow import spark_schema
 from tailrace.spark.log_options import LogOptions
-from tailrace.spark.stream import LogStreamReader, Offset
+from tailrace.spark.stream import LogStreamReader
+from tailrace.spark.stream_plain import PlainStreamReader
+from tailrace.spark.streaming import LogStream, Offset
+from tests.support.changes import SHOP, insert
 from tests.support.frames import frame
-from tests.support.logs import OTHER, Diary, inserts, quick_folder
+from tests.support.logs import OTHER, WIDER, Diary, inserts, quick_folder
 
 ALL = ReadAllAvailable()
 
@@ -34,10 +39,10 @@ def diary(tmp_path: Path) -> Iterator[Diary]:
 
 def reader(diary: Diary, capture: Any = None, **options: object) -> LogStreamReader:
     made = frame(diary.path, **({"table": "public.things"} if "tables" not in options else {}), **options)
-    return LogStreamReader(made, from_arrow_schema(made.fields), capture)
+    return LogStreamReader(made, spark_schema(made.fields), capture)
 
 
-def ids(stream: LogStreamReader, start: Offset, end: Offset) -> list[int]:
+def ids(stream: LogStream, start: Offset, end: Offset) -> list[int]:
     return [
         row["id"]
         for part in stream.partitions(start, end)
@@ -179,6 +184,20 @@ def test_a_log_in_a_store_is_not_looked_at_whenever_spark_asks() -> None:
     assert hold(diary).commit == 2
 
 
+def test_a_table_that_never_changed_is_streamed_from_its_first_change_on(diary: Diary) -> None:
+    diary.commit(inserts(1, schema=OTHER))
+    expect(diary.path, SHOP)
+    stream = reader(diary, consumer="mine")
+    start = stream.initialOffset()
+    assert stream.latestOffset(start, ALL) == start
+    diary.commit(inserts(7))
+    log = ChangeLog.open(diary.path)
+    log.schemas.load()
+    (held,) = holds(diary.path, log.schemas.named)
+    assert held.needs(log.numbers("public.things")[0], last_seq=2, last_commit=2), "the log waits for it"
+    assert ids(stream, start, stream.latestOffset(start, ALL)) == [7]
+
+
 @pytest.mark.parametrize("log", ["s3://bucket/log", "memory://bucket/log"])
 def test_a_capture_beside_a_stream_writes_into_no_store(log: str) -> None:
     options = {"log": log, "url": "postgresql://shop@host/shop", "table": "public.things"}
@@ -215,6 +234,64 @@ def test_a_capture_is_started_before_the_log_is_opened_and_looked_after(diary: D
     stream.stop()
     assert capture.asked == ["start", "catch up", "check", "stop"]
     assert hold(diary).name == "spark"
+
+
+# Spark 4.1, which does not say where it is.
+
+
+def plain(diary: Diary, capture: Any = None, **options: object) -> PlainStreamReader:
+    made = frame(diary.path, table="public.things", **options)
+    return PlainStreamReader(made, spark_schema(made.fields), capture)
+
+
+def test_a_spark_that_does_not_say_where_it_is_gets_every_row_once(diary: Diary) -> None:
+    stream = plain(diary_with(diary, 2), consumer="mine")
+    start = stream.initialOffset()
+    first = stream.latestOffset()
+    assert stream.latestOffset() == first, "asked again before it has planned"
+    assert ids(stream, start, first) == [0, 1]
+    diary.commit(inserts(5, schema=OTHER))
+    assert stream.latestOffset() == first, "with nothing of ours, the same"
+    stream.stop()
+    assert hold(diary).commit == 3
+    diary.commit(inserts(2))
+    second = stream.latestOffset()
+    assert ids(stream, first, second) == [2]
+
+
+def test_after_a_restart_it_goes_to_the_newest_row_and_comes_from_where_spark_says(diary: Diary) -> None:
+    first = plain(diary_with(diary, 3)).latestOffset()
+    diary.commit(inserts(3))
+    diary.commit(inserts(9, schema=OTHER))
+    again = plain(diary, consumer="mine")
+    end = again.latestOffset()
+    assert (first["commit"], end["commit"]) == (3, 4)
+    assert ids(again, first, end) == [3]
+    assert hold(diary).commit == 3, "what lies before is done"
+    assert again.latestOffset() == end
+    again.stop()
+    quiet = plain(diary, consumer="mine")
+    assert quiet.latestOffset() == end, "with nothing since, no micro-batch"
+    assert hold(diary).commit == 5, "and the place stays, seen once more"
+
+
+def test_without_a_word_of_available_now_what_was_there_is_captured_before_the_first_step(diary: Diary) -> None:
+    capture = Noted()
+    stream = plain(diary_with(diary, 1), capture)
+    stream.initialOffset()
+    stream.latestOffset()
+    stream.latestOffset()
+    assert capture.asked == ["start", "catch up", "check", "check"]
+
+
+def test_a_shape_that_came_later_ends_it_after_everything_before(diary: Diary) -> None:
+    stream = plain(diary_with(diary, 1))
+    start = stream.initialOffset()
+    diary.commit((WIDER, [insert(2, added=True)]))
+    end = stream.latestOffset()
+    assert ids(stream, start, end) == [0]
+    with pytest.raises(SchemaChanged):
+        stream.latestOffset()
 
 
 def diary_with(diary: Diary, commits: int) -> Diary:

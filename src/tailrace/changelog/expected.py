@@ -1,0 +1,52 @@
+"""What tables look like that are captured and have not changed yet, in `<log>/expected/<id>.json`.
+
+The log knows a table's shape from its first row on (`changelog/schemas.py`), and goes by nothing else. Until then there
+is this, for whoever asks for the columns of a quiet table: as the capture last saw it, when it started or when the
+table was made. It may be altered since; the first row tells.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from tailrace.changelog import files, records
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.published import token
+from tailrace.model.schema import TableId, TableSchema
+
+FOLDER = "expected"
+FORMAT = 1
+
+
+def expect(log: LogPath, schema: TableSchema) -> None:
+    """Rows of this shape may come."""
+    path = log / FOLDER / f"{token(schema.table)}.json"
+    text = records.encode({"format": FORMAT, **schema.to_json()})
+    files.make_folder(path.parent)
+    with files.explained(path):
+        with suppress(FileNotFoundError):
+            if path.read_bytes() == text:
+                return
+        files.replace_durably(path, text)
+
+
+def expected(log: LogPath) -> list[TableSchema]:
+    """All that was noted, by name; also of tables that have rows by now. What is not what was written counts for
+    nothing."""
+    with files.explained(log / FOLDER):
+        found = [_read(path) for path in files.matching(log / FOLDER, "*.json")]
+    return sorted((shape for shape in found if shape is not None), key=lambda shape: shape.table)
+
+
+def expected_of(log: LogPath, table: TableId) -> TableSchema | None:
+    """The shape that the first row of a table is expected to have, as far as anybody knows."""
+    path = log / FOLDER / f"{token(table)}.json"
+    with files.explained(path):
+        return _read(path)
+
+
+def _read(path: LogPath) -> TableSchema | None:
+    try:
+        return TableSchema.from_json(records.decode(path.read_bytes(), FORMAT))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None

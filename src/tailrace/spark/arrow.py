@@ -1,0 +1,21 @@
+"""Columns between Arrow and Spark, the same with every Spark that is supported: what they mean by default differs."""
+
+from __future__ import annotations
+
+import inspect
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import StructType
+
+
+def spark_schema(fields: pa.Schema) -> StructType:
+    """As a DataFrame has them. A time without a zone stays one."""
+    return from_arrow_schema(fields, prefer_timestamp_ntz=True)
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """As Spark takes them from a source; times with a zone in UTC."""
+    if "timezone" in inspect.signature(to_arrow_schema).parameters:
+        return to_arrow_schema(schema, timezone="UTC")
+    return to_arrow_schema(schema)  # until Spark 4.1 that was a switch, and on

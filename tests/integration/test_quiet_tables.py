@@ -1,0 +1,30 @@
+"""A table that is captured and never changed has columns for whoever reads its changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailrace.changelog.expected import expected
+from tailrace.changelog.reader import ChangeLog
+from tests.support.frames import frame, steps
+from tests.support.loads import Scene
+from tests.support.pipelines import eventually, execute
+
+
+def test_the_capture_notes_what_quiet_tables_look_like_and_what_comes_fits(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE quiet (id int PRIMARY KEY, at timestamp)", "CREATE TABLE busy (id int)")
+    with Scene(tmp_path, database) as scene:
+        log = scene.settings.log.path
+
+        def noted() -> set[str]:
+            return {str(shape.table) for shape in expected(log)}
+
+        assert eventually(lambda: {"public.quiet", "public.busy"} <= noted())
+        made = frame(log, table="public.quiet")
+        assert made.fields.names[-2:] == ["id", "at"]
+        assert steps(made) == []
+        execute(database, "CREATE TABLE later (id int PRIMARY KEY)", "INSERT INTO quiet VALUES (1, now())")
+        assert eventually(lambda: "public.later" in noted()), "one that is made meanwhile"
+        scene.wait_for_capture()
+    assert [row["id"] for _, rows in steps(made) for row in rows] == [1]
+    assert ChangeLog.open(log).numbers("public.quiet"), "by now the log knows it by its rows"
