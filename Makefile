@@ -10,6 +10,7 @@ ROUNDS ?= 10
 JOBS ?= 3
 SECONDS ?= 600
 VERSIONS ?= 15 16 18
+ONLY ?= postgres spark iceberg connect
 
 help: ## Show this list
 	@echo "Usage: make TARGET [ARGS=...]"
@@ -36,10 +37,10 @@ demo: setup ## A shop in a PostgreSQL of its own, mirrored live (ARGS="--seconds
 bench: setup ## Measure against pg_recvlogical and Debezium; writes docs/benchmarks.md
 	@$(PY) -m benchmarks all --write docs/benchmarks.md $(ARGS)
 
-matrix: setup ## Run the tests that talk to a server on every PostgreSQL at hand (VERSIONS="15 16 18")
-	@TAILRACE_THOROUGH=1 $(PY) tools/matrix.py $(VERSIONS) -- $(ARGS)
+matrix: setup ## Every cell of docs/reference/support.md, with a table at the end (ONLY="spark", VERSIONS="15 16 18")
+	@TAILRACE_THOROUGH=1 $(PY) -m tools.matrix --only "$(ONLY)" $(VERSIONS) -- $(ARGS)
 
-engines: setup ## Hold Spark's connectors to the tests of lake tables, each in an environment of its own (.venv-spark, .venv-iceberg)
+engines: setup ## Tests with another Spark: Delta's connector, Iceberg's, Connect; each in an environment of its own (.venv-spark, …)
 	@$(PY) tools/engines.py $(ARGS)
 
 soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other readers at length
@@ -47,7 +48,7 @@ soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other reader
 		$(PY) -m pytest tests/crash tests/oracle tests/integration/test_loading.py \
 		tests/integration/test_load_modes.py tests/integration/test_load_manners.py \
 		tests/integration/test_snapshot_command.py tests/integration/test_read_format.py \
-		tests/integration/test_benches.py --timeout=0 $(ARGS)
+		tests/integration/test_benches.py tests/integration/test_clusters.py --timeout=0 $(ARGS)
 
 fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, ARGS="--target decode --keep")
 	@nice -n 10 $(PY) tools/fuzz.py --seconds $(SECONDS) $(ARGS)
@@ -55,7 +56,7 @@ fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, 
 clean: ## Remove caches and build leftovers; .venv stays
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@rm -rf spark-warehouse metastore_db derby.log
-	@find src tests benchmarks tools -type d -name __pycache__ -prune -exec rm -rf {} +
+	@find src tests benchmarks tools examples -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## Remove .venv too
-	@rm -rf .venv .venv-debezium .venv-spark .venv-iceberg
+	@rm -rf .venv .venv-debezium .venv-spark .venv-iceberg .venv-connect

@@ -1,9 +1,10 @@
-"""Run the tests of lake tables with Spark's connectors: `engines.py [spark|iceberg] [pytest's arguments]`.
+"""Run tests with another Spark than all others: `engines.py [spark|iceberg|connect] [pytest's arguments]`.
 
 There is no connector for the Spark that everything else is tested with, so each gets an environment of its own,
-`.venv-spark` for Delta's and `.venv-iceberg` for Iceberg's, with one that has. Where that, or the connector's jars,
-cannot be had, the last line says so and the rest passes: what is skipped never counts as a pass. Tests learn of the
-engine from TAILRACE_TEST_ENGINE.
+`.venv-spark` for Delta's and `.venv-iceberg` for Iceberg's, with one that has. Spark Connect needs pandas, which
+nothing of ours may, so it has one as well, `.venv-connect`. Where that, or the connector's jars, cannot be had, the
+last line says so and the rest passes: what is skipped never counts as a pass. Tests learn of who writes tables from
+TAILRACE_TEST_ENGINE.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ICEBERG_TESTS = (
     "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
     "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
 )  # fmt: skip
+CONNECT_TESTS = ("tests/integration/test_connect.py", "tests/integration/test_declarative.py")
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
     "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
@@ -46,23 +48,29 @@ FEATURED = (
     "tests/contract/test_partitions.py",
 )  # fmt: skip
 """Once more, with tables that have these features."""
+PASSED, FAILED, SKIPPED = "passed", "FAILED", "SKIPPED, NOT TESTED"
 PROBE = "from tests.support.engines import session; session().sql('select 1').collect()"
+JARS = "Spark's {} connector could not be loaded: are its jars to be had?"
 INSTALL_SECONDS_MAX, PROBE_SECONDS_MAX = 1800, 600
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Who writes the tables under test, and what that needs."""
+    """Which Spark, who writes the tables under test, and what that needs."""
 
     name: str
-    """As TAILRACE_TEST_ENGINE says it."""
-    connector: str
+    title: str
+    missing: str
+    """Why, most likely, when the environment is there and the probe fails."""
     venv: Path
     needs: tuple[str, ...]
     tests: tuple[str, ...]
     featured: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     """For pytest."""
+    writer: str = "delta-rs"
+    """As TAILRACE_TEST_ENGINE says it."""
+    probe: str = PROBE
 
     @property
     def python(self) -> Path:
@@ -73,14 +81,22 @@ ENGINES = {
     engine.name: engine
     for engine in (
         Engine(
-            name="spark", connector="Delta", needs=("pyspark>=4.2,<4.3",), tests=SPARK_TESTS, featured=FEATURED,
+            name="spark", title="Spark 4.2, Delta connector", missing=JARS.format("Delta"), writer="spark",
+            needs=("pyspark>=4.2,<4.3",), tests=SPARK_TESTS, featured=FEATURED,
             venv=Path(os.environ.get("TAILRACE_SPARK_VENV", ROOT / ".venv-spark")),
         ),
         Engine(
-            name="iceberg", connector="Iceberg", needs=("pyspark>=4.1,<4.2", "pyiceberg>=0.12,<0.13"),
+            name="iceberg", title="Spark 4.1, Iceberg connector", missing=JARS.format("Iceberg"), writer="iceberg",
+            needs=("pyspark>=4.1,<4.2", "pyiceberg>=0.12,<0.13"),
             venv=Path(os.environ.get("TAILRACE_ICEBERG_VENV", ROOT / ".venv-iceberg")), tests=ICEBERG_TESTS,
             # PySpark 4.1 leaves the socket of a `collect` to the garbage collector.
             flags=("-W", "ignore:unclosed <socket:ResourceWarning"),
+        ),
+        Engine(
+            name="connect", title="Spark 4.3, Connect and declarative pipelines", tests=CONNECT_TESTS,
+            missing="what Spark Connect needs could not be imported",
+            needs=("pyspark[connect,pipelines]>=4.3,<4.4",), probe="import grpc_status, pandas, google.rpc, zstandard",
+            venv=Path(os.environ.get("TAILRACE_CONNECT_VENV", ROOT / ".venv-connect")),
         ),
     )
 }  # fmt: skip
@@ -89,21 +105,24 @@ ENGINES = {
 def main(arguments: list[str]) -> int:
     """0 if every test passed, or if there is nothing to run them with."""
     named = [ENGINES[name] for name in arguments[:1] if name in ENGINES]
-    return max(_held(engine, arguments[len(named) :]) for engine in named or ENGINES.values())
+    verdicts = [held(engine, arguments[len(named) :]) for engine in named or ENGINES.values()]
+    return 1 if any(verdict.startswith(FAILED) for verdict in verdicts) else 0
 
 
-def _held(engine: Engine, arguments: Sequence[str]) -> int:
-    """One engine, held to the tests."""
+def held(engine: Engine, arguments: Sequence[str]) -> str:
+    """What became of one engine, held to the tests."""
     if not _have(engine, ["-c", "import pyspark, tailrace, pytest"], 120) and not _install(engine):
         return _skipped(engine, f"no environment with {', '.join(engine.needs)} could be made at {engine.venv}")
-    if not _have(engine, ["-c", PROBE], PROBE_SECONDS_MAX):
-        return _skipped(engine, f"Spark's {engine.connector} connector could not be loaded: are its jars to be had?")
+    if not _have(engine, ["-c", engine.probe], PROBE_SECONDS_MAX):
+        return _skipped(engine, engine.missing)
     if any(argument.startswith("tests/") for argument in arguments):
-        return _test(engine, arguments)
-    code = _test(engine, [*engine.tests, *arguments])
-    if engine.featured:
-        code = max(code, _test(engine, [*engine.featured, *arguments], TAILRACE_TEST_FEATURES=FEATURES))
-    return code
+        codes = [_test(engine, arguments)]
+    else:
+        codes = [_test(engine, [*engine.tests, *arguments])]
+        if engine.featured:
+            codes.append(_test(engine, [*engine.featured, *arguments], TAILRACE_TEST_FEATURES=FEATURES))
+    failed = [str(code) for code in codes if code]
+    return f"{FAILED} (exit code {', '.join(failed)})" if failed else PASSED
 
 
 def _test(engine: Engine, arguments: Sequence[str], **environment: str) -> int:
@@ -148,13 +167,13 @@ def _have(engine: Engine, arguments: list[str], seconds: float) -> bool:
 
 
 def _environment(engine: Engine) -> dict[str, str]:
-    return {**os.environ, "TAILRACE_TEST_ENGINE": engine.name, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    return {**os.environ, "TAILRACE_TEST_ENGINE": engine.writer, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 
 
-def _skipped(engine: Engine, why: str) -> int:
+def _skipped(engine: Engine, why: str) -> str:
     left = "\n".join(f"  {name}" for name in dict.fromkeys((*engine.tests, *engine.featured)))
-    print(f"\nengines: these were not run:\n{left}\nengines: SKIPPED, NOT TESTED: {why}", file=sys.stderr, flush=True)
-    return 0
+    print(f"\nengines: these were not run:\n{left}\nengines: {SKIPPED}: {why}", file=sys.stderr, flush=True)
+    return f"{SKIPPED}: {why}"
 
 
 if __name__ == "__main__":

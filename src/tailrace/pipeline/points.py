@@ -88,7 +88,7 @@ def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -
 
 
 def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
-    from tailrace.spark.frames import spark_schema
+    from tailrace.spark.arrow import spark_schema
     from tailrace.spark.rows import no_rows, with_partitions
 
     if needs_connector(path, version):

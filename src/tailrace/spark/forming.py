@@ -14,7 +14,8 @@ from pyspark.sql import functions as f
 
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.spark.frames import all_of, bits, merge_statement, named, own_columns, quoted, spark_schema
+from tailrace.spark.arrow import spark_schema
+from tailrace.spark.frames import all_of, bits, merge_statement, named, own_columns, quoted
 from tailrace.tables.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
 from tailrace.tables.forms import CURRENT, VALID_FROM, VALID_TO, Form, TableMode
 from tailrace.tables.refresh import Keeping

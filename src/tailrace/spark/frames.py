@@ -9,16 +9,9 @@ import pyarrow as pa
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
-from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import StructType
 
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.fold import DELETE, UPSERT, key_ordinals
-
-
-def spark_schema(fields: pa.Schema) -> StructType:
-    """Arrow's fields as Spark's."""
-    return StructType(list(from_arrow_schema(fields)))
 
 
 def quoted(name: str) -> str:

@@ -29,11 +29,12 @@ from pyspark.sql.types import StructType
 
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, ForeignWrite, TableFailed, Unsupported
 from tailrace.model.schema import Column, TableSchema
+from tailrace.spark.arrow import spark_schema
 from tailrace.spark.connector import TABLE_SETTINGS
 from tailrace.spark.copies import without
 from tailrace.spark.folding import ROWS_AT_ONCE_MAX, FoldedFiles, file_fields, write_folded
 from tailrace.spark.forming import BACK, difference, in_partitions, merge_for, timed
-from tailrace.spark.frames import all_of, as_table, named, own_columns, spark_schema
+from tailrace.spark.frames import all_of, as_table, named, own_columns
 from tailrace.spark.rows import no_rows, refuse_misfit_rows, staged_rows
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import REPLACE_HINT, Position, Written

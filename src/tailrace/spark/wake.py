@@ -36,7 +36,9 @@ class Wake:
         """Start a query that listens. Each of its micro-batches says how far to go, and is to be answered."""
         host, port = self._server.getsockname()
         lines = spark.readStream.format("socket").option("host", host).option("port", port).load()
-        return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", str(checkpoint)).start()
+        # By its address: a cluster's own file system would take a bare path for one of its own.
+        place = checkpoint.absolute().as_uri()
+        return lines.writeStream.foreachBatch(on_batch).option("checkpointLocation", place).start()
 
     def heard(self) -> int | None:
         """The commit to go to at least, known without a Spark job that reads it; None: a query begins with a
