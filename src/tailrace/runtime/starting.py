@@ -45,10 +45,10 @@ def begin(
         try:
             found = snapshots.resume(found)
         except TailraceError as error:
-            given_up = snapshots.failed(found, error)
-            if given_up is None:
+            if not snapshots.broke(error):
                 raise
-            found = given_up
+            snapshots.give_up(error)
+            found = replace(found, scan=None)
     elif place is None and (bulk or live):
         found = snapshots.begin(found, bulk or live, live=not bulk)
     if found != place:

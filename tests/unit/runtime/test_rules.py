@@ -291,6 +291,23 @@ def test_rows_are_numbered_without_a_gap_behind_a_filter_and_a_prefix_counts_wha
     runtime.stop()
 
 
+def test_a_rule_that_halts_every_poll_is_a_stall_until_something_is_delivered(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store, NUMBERS)
+    source.commit(some(1))
+    for _ in range(2):
+        with pytest.raises(TransformFailed) as halted:
+            runtime.poll()
+        health = runtime.health()
+        assert (health.verdict, health.remedy) == (observing.Verdict.STALLED, halted.value.hint)
+        assert "could not be applied" in health.reason
+    runtime.enqueue(people((2, "7", "DE")))
+    runtime.poll()
+    assert runtime.health().verdict is observing.Verdict.HEALTHY
+    runtime.force_stop()
+
+
 # --- halting ------------------------------------------------------------------------------------------------------
 
 
