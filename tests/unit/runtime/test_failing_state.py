@@ -6,9 +6,10 @@ from datetime import datetime
 
 import pytest
 
+from tailrace.capture.base import SourceId
 from tailrace.capture.memory import MemoryCapture
-from tailrace.errors import SourceTableMissing, StateFull, Unacknowledged
-from tailrace.model.position import ZERO
+from tailrace.errors import SourceTableMissing, StateFull, Unacknowledged, Unsupported
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.runtime import observing
 from tailrace.runtime.batch import Kind, Limits, Transactions
@@ -18,6 +19,7 @@ from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import Checkpoint, Position
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.state.history import MemorySchemaHistory, SchemaVersion
+from tailrace.testing.faults import FaultyStore, fail
 from tailrace.transforms.rules import Filter, Transforms
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of, until
@@ -267,4 +269,45 @@ def test_stop_counts_the_rest_of_a_batch_that_was_accepted_in_part(source: Memor
     assert refused.value.fields["handed_out"] == 3
     assert runtime.control.status().unacknowledged == 3
     runtime.commit(runtime.poll().ack)
+    runtime.stop()
+
+
+# --- a first start ------------------------------------------------------------------------------------------------
+
+
+class Slotted(MemoryCapture):
+    """Makes something at its server for a stream that is new."""
+
+    slots = 0
+
+    def prepare(self, position: Lsn | None, origin: SourceId | None = None) -> Lsn | None:
+        self.slots += position is None
+        return super().prepare(position, origin)
+
+    def unprepare(self) -> None:
+        self.slots -= 1
+
+
+def test_a_first_start_that_fails_leaves_nothing_at_the_source(store: Store) -> None:
+    source = Slotted()
+    with pytest.raises(Unsupported):
+        CdcRuntime(source, store, snapshot_tables=(SHOP.table,)).start()
+    assert source.slots == 0
+    runtime = CdcRuntime(source, store)
+    store.failures = 1
+    with pytest.raises(StateFull):
+        runtime.start()
+    assert source.slots == 0
+    runtime.start()
+    runtime.stop()
+    assert source.slots == 1
+
+
+def test_a_first_start_whose_checkpoint_is_there_after_all_keeps_what_it_made() -> None:
+    source = Slotted()
+    runtime = CdcRuntime(source, FaultyStore(MemoryCheckpointStore(), fail("save", error=full(), acted=True)))
+    with pytest.raises(StateFull):
+        runtime.start()
+    assert source.slots == 1
+    runtime.start()
     runtime.stop()
