@@ -1,6 +1,7 @@
 """How a runtime begins: it finds its place, gets the source ready for it, and takes up a snapshot that was under way.
 
-In that order; what was made at a source for a start that failed is taken back. A place that cannot be read is an error, never "none". What is new is on record before its first row.
+In that order. A place that cannot be read is an error, never "none". What is new is on record before its first row;
+what was made at a source for a start that failed is taken back.
 """
 
 from __future__ import annotations
