@@ -215,7 +215,7 @@ def test_a_snapshot_whose_key_a_rule_hides_goes_on_behind_it_and_the_stream_is_h
     wanted = [hashlib.sha256(str(key).encode()).hexdigest() for key in [*range(2, 401, 2), 1000]]
     assert [event.values["number"] for event in events] == wanted
     assert [event.seq for event in events] == list(range(201))
-    assert all(event.values["name"][:5] == b"\x01\x03new" and b"plain" not in event.values["name"] for event in events)
+    assert all(event.values["name"][:5] == b"\x02\x03new" and b"plain" not in event.values["name"] for event in events)
 
 
 def test_a_source_that_has_rules_streams_nothing_in_plain_and_is_not_scanned(

@@ -130,7 +130,7 @@ def test_lesson_7_nothing_that_is_encrypted_comes_out_in_plain(
     found = take(runtime)
     assert [key for batch in found for key in keys_of(batch)] == [1, 2, 3, 4]
     for value in values(found, "mail") + values(found, "country"):
-        assert value[0:2] == b"\x01\x03", "the format and the length of the key's id"
+        assert value[0:2] == b"\x02\x03", "the format and the length of the key's id"
         assert b"mail" not in value
     runtime.stop()
 
