@@ -91,8 +91,8 @@ def _require_whole(event: Event) -> None:
     if event.kept_for is not None or (event.moved_from is not None and event.unchanged):
         raise ConfigError(
             "half of a change of key was injected", table=event.table, columns=", ".join(event.unchanged),
-            hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one by "
-            "one the values that the server did not send are lost.",
+            hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one "
+            "by one the values that the server did not send are lost.",
         )  # fmt: skip
 
 

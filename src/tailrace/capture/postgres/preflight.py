@@ -372,8 +372,9 @@ def ensure_slot(
                 raise SourceNotReady(
                     "the replication slot is there already, and no checkpoint says how far it was read",
                     slot=settings.slot,
-                    hint="Are the checkpoint's folder and key the right ones, and does no other program read it? If it is "
-                    f"nobody's: SELECT pg_drop_replication_slot('{settings.slot}');  or `PostgresSettings(slot_anew=True)`.",
+                    hint="Are the checkpoint's folder and key the right ones, and does no other program read it? "
+                    f"If it is nobody's, run SELECT pg_drop_replication_slot('{settings.slot}'); "
+                    "or give `PostgresSettings(slot_anew=True)`.",
                 )
             drop_slot(connection, settings.slot, take_over=take_over)
             slot = None
