@@ -13,7 +13,8 @@ def test_my_sink(check, tmp_path):
 ```
 
 `SINK` is for all of them. `EXACTLY_ONCE` is for one that stores `_seq` beside its rows and so takes a batch once,
-however often it comes: give `by_seq` too. `MIRROR` is for one that keeps the last state of a table's rows: give `rows` instead of `kept`.
+however often it comes: give `by_seq` too. `MIRROR` is for one that keeps the last state of a table's rows: give `rows`
+instead of `kept`.
 """
 
 from __future__ import annotations

@@ -10,13 +10,14 @@ from tailrace.capture.base import SourceId
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import SourceTableMissing, StateFull, Unacknowledged, Unsupported
 from tailrace.model.position import ZERO, Lsn
+from tailrace.model.positions import Position
 from tailrace.model.schema import TableSchema
 from tailrace.runtime import observing
 from tailrace.runtime.batch import Kind, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observing import Fact
 from tailrace.runtime.sinks import MemorySink
-from tailrace.state.checkpoint import Checkpoint, Position
+from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.state.history import MemorySchemaHistory, SchemaVersion
 from tailrace.testing.faults import FaultyStore, fail
@@ -160,7 +161,7 @@ def test_no_chunk_takes_the_numbers_of_rows_that_were_handed_out(source: MemoryC
 
 def test_the_end_of_a_transaction_whose_rows_are_acknowledged_is_not_lost_with_its_checkpoint(store: Store) -> None:
     source = MemoryCapture(part_rows_max=2)
-    first_two = Transforms(rules=[Filter(name="first two", where="id < 2")])
+    first_two = Transforms(rules=(Filter(name="first two", where="id < 2"),))
     split = Limits(rows=2, transactions=Transactions.SPLIT)
     runtime = CdcRuntime(source, store, limits=split, transforms=first_two)
     runtime.start()
