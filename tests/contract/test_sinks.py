@@ -97,7 +97,11 @@ def sqlite(folder: Path) -> Open:
         with sqlite3.connect(folder / "out.db") as reader:
             return [seq for (seq,) in reader.execute("SELECT seq FROM changes ORDER BY seq")]
 
-    return lambda: SinkAt(SqliteSink(folder / "out.db"), kept=kept)
+    def by_seq() -> dict[int, dict[str, Any]]:
+        with sqlite3.connect(folder / "out.db") as reader:
+            return {seq: json.loads(line)["after"] for seq, line in reader.execute("SELECT seq, line FROM changes")}
+
+    return lambda: SinkAt(SqliteSink(folder / "out.db"), kept=kept, by_seq=by_seq)
 
 
 SINKS = {
@@ -149,7 +153,9 @@ def test_a_mirror_promises(check: Check[SinkAt]) -> None:
 def at_new(sink: Callable[[], Any], kept: Callable[[Any], Sequence[int]]) -> Callable[[], Open]:
     def place() -> Open:
         made = sink()
-        return lambda: SinkAt(made, kept=lambda: kept(made))
+        return lambda: SinkAt(
+            made, kept=lambda: kept(made), by_seq=lambda: {event.seq: event.values for event in made.events()}
+        )
 
     return place
 
@@ -172,6 +178,21 @@ def test_a_sink_that_breaks_promises_is_told_all_of_them_at_once() -> None:
         "a batch that comes again after its flush is there once",
         "a batch that comes again after a restart is there once",
     ]
+
+
+class InsertIfAbsent(MemorySink):
+    """Skips a batch whose first number it has."""
+
+    def write(self, batch: Batch) -> tuple[()]:
+        known = {event.seq for event in self.events()}
+        return () if next(batch.events()).seq in known else super().write(batch)
+
+
+def test_a_sink_that_skips_numbers_which_it_has_is_told_so() -> None:
+    with pytest.raises(ContractBroken) as caught:
+        check_sink(at_new(InsertIfAbsent, lambda sink: sorted(event.seq for event in sink.events())), *EXACTLY_ONCE)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("a row with the number of one that was not acknowledged takes its place")
 
 
 class DeletesFirst(Tables):

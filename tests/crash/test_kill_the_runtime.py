@@ -23,7 +23,7 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.state.checkpoints import FileCheckpointStore
 from tailrace.transforms.encryption import bound_to
 from tests.support.databases import database
-from tests.support.runtime_worker import KEY_ID, KEY_VARIABLE, forked
+from tests.support.runtime_worker import ITEMS, KEY_ID, KEY_VARIABLE, forked
 
 ROOT = Path(__file__).parents[2]
 SCANNING = "runtime.scan_saved"
@@ -123,10 +123,10 @@ def test_killed_before_the_acknowledgement_the_batch_comes_again_whole(url: str,
 def test_killed_before_the_acknowledgement_every_value_that_comes_again_is_encrypted(url: str, tmp_path: Path) -> None:
     names = killed_before_the_acknowledgement(url, tmp_path, "encrypt", **{KEY_VARIABLE: KEY.hex()})
     sealed = [bytes.fromhex(name) for name in names]
-    head = bytes([1, len(KEY_ID)]) + KEY_ID.encode()
+    head = bytes([2, len(KEY_ID)]) + KEY_ID.encode()
     assert all(value.startswith(head) and b"name" not in value for value in sealed)
     opened = [
-        AESGCM(KEY).decrypt(rest[:12], rest[12:], bound_to("public.items", "name")).decode()
+        AESGCM(KEY).decrypt(rest[:12], rest[12:], bound_to(ITEMS, "name")).decode()
         for value in sealed
         if (rest := value.removeprefix(head))
     ]

@@ -17,7 +17,7 @@ import pytest
 
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.errors import TableUnpublished, Unsupported
+from tailrace.errors import SourceNotReady, TableUnpublished, Unsupported
 from tailrace.model.mirror import Mirror as TableMirror
 from tailrace.model.schema import TableId
 from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
@@ -215,7 +215,7 @@ def test_a_snapshot_whose_key_a_rule_hides_goes_on_behind_it_and_the_stream_is_h
     wanted = [hashlib.sha256(str(key).encode()).hexdigest() for key in [*range(2, 401, 2), 1000]]
     assert [event.values["number"] for event in events] == wanted
     assert [event.seq for event in events] == list(range(201))
-    assert all(event.values["name"][:5] == b"\x01\x03new" and b"plain" not in event.values["name"] for event in events)
+    assert all(event.values["name"][:5] == b"\x02\x03new" and b"plain" not in event.values["name"] for event in events)
 
 
 def test_a_source_that_has_rules_streams_nothing_in_plain_and_is_not_scanned(
@@ -334,6 +334,24 @@ def test_a_table_without_a_key_is_read_in_one_snapshot_or_not_at_all(
         again.commit(batch.ack)
     assert sorted(found) == list(range(1, 52))
     again.force_stop()
+
+
+def test_a_slot_that_no_checkpoint_tells_of_is_not_touched_unless_told(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = CdcRuntime(source, store)
+    runtime.start()
+    runtime.stop()
+    slots = "select slot_name, confirmed_flush_lsn from pg_replication_slots"
+    before = sql(source, slots)
+    with pytest.raises(SourceNotReady, match="no checkpoint") as refused:
+        CdcRuntime(source, store, key="mistyped").start()
+    assert "pg_drop_replication_slot('library')" in refused.value.hint
+    assert sql(source, slots) == before
+    told = CdcRuntime(PostgresCapture(replace(source.settings, slot_anew=True)), store, key="other")
+    told.start()
+    told.stop()
+    assert sql(source, slots) != before
 
 
 def test_a_table_that_is_not_published_is_not_read(source: PostgresCapture, store: MemoryCheckpointStore) -> None:

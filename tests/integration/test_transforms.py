@@ -22,7 +22,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
-from tailrace.transforms.encryption import bound_to, decrypt
+from tailrace.transforms.encryption import bounds_of, decrypt
 from tailrace.transforms.rules import KeySource
 from tailrace.transforms.secrets import Keyring
 from tests.support.loads import Local, Scene, life, once, wait_for_state
@@ -77,7 +77,7 @@ def number(key: int) -> str:
 
 def opened(sealed: list[bytes]) -> set[str]:
     ring = Keyring({"main": KeySource(env="K")}, {"K": KEY})
-    plain, failed = decrypt(pa.array(sealed, pa.binary()), ring.cipher, bound_to("public.users", "ssn"))
+    plain, failed = decrypt(pa.array(sealed, pa.binary()), ring.cipher, bounds_of([TableId("public", "users")], "ssn"))
     assert not failed.any()
     return {text.decode() for text in plain.to_pylist()}
 

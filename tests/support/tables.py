@@ -79,7 +79,7 @@ class Scene:
         names = {TableId(self.name, name) for name in named}
         return PostgresSettings(
             url=self._server.url(), wanted=wanted or (lambda table: table.schema in self._schemas),
-            named=names.__contains__, slot=self.name, publication=self.name, publication_create=not own,
+            named=names.__contains__, slot=self.name, slot_anew=True, publication=self.name, publication_create=not own,
         )  # fmt: skip
 
     def schema(self, ending: str) -> str:

@@ -81,6 +81,7 @@ def test_the_code_of_the_guide_to_the_library_runs_from_top_to_bottom(
     assert "['SENT']" in said
     assert "[('shop.orders', 7)] [('numbers'," in said
     assert '"op":"insert"' in said
+    assert "\npublic.orders 7\n" in said
     assert said.endswith("running healthy\ninjected\nNone 0 0\n")
 
 

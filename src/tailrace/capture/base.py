@@ -126,6 +126,15 @@ class Anchored(Protocol):
 
 
 @runtime_checkable
+class Undoing(Protocol):
+    """An anchored source that makes something at its server when it gets ready for a stream that is new."""
+
+    def unprepare(self) -> None:
+        """Take that back: the start failed, and nothing knows of it. Called only after a `prepare` without a position
+        that has succeeded."""
+
+
+@runtime_checkable
 class OfTimeline(Protocol):
     """A stream that knows the history its positions are of."""
 

@@ -7,8 +7,10 @@ nothing is kept for it. When nobody reads any more (`| head`) it ends.
 from __future__ import annotations
 
 import argparse
+import functools
 import heapq
 import json
+import logging
 import os
 import sys
 import time
@@ -16,11 +18,13 @@ from collections.abc import Callable, Iterator
 
 from tailrace.changelog.reader import ChangeLog
 from tailrace.cli.logs import one_line
-from tailrace.errors import ExitCode, LogTrimmed
+from tailrace.errors import ConfigError, ExitCode, LogTrimmed
 from tailrace.model.change import Operation
 from tailrace.model.encode import to_debezium_line, to_json, to_json_line
 from tailrace.model.event import Event, Row
 from tailrace.pipeline.settings import PipelineSettings, is_named
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
 """Between two looks for a new commit."""
@@ -30,6 +34,7 @@ _WIDTH = max(len(operation.value) for operation in Operation)
 def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Print changes until told to stop or, with `--until-caught-up`, until all that is there was printed."""
     log = ChangeLog.open(settings.log.path)
+    _require_known(log, arguments.tables)
     encode = to_debezium_line if arguments.debezium else to_json_line if arguments.json else line
     done = log.trimmed().commit if arguments.from_start else log.newest()
     try:
@@ -47,6 +52,22 @@ def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
         return ExitCode.OK
     except KeyboardInterrupt:
         return ExitCode.OK
+
+
+def _require_known(log: ChangeLog, tables: list[str]) -> None:
+    """Refuse names that can never be a table's; warn of those that are none's now."""
+    log.schemas.load()
+    for name in tables:
+        if "." not in name:
+            raise ConfigError(
+                "a table's name has its schema", table=name,
+                hint=f"Write `public.{name}`, or `*.{name}` for any schema.",
+            )  # fmt: skip
+        if not log.schemas.matching(functools.partial(is_named, name)):
+            logger.warning(
+                "the log has no rows of such a table yet",
+                extra={"table": name, "hint": "`tailrace log FILE show` lists those it has; case counts."},
+            )
 
 
 def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:

@@ -25,7 +25,7 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
         messages=functools.partial(matches_message, source) if source.messages else None,
         origins=source.origin == "any", invalid_text_replaced=source.invalid_text == "replace",
         standby=settings.load.standby,
-        slot=slot.name or f"tailrace_{log_id}", slot_create=slot.create,
+        slot=slot.name or f"tailrace_{log_id}", slot_create=slot.create, slot_anew=True,
         publication=publication.name or f"tailrace_{log_id}", publication_create=publication.create,
     )  # fmt: skip
     if not settings.transforms:

@@ -115,12 +115,9 @@ class Control:
                 self._wishes.appendleft(wish)
 
     def is_given_up(self, snapshot: str) -> bool:
-        """Whether somebody has stopped this snapshot, which is under way."""
+        """Whether somebody has stopped this snapshot, which is under way. It stays so until it is over."""
         with self._changed:
-            found = self._stop_under_way or snapshot in self._stopped
-            if found:
-                self._forget_stops()
-            return found
+            return self._stop_under_way or snapshot in self._stopped
 
     def _forget_stops(self) -> None:
         self._stop_under_way = False

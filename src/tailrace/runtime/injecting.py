@@ -3,6 +3,7 @@
 They pass the same rules as everything else, in the order of their coming, and one that a rule halts at is passed by
 nothing. They carry no position and are not kept, so they are not counted among the rows that are: their `_seq` is a
 number below zero, which no change of the source has. It grows, and stays the same when a sink is given them again.
+Both rows of a key that changed come in one batch, or not at all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from tailrace.errors import RuntimeRefused
+from tailrace.errors import ConfigError, RuntimeRefused
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
@@ -39,6 +40,8 @@ class Injected:
     def add(self, changes: ChangeBatch | Event) -> None:
         if len(self._waiting) >= INJECTED_MAX:
             raise RuntimeRefused("too much was injected and not polled", hint="Poll before injecting more.")
+        if isinstance(changes, Event):
+            _require_whole(changes)
         batch = batch_of_event(changes) if isinstance(changes, Event) else changes
         if len(batch):
             self._waiting.append(self._numbered(batch))
@@ -81,6 +84,16 @@ class Injected:
     @property
     def rows(self) -> int:
         return sum(map(len, tuple(self._waiting)))
+
+
+def _require_whole(event: Event) -> None:
+    """What the server did not send of a row that moved is taken from the old row, which only a batch of both keeps."""
+    if event.kept_for is not None or (event.moved_from is not None and event.unchanged):
+        raise ConfigError(
+            "half of a change of key was injected", table=event.table, columns=", ".join(event.unchanged),
+            hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one "
+            "by one the values that the server did not send are lost.",
+        )  # fmt: skip
 
 
 def batch_of_event(event: Event) -> ChangeBatch:

@@ -60,11 +60,14 @@ class StoreKeeper:
 
     def __init__(self, store: CheckpointStore, key: str) -> None:
         self._store, self._key = store, check_key(key)
+        self._kind = "custom"
+        """What the checkpoint calls a source that does not say which it is."""
 
     def load(self) -> Place | None:
         checkpoint = self._store.load(self._key)
         if checkpoint is None:
             return None
+        self._kind = checkpoint.source_type
         if not isinstance(checkpoint.position, Lsn):
             raise StateForeign(
                 "the checkpoint counts in positions that this source does not have", key=self._key,
@@ -80,7 +83,7 @@ class StoreKeeper:
             ) from error  # fmt: skip
 
     def save(self, place: Place) -> None:
-        kind = place.source.kind if place.source else "custom"
+        kind = place.source.kind if place.source else self._kind
         self._store.save(self._key, Checkpoint(
             source_type=_NAMES.get(kind, kind), position=place.position, metadata=_metadata(place),
             transaction=None if place.transaction is None else str(place.transaction),

@@ -27,6 +27,7 @@ from tailrace.errors import (
     RuntimeRefused,
     SinkError,
     SinkRejected,
+    StateError,
     TailraceError,
     TransformFailed,
     Unacknowledged,
@@ -115,12 +116,16 @@ class CdcRuntime:
         self._given: Batch | None = None
         self._taken = Window(start=ZERO, end=ZERO)
         """What was given, as the source had it."""
+        self._raised: TailraceError | None = None
+        """What the last poll has failed at."""
         self._halted: tuple[Kind, Window] | None = None
-        """What the transform has failed at."""
+        """What the schema history, or the transform, has failed at."""
         self._transform = transform
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
         self._part_rows = 0
         """Acknowledged, of a transaction of which the rest is to come."""
+        self._rest_rows = 0
+        """Handed out, and not among the first rows that were acknowledged: they are handed out again."""
         self._was_paused = False
         self.state = State.IDLE
         self.progress = Progress()
@@ -168,9 +173,9 @@ class CdcRuntime:
             if isinstance(error, TailraceError):
                 self._tell(facts.StartFailed(error=error))
             raise
-        self._place, self._given, self._part_rows = place, None, 0
+        self._place, self._given, self._part_rows, self._rest_rows = place, None, 0, 0
         self._buffer.forget(place.position, place.rows)
-        self._intake.outage = None
+        self._intake.outage = self._raised = None
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
         self.state = State.RUNNING
         self._tell(facts.Started(
@@ -180,7 +185,7 @@ class CdcRuntime:
     def stop(self) -> None:
         """Stop, unless something is not acknowledged."""
         self._require_running()
-        handed = self._given.rows if self._given else 0
+        handed = self._handed_out
         injected = self._injected.rows
         if handed or injected or self._part_rows:
             raise Unacknowledged(
@@ -211,17 +216,23 @@ class CdcRuntime:
 
     def _let_go(self) -> None:
         self.state = State.STOPPING
-        left = self._given.rows if self._given else 0
+        left = self._handed_out
         try:
             self._snapshots.close()
             self._intake.close()
         finally:
             self.progress.rows -= self._part_rows  # they come again
-            self._given, self._halted, self._part_rows = None, None, 0
+            self._given, self._halted, self._part_rows, self._rest_rows = None, None, 0, 0
             self.state = State.STOPPED
         self._rules.tell_unmatched()
         place = self._here
         self._tell(facts.Stopped(position=place.position, rows=place.rows, unacknowledged=left))
+
+    @property
+    def _handed_out(self) -> int:
+        """How many rows were, and are not acknowledged."""
+        given = self._given
+        return max(given.rows if given else 0, self._rest_rows)
 
     def _require_running(self) -> None:
         if self.state is not State.RUNNING:
@@ -236,11 +247,16 @@ class CdcRuntime:
         if self._given is not None:
             return self._given
         try:
-            return self._next_batch(READ_SECONDS if wait_seconds is None else wait_seconds)
-        except (TransformFailed, RuleInvalid) as error:
-            said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
-            self._tell(facts.RuleHalted(**said, error=error))
+            batch = self._next_batch(READ_SECONDS if wait_seconds is None else wait_seconds)
+        except TailraceError as error:
+            self._raised = error
+            if isinstance(error, (TransformFailed, RuleInvalid)):
+                said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
+                self._tell(facts.RuleHalted(**said, error=error))
             raise
+        if not self._was_paused:
+            self._raised = None
+        return batch
 
     def _next_batch(self, wait: float) -> Batch:
         if self._is_paused(wait):
@@ -250,7 +266,6 @@ class CdcRuntime:
         if injected := self._injected.next():
             return self._injection(injected)
         if (scanned := self._next_scanned(wait)) is not None:
-            self._shapes.see(scanned)
             return self._give(Kind.SNAPSHOT, scanned)
         if self._snapshots.blocks_stream:
             time.sleep(min(wait, SCAN_SECONDS))
@@ -258,7 +273,6 @@ class CdcRuntime:
         window = self._next_window(wait)
         if window is None:
             return empty(self.position)
-        self._shapes.see(window)
         self._snapshots.delivering(window)
         return self._give(Kind.STREAM, window)
 
@@ -287,7 +301,8 @@ class CdcRuntime:
     def _give(self, kind: Kind, window: Window) -> Batch:
         if not self._raw and window.batches:
             window = numbered(window, self._here.rows + self._part_rows)
-        self._halted = kind, window  # and it stays so if the transform fails: nothing passes it
+        self._halted = kind, window  # and it stays so if the history or the transform fails: nothing passes it
+        self._shapes.see(window)
         shown = transformed(window, self._transform)
         self._halted, self._taken = None, window
         self._number += 1
@@ -299,23 +314,24 @@ class CdcRuntime:
 
     def _next_scanned(self, wait_seconds: float) -> Window | None:
         """Rows that a snapshot reads; one that breaks is taken up again like a stream."""
+        if self._part_rows or self._rest_rows:
+            return None  # a batch is half acknowledged: whatever came now would have the numbers of its other half
         if not self._intake.may_try(wait_seconds):
             return None
         try:
-            if (place := self._snapshots.settled(self._here, self.control)) is not None:
-                self._save(place)
-                if not self._buffer and not self._buffer.gathering:
-                    self._buffer.forget(place.position, place.rows)  # a snapshot that begins again moves it
+            saved = self._snapshots.settle(self._here, self.control, self._save)
+            if saved and not self._buffer and not self._buffer.gathering:
+                self._buffer.forget(self.position, self._here.rows)  # a snapshot that begins again moves it
             return self._snapshots.next(self._here, self._limits, wait_seconds)
-        except (TransformFailed, RuleInvalid, SinkError) as error:  # the rules', not the source's: tried again
+        except (TransformFailed, RuleInvalid, SinkError, StateError) as error:  # not the source's: tried again
             self._intake.fail(error, keep=True)
-            return None
         except TailraceError as error:
-            if (given_up := self._snapshots.failed(self._here, error)) is not None:
-                self._save(given_up)
-            else:
+            if not self._snapshots.broke(error):
                 self._intake.fail(error)
-            return None
+                return None
+            self._save(replace(self._here, scan=None))
+            self._snapshots.give_up(error)
+        return None
 
     def _next_window(self, wait_seconds: float) -> Window | None:
         """What the next batch holds: what has come, and what comes while there is room and time."""
@@ -335,7 +351,12 @@ class CdcRuntime:
                 break  # a transaction is gathered that has not ended
         found = self._buffer.next()
         if found is not None and not found.rows and not self._raw:
-            self._settle(found)  # a transaction of which all rows were acknowledged has ended
+            try:
+                self._settle(found)  # a transaction of which all rows were acknowledged has ended
+            except BaseException:
+                if self._part_rows:
+                    self._buffer.put_back(found)
+                raise
             return None
         return found
 
@@ -410,6 +431,7 @@ class CdcRuntime:
             if self._given is not None:
                 self._buffer.take_back()  # nothing was acknowledged
             raise
+        self._rest_rows = max(self._rest_rows, rest.rows)
         failpoints.hit("runtime.prefix_saved")
         if not taken[0].open:
             self._release(taken[0].end)
@@ -449,6 +471,7 @@ class CdcRuntime:
 
     def _count(self, window: Window) -> None:
         self._given = None
+        self._rest_rows = max(0, self._rest_rows - window.rows)
         self.progress.transactions += window.transactions
         self.progress.rows += window.rows
         self.progress.windows += 1
@@ -469,7 +492,7 @@ class CdcRuntime:
         place = self._here
         if self._buffer.lose(place.position, place.rows):
             self.progress.rows -= self._part_rows
-            self._part_rows = 0
+            self._part_rows = self._rest_rows = 0
 
     def _on_lost(self, error: TailraceError, wait_seconds: float) -> None:
         self.progress.last_error, self.progress.reconnects = error, self._intake.reconnects
@@ -557,18 +580,18 @@ class CdcRuntime:
         given = self._given
         return judge(
             state=None if self.state is State.RUNNING else self.state.value, paused=self.control.paused,
-            error=self._intake.outage.error if self._intake.outage else None,
+            error=self._intake.outage.error if self._intake.outage else self._raised,
             unacknowledged=given.rows if given else None, given_seconds=now - self._given_at,
             polled_seconds=now - self._polled_at, quiet_seconds=now - self._last_commit,
             reading=self._snapshots.under_way, limit_seconds=self._stalled_seconds,
         )  # fmt: skip
 
     def _status(self) -> Status:
-        place, given = self._place, self._given
+        place = self._place
         return Status(
             state=self.state.value, paused=self.control.paused, position=str(place.position) if place else None,
             rows=place.rows if place else 0, transactions=place.transactions if place else 0,
-            unacknowledged=(given.rows if given else 0) + self._part_rows, buffered=self._buffer.rows,
+            unacknowledged=self._handed_out + self._part_rows, buffered=self._buffer.rows,
             injected=self._injected.rows, reconnects=self._intake.reconnects,
             snapshot=self._snapshots.told, health=self.health(),
         )  # fmt: skip

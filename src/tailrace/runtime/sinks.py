@@ -2,7 +2,8 @@
 
 What a sink must promise: `write` takes a batch whole or raises; it may keep it in memory. When `flush` has returned,
 everything written before is as durable as the sink ever makes it. A batch may come again, and then comes with the same
-`_seq`; one that comes again before it was flushed takes its own place, for it was somebody else that failed. A row that
+`_seq`; one that comes again before it was flushed takes its own place, for it was somebody else that failed. Beside a
+snapshot another batch may come with the numbers of one that was not acknowledged: it takes that one's place. A row that
 the sink will never take is told by `write` and is not an error; one that it could not take now is. `testing.sinks` has
 these promises as checks.
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,17 +144,28 @@ class Snapshots:
 
     # Beginning.
 
-    def begin(
-        self, place: Place, tables: Sequence[TableId], *, live: bool, where: str | None = None, named: str | None = None
-    ) -> Place:  # fmt: skip
+    def begin(self, place: Place, tables: Sequence[TableId], *, live: bool) -> Place:
         """Begin one; the place to save before its first row. A bulk one decides where the stream begins."""
-        job = Job(id=named or uuid.uuid4().hex[:12], tables=tuple(tables), live=live, where=where)
-        self._scan = self._scannable.scan(job.tables, live=live, where=where)
-        self._start(replace(job, cursor=self._scan.record()), resumed=False)
-        return self._recorded(place if live else replace(place, position=self._scan.start))
+        begun = self._begun(place, tables, live=live)
+        self._tell_begun(resumed=False)
+        return begun
 
     def resume(self, place: Place) -> Place:
         """Go on with the one that the place tells of, or begin it anew; the place to save."""
+        found, resumed = self._resumed(place)
+        self._tell_begun(resumed=resumed)
+        return found
+
+    def _begun(
+        self, place: Place, tables: Sequence[TableId], *, live: bool, where: str | None = None, named: str | None = None
+    ) -> Place:  # fmt: skip
+        job = Job(id=named or uuid.uuid4().hex[:12], tables=tuple(tables), live=live, where=where)
+        self._scan = self._scannable.scan(job.tables, live=live, where=where)
+        self._start(replace(job, cursor=self._scan.record()))
+        return self._recorded(place if live else replace(place, position=self._scan.start))
+
+    def _resumed(self, place: Place) -> tuple[Place, bool]:
+        """The place to save, and whether it goes on."""
         assert place.scan is not None, "there is one"
         job = Job.from_json(place.scan)
         assert job.cursor is not None, "it was begun"
@@ -165,9 +176,9 @@ class Snapshots:
                 "the source cannot go on with a snapshot: it begins again",
                 extra={"snapshot": job.id, "tables": len(job.tables), "rows": job.rows},
             )
-            return self.begin(place, job.tables, live=job.live, where=job.where, named=job.id)
-        self._start(job, resumed=True)
-        return place
+            return self._begun(place, job.tables, live=job.live, where=job.where, named=job.id), False
+        self._start(job)
+        return place, True
 
     @property
     def _scannable(self) -> Scannable:
@@ -175,10 +186,14 @@ class Snapshots:
             raise Unsupported("this source cannot read tables", hint="Start it without a snapshot.")
         return self._source
 
-    def _start(self, job: Job, *, resumed: bool) -> None:
+    def _start(self, job: Job) -> None:
         self._job, self._tables_done = job, 0
         self._forget_rows()
         self._streams_turn = False
+
+    def _tell_begun(self, *, resumed: bool) -> None:
+        job = self._job
+        assert job is not None, "one is under way"
         self._tell(SnapshotBegun(id=job.id, tables=job.tables, incremental=job.live, resumed=resumed))
 
     def _recorded(self, place: Place) -> Place:
@@ -186,57 +201,77 @@ class Snapshots:
 
     # Going on.
 
-    def settled(self, place: Place, control: Control) -> Place | None:
-        """A place to save because a snapshot is over, was given up, or is about to begin."""
+    def settle(self, place: Place, control: Control, save: Callable[[Place], None]) -> bool:
+        """Save the place because a snapshot is over, was given up, or is about to begin; whether it was. If it cannot
+        be saved, nothing of that has happened, and it is tried again."""
         if self._job is None:
             wish = control.next_wish()
-            return None if wish is None else self._fulfil(place, wish, control)
+            return wish is not None and self._fulfil(place, wish, control, save)
         if self._scan is None:
-            return self.resume(place)
-        if control.is_given_up(self._job.id):
-            return self._end(place, stopped=True)
-        if not self._in_chunk and self._scan.done:
-            return self._end(place, stopped=False)
-        if self._passed_since is not None and time.monotonic() - self._passed_since >= PASSED_SECONDS:
+            self._take_up(place, save)
+        elif (stopped := control.is_given_up(self._job.id)) or (not self._in_chunk and self._scan.done):
+            save(replace(place, scan=None))
+            self._end(stopped=stopped)
+        elif self._passed_since is not None and time.monotonic() - self._passed_since >= PASSED_SECONDS:
+            save(self._recorded(place))
             self._passed_since = None
-            return self._recorded(place)
-        return None
+        else:
+            return False
+        return True
 
-    def _fulfil(self, place: Place, wish: Wish, control: Control) -> Place | None:
+    def _fulfil(self, place: Place, wish: Wish, control: Control, save: Callable[[Place], None]) -> bool:
         """Begin what was asked for. What cannot be begun does not disturb the stream."""
         try:
-            return self.begin(place, wish.tables, live=True, where=wish.where, named=wish.id)
+            begun = self._begun(place, wish.tables, live=True, where=wish.where, named=wish.id)
         except WAITED_FOR:
             control.put_back(wish)
             raise
         except TailraceError as error:
             self.close()
-            self._give_up(wish.id, 0, error)
-            return None
+            self._say_failed(wish.id, 0, error)
+            return False
+        try:
+            save(begun)
+        except BaseException:
+            self.close()
+            control.put_back(wish)
+            raise
+        self._tell_begun(resumed=False)
+        return True
 
-    def _end(self, place: Place, *, stopped: bool) -> Place:
+    def _take_up(self, place: Place, save: Callable[[Place], None]) -> None:
+        found, resumed = self._resumed(place)
+        try:
+            save(found)
+        except BaseException:
+            self._let_go()  # one that began anew is not the one on record
+            raise
+        self._tell_begun(resumed=resumed)
+
+    def _end(self, *, stopped: bool) -> None:
         assert self._job is not None, "one is under way"
         job = self._job
         self.close()
         self._tell(SnapshotEnded(id=job.id, rows=job.rows, stopped=stopped))
-        return replace(place, scan=None)
 
-    def _give_up(self, snapshot: str, rows: int, error: TailraceError) -> None:
+    def broke(self, error: TailraceError) -> bool:
+        """What it is read with is gone: it goes on behind what was acknowledged. Whether it does not: one beside the
+        stream is to be given up where trying again would not help."""
+        self._let_go()
+        self._forget_rows()
+        return self._job is not None and self._job.live and error.remedy is not Remedy.RETRY
+
+    def give_up(self, error: TailraceError) -> None:
+        """Forget it because of the error; the place does not tell of it any more."""
+        assert self._job is not None, "one is under way"
+        job = self._job
+        self.close()
+        self._say_failed(job.id, job.rows, error)
+
+    def _say_failed(self, snapshot: str, rows: int, error: TailraceError) -> None:
         said = {"snapshot": snapshot, "code": error.code, "reason": error.headline, "hint": error.hint}
         log.error("a snapshot failed, the stream goes on", extra=said)
         self._tell(SnapshotEnded(id=snapshot, rows=rows, stopped=True, error=error))
-
-    def failed(self, place: Place, error: TailraceError) -> Place | None:
-        """What it is read with is gone: it goes on behind what was acknowledged. Or, where trying again would not help,
-        one beside the stream is given up: the place without it."""
-        self._let_go()
-        self._forget_rows()
-        job = self._job
-        if job is None or not job.live or error.remedy is Remedy.RETRY:
-            return None
-        self.close()
-        self._give_up(job.id, job.rows, error)
-        return replace(place, scan=None)
 
     def next(self, place: Place, limits: Limits, wait_seconds: float) -> Window | None:
         """Rows to hand out now; None if the stream is to be asked, or nothing is there yet. Rows that the rules leave

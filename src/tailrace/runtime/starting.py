@@ -1,6 +1,7 @@
 """How a runtime begins: it finds its place, gets the source ready for it, and takes up a snapshot that was under way.
 
-In that order. A place that cannot be read is an error, never "none". What is new is on record before its first row.
+In that order. A place that cannot be read is an error, never "none". What is new is on record before its first row;
+what was made at a source for a start that failed is taken back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tailrace.capture.base import Anchored, Remembering, SourceId
+from tailrace.capture.base import Anchored, Remembering, SourceId, Undoing
 from tailrace.errors import StateCorrupt, StateForeign, TailraceError
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
@@ -41,19 +42,43 @@ def begin(
         origin = place.source if place is not None and place.source is not None else identity
         begun = source.prepare(place.position if place is not None else None, origin)
         found = replace(place or Place(position=begun if begun is not None else ZERO), source=origin)
+    try:
+        found = _scanning(found, place, snapshots, bulk, live)
+        if found != place:
+            keeper.save(found)
+    except BaseException:
+        snapshots.close()
+        if place is None:
+            _undo(source, keeper)
+        raise
+    return found, place is not None
+
+
+def _scanning(
+    found: Place, place: Place | None, snapshots: Snapshots, bulk: Sequence[TableId], live: Sequence[TableId]
+) -> Place:  # fmt: skip
+    """The place with the snapshot that goes on, or begins."""
     if place is not None and place.scan is not None:
         try:
-            found = snapshots.resume(found)
+            return snapshots.resume(found)
         except TailraceError as error:
-            given_up = snapshots.failed(found, error)
-            if given_up is None:
+            if not snapshots.broke(error):
                 raise
-            found = given_up
-    elif place is None and (bulk or live):
-        found = snapshots.begin(found, bulk or live, live=not bulk)
-    if found != place:
-        keeper.save(found)
-    return found, place is not None
+            snapshots.give_up(error)
+            return replace(found, scan=None)
+    if place is None and (bulk or live):
+        return snapshots.begin(found, bulk or live, live=not bulk)
+    return found
+
+
+def _undo(source: object, keeper: Keeper) -> None:
+    """A start that failed can be made again, by another process too: what nothing knows of does not stay."""
+    if isinstance(source, Undoing):
+        try:
+            if keeper.load() is None:
+                source.unprepare()
+        except TailraceError as error:
+            log.warning("what was made at the source stays", extra={"code": error.code, "reason": error.message})
 
 
 def _learn(source: object, history: SchemaHistory | None) -> None:

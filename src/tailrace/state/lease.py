@@ -284,7 +284,8 @@ def _left_by_us_or_released(content: bytes, reboot_ends: bool) -> bool:
     # Containers have names of their own and one kernel, which has just given us the lock.
     same_host = bool(record.get("host") == socket.gethostname())
     if record.get("boot") and _boot():
-        before = same_host and record.get("machine") == _machine()
+        machine = _machine()  # where there is none, two machines look alike
+        before = same_host and bool(machine) and record.get("machine") == machine
         return bool(record["boot"] == _boot()) or (reboot_ends and before)
     return same_host
 

@@ -1,37 +1,58 @@
 """AES-256-GCM of whole columns: each value by itself, bound to its table and column.
 
-    1 byte    the format, 1
+    1 byte    the format, 2
     1 byte    how long the key's id is, and the id
     12 bytes  a nonce of its own, at random
     …         the ciphertext, and its tag of 16 bytes
 
 What comes out is made of ciphertexts and nulls alone: a value that cannot be encrypted is null and said to have
 failed, so no way leads from a failure to the plaintext. A ciphertext moved to another column, or to another table, does
-not decrypt. The library that encrypts takes one value a call, so here, and only here, there is a loop over values.
+not decrypt. Format 1, which is still read, was bound to `schema.table` as one text, so `a.b`.`c` and `a`.`b.c` were one
+to it. The library that encrypts takes one value a call, so here, and only here, there is a loop over values.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tailrace.model.schema import TableId
 from tailrace.transforms.hashing import as_bytes
 from tailrace.transforms.secrets import Cipher
 
-FORMAT = 1
+FORMAT, FORMAT_OLD = 2, 1
 NONCE_BYTES = 12
 Mask = npt.NDArray[np.bool_]
 FAILURES = (ValueError, OverflowError, TypeError, MemoryError, RuntimeError)
 
 
-def bound_to(table: str, column: str) -> bytes:
+def bound_to(table: TableId, column: str) -> bytes:
     """The associated data: which column of which table this is."""
-    return json.dumps([table, column], ensure_ascii=False).encode()
+    return _said(table.schema, table.name, column)
+
+
+def bounds_of(tables: Sequence[TableId], column: str) -> dict[int, tuple[bytes, ...]]:
+    """By format, what a value of this column is bound to if it is of one of these tables."""
+    return {
+        FORMAT: tuple(bound_to(table, column) for table in tables),
+        FORMAT_OLD: tuple({_said(str(table), column) for table in tables}),
+    }
+
+
+def tables_of(name: str) -> tuple[TableId, ...]:
+    """The tables that a name may mean: one, unless it has more than one dot."""
+    dots = [at for at, char in enumerate(name) if char == "."]
+    return tuple(TableId(name[:at], name[at + 1 :]) for at in dots) or (TableId("", name),)
+
+
+def _said(*names: str) -> bytes:
+    return json.dumps(names, ensure_ascii=False).encode()
 
 
 def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tuple[pa.Array, Mask]:
@@ -52,8 +73,11 @@ def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tupl
     return pa.array(out, pa.binary()), failed
 
 
-def decrypt(values: pa.Array, cipher: Callable[[str], Cipher | None], bound: bytes) -> tuple[pa.Array, Mask]:
-    """The plaintexts as bytes; rows whose key is not known, or that were tampered with, are null and have failed."""
+def decrypt(
+    values: pa.Array, cipher: Callable[[str], Cipher | None], bounds: Mapping[int, Sequence[bytes]]
+) -> tuple[pa.Array, Mask]:
+    """The plaintexts as bytes; rows whose key is not known, or that were tampered with, are null and have failed.
+    `bounds`: by format, one of which a value must be bound to."""
     from cryptography.exceptions import InvalidTag
 
     n = len(values)
@@ -63,13 +87,22 @@ def decrypt(values: pa.Array, cipher: Callable[[str], Cipher | None], bound: byt
         if sealed is None:
             continue
         try:
-            if len(sealed) < 2 or sealed[0] != FORMAT:
+            if len(sealed) < 2 or sealed[0] not in bounds:
                 raise ValueError("not ours")
             end = 2 + sealed[1]
             key = cipher(sealed[2:end].decode())
             if key is None:
                 raise ValueError("a key that is not named")
-            out[row] = key.decrypt(sealed[end : end + NONCE_BYTES], sealed[end + NONCE_BYTES :], bound)
+            out[row] = _opened(key, sealed[end : end + NONCE_BYTES], sealed[end + NONCE_BYTES :], bounds[sealed[0]])
         except (*FAILURES, InvalidTag):
             failed[row] = True
     return pa.array(out, pa.binary()), failed
+
+
+def _opened(key: Cipher, nonce: bytes, sealed: bytes, bounds: Sequence[bytes]) -> bytes:
+    from cryptography.exceptions import InvalidTag
+
+    for bound in bounds[:-1]:
+        with suppress(InvalidTag):
+            return key.decrypt(nonce, sealed, bound)
+    return key.decrypt(nonce, sealed, bounds[-1])

@@ -258,7 +258,7 @@ def _type_after(rule: Rule, shape: Shape, name: str) -> pa.DataType:
 
 
 def _worker(rule: Rule, shape: Shape, keys: Keyring) -> Callable[[str, pa.Array], Worked]:
-    table = str(shape.source.table)
+    table = shape.source.table
     match rule:
         case rules.Mask():
             return lambda _, values: (column_work.mask(values, rule.keep_first, rule.keep_last, rule.char), None)
@@ -284,9 +284,10 @@ def _worker(rule: Rule, shape: Shape, keys: Keyring) -> Callable[[str, pa.Array]
     raise AssertionError("a rule without its work")
 
 
-def _decrypted(rule: rules.Decrypt, table: str, name: str, values: pa.Array, keys: Keyring) -> Worked:
-    bound = encryption.bound_to(rule.of_table or table, rule.of_column or name)
-    plain, failed = encryption.decrypt(values, lambda key: keys.cipher(key) if key in keys.ids else None, bound)
+def _decrypted(rule: rules.Decrypt, table: TableId, name: str, values: pa.Array, keys: Keyring) -> Worked:
+    tables = encryption.tables_of(rule.of_table) if rule.of_table else (table,)
+    bounds = encryption.bounds_of(tables, rule.of_column or name)
+    plain, failed = encryption.decrypt(values, lambda key: keys.cipher(key) if key in keys.ids else None, bounds)
     to = type_named(rule.to)
     if pa.types.is_binary(to):
         return plain, failed

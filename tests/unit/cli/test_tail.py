@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli.main import main
+from tailrace.errors import ExitCode
 from tests.support.changes import SHOP, delete, move, update
 from tests.support.logs import OTHER, Diary, inserts, seal
 
@@ -72,6 +73,23 @@ def test_tables_can_be_named_and_the_past_is_left_out_unless_asked_for(
     assert len(printed(capsys, diary, "--from-start", "public.other")) == 1
     assert len(printed(capsys, diary, "public.o*", "--from-start")) == 1
     assert printed(capsys, diary) == []
+
+
+def test_a_name_without_a_schema_is_refused(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+    assert main(["tail", str(diary.path.parent / "tailrace.yaml"), "things"]) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert "a table's name has its schema" in said
+    assert "public.things" in said
+
+
+def test_a_table_that_the_log_does_not_know_is_warned_of(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+    file = str(diary.path.parent / "tailrace.yaml")
+    assert main(["tail", file, "--until-caught-up", "--from-start", "public.thigns", "public.other"]) == ExitCode.OK
+    found = capsys.readouterr()
+    assert len(found.out.splitlines()) == 1
+    assert "no rows of such a table yet" in found.err
+    assert "public.thigns" in found.err
+    assert "public.other" not in found.err
 
 
 def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: Diary) -> None:

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 import pytest
 
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.errors import SinkUnready
+from tailrace.errors import ConfigError, SinkUnready
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
+from tailrace.model.mirror import Mirror
 from tailrace.runtime import observing
 from tailrace.runtime.batch import Batch, Kind
 from tailrace.runtime.loop import CdcRuntime
@@ -117,7 +118,8 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
     runtime.start()
     given = [
         *stored(
-            changed(Operation.UPDATE, person(2, "b"), before=person(1, "a"), moved_from={"id": 1}, unchanged=["mail"]),
+            changed(Operation.UPDATE, person(2, "b"), before=person(1, "a"), moved_from={"id": 1}),
+            changed(Operation.UPDATE, person(2, "b"), before=person(2, "a"), unchanged=["mail"]),
             changed(Operation.INSERT, person(3), unfit={"amount": "NaN"}),
         ).events(),
         *batch_of(SHOP, (Operation.TRUNCATE, {})).events(),
@@ -133,6 +135,25 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
         assert (batch.batches[0].moves, batch.batches[0].truncates, batch.batches[0].unfit) == (
             int(event.moved_from is not None), int(event.operation is Operation.TRUNCATE), len(event.unfit),
         )  # fmt: skip
+    runtime.stop()
+
+
+def test_half_of_a_change_of_key_is_refused_and_both_halves_keep_the_large_value(source: MemoryCapture) -> None:
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    rows = stored(
+        changed(Operation.INSERT, person(1, "large")),
+        changed(Operation.DELETE, person(1)),
+        changed(Operation.INSERT, person(2), moved_from={"id": 1}, unchanged=["mail"]),
+    )
+    for half in tuple(rows.events())[1:]:
+        with pytest.raises(ConfigError, match="half of a change of key"):
+            runtime.enqueue(half)
+    runtime.enqueue(rows)
+    mirror = Mirror()
+    for event in runtime.poll().events():
+        mirror.apply(event.row_write())
+    assert [row["mail"] for row in mirror.rows.values()] == ["large"]
     runtime.stop()
 
 

@@ -130,7 +130,7 @@ def test_lesson_7_nothing_that_is_encrypted_comes_out_in_plain(
     found = take(runtime)
     assert [key for batch in found for key in keys_of(batch)] == [1, 2, 3, 4]
     for value in values(found, "mail") + values(found, "country"):
-        assert value[0:2] == b"\x01\x03", "the format and the length of the key's id"
+        assert value[0:2] == b"\x02\x03", "the format and the length of the key's id"
         assert b"mail" not in value
     runtime.stop()
 
@@ -289,6 +289,23 @@ def test_rows_are_numbered_without_a_gap_behind_a_filter_and_a_prefix_counts_wha
     runtime.commit(batch.ack)
     assert runtime.rows_committed == 3
     runtime.stop()
+
+
+def test_a_rule_that_halts_every_poll_is_a_stall_until_something_is_delivered(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store, NUMBERS)
+    source.commit(some(1))
+    for _ in range(2):
+        with pytest.raises(TransformFailed) as halted:
+            runtime.poll()
+        health = runtime.health()
+        assert (health.verdict, health.remedy) == (observing.Verdict.STALLED, halted.value.hint)
+        assert "could not be applied" in health.reason
+    runtime.enqueue(people((2, "7", "DE")))
+    runtime.poll()
+    assert runtime.health().verdict is observing.Verdict.HEALTHY
+    runtime.force_stop()
 
 
 # --- halting ------------------------------------------------------------------------------------------------------

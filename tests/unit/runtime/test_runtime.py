@@ -42,7 +42,7 @@ from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.state.history import MemorySchemaHistory
 from tests.support.changes import SHOP
-from tests.support.runtimes import inserts, keys_of, until
+from tests.support.runtimes import Opened, inserts, keys_of, until
 from tests.support.windows import named
 
 
@@ -385,6 +385,19 @@ def test_a_checkpoint_seeded_by_hand_is_where_it_begins(source: MemoryCapture, s
     runtime.start()
     assert keys_of(runtime.poll()) == [2]
     runtime.force_stop()
+
+
+def test_a_seed_for_a_source_of_ones_own_keeps_its_name(source: MemoryCapture, store: Store) -> None:
+    at = source.commit(inserts(1))
+    source.commit(inserts(2))
+    store.save("default", Checkpoint(source_type="mysource", position=at))
+    runtime = CdcRuntime(Opened(source.live), store)
+    runtime.start()
+    runtime.commit(runtime.poll().ack)
+    saved = store.load("default")
+    assert saved is not None
+    assert (saved.source_type, saved.position) == ("mysource", source.end)
+    runtime.stop()
 
 
 def test_the_committed_count_goes_on_where_it_was(source: MemoryCapture, store: Store) -> None:
@@ -819,7 +832,7 @@ def test_a_prefix_that_ends_in_a_transaction_is_counted_though_the_source_cannot
     runtime.start()
     with pytest.raises(PositionLost):
         runtime.commit(runtime.poll().ack, rows=3)
-    assert (runtime.rows_committed, runtime.control.status().unacknowledged) == (2, 1)
+    assert (runtime.rows_committed, runtime.control.status().unacknowledged) == (2, 3)
     batch = runtime.poll()
     assert [(event.seq, event.values["id"]) for event in batch.events()] == [(3, 3), (4, 4)]
     runtime.commit(batch.ack)

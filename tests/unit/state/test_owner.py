@@ -15,6 +15,7 @@ import pytest
 
 from tailrace.errors import ConfigError, StateBusy, StateFenced, StateUnusable
 from tailrace.model.position import Lsn
+from tailrace.state import lease
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore
 
@@ -106,6 +107,13 @@ def test_an_owner_that_died_with_its_host_is_taken_over_once_the_host_is_back(tm
 
 def test_a_host_of_the_same_name_is_not_the_same_host(tmp_path: Path) -> None:
     leave_record(tmp_path, boot="another", machine="another")
+    with pytest.raises(StateBusy):
+        FileCheckpointStore(tmp_path)
+
+
+def test_hosts_without_a_machine_id_are_not_told_apart_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_machine", lambda: "")
+    leave_record(tmp_path, boot="another")
     with pytest.raises(StateBusy):
         FileCheckpointStore(tmp_path)
 

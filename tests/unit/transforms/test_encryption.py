@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 from tailrace.errors import ConfigError, TransformFailed
 from tailrace.model import change
 from tailrace.model.change import Operation
+from tailrace.model.schema import TableId
 from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import Decrypt, Encrypt, KeySource, Rename, Transforms
 from tailrace.transforms.secrets import Cipher, Keyring
 from tests.support.transforms import KEYS, PEOPLE, batch, changed, only, person, plan_of, values
 
 SECRET = "ann@example.org"
+FORMAT_1 = (
+    "01036e65770a4f970fcf3fee523a9f30097e9e039ec9343f8bea13fecae485cbf11a441f7db6356b726ba49872dfd899"
+)
+"""The same, as format 1 has sealed it."""
 INSERT, UPDATE = Operation.INSERT, Operation.UPDATE
 ENCRYPT = Encrypt(name="seal", columns=("mail",), key="new")
 
@@ -63,7 +69,26 @@ def test_a_ciphertext_is_bound_to_its_table_and_column() -> None:
         plan_of(Decrypt(columns=("mail",), of_table="public.others")).apply(sealed())
 
 
-@pytest.mark.parametrize("broken", [b"", b"\x01", b"\x02" + b"x" * 60, b"\x01\x03zzz" + b"x" * 60])
+def test_the_parts_of_a_tables_name_are_kept_apart() -> None:
+    """`a.b`.`c` is not `a`.`b.c`."""
+    there, elsewhere = (replace(PEOPLE, table=TableId(*names)) for names in (("a.b", "c"), ("a", "b.c")))
+    made = plan_of(ENCRYPT).apply(batch(changed(INSERT, person(1, SECRET)), schema=there)).batches[0]
+    moved = replace(made, schema=replace(made.schema, table=elsewhere.table))
+    assert opened(made, Decrypt(columns=("mail",))) == [SECRET]
+    with pytest.raises(TransformFailed):
+        opened(moved, Decrypt(columns=("mail",)))
+    assert opened(moved, Decrypt(columns=("mail",), of_table="a.b.c")) == [SECRET], "who names both may mean either"
+
+
+def test_what_format_1_has_sealed_is_still_read() -> None:
+    made = sealed()
+    row = changed(INSERT, {**person(1), "mail": bytes.fromhex(FORMAT_1)})
+    assert opened(batch(row, schema=made.schema), Decrypt(columns=("mail",))) == [SECRET]
+    with pytest.raises(TransformFailed):
+        opened(batch(row, schema=made.schema), Decrypt(columns=("mail",), of_column="other"))
+
+
+@pytest.mark.parametrize("broken", [b"", b"\x02", b"\x03" + b"x" * 60, b"\x02\x03zzz" + b"x" * 60])
 def test_what_was_tampered_with_does_not_come_through(broken: bytes) -> None:
     made = sealed()
     row = changed(INSERT, {**person(1), "mail": broken})

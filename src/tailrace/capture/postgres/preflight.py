@@ -363,11 +363,19 @@ def ensure_slot(
     """Make sure the slot can give us everything after `position`; None means the log has no commit yet.
 
     Returns the consistent point of a slot made anew. A slot of ours that belongs to a log without a commit is
-    made again: nobody can know what was confirmed on it.
+    made again: nobody can know what was confirmed on it. One that may be another program's is not touched.
     """
     slot = _slot(connection, settings.slot)
     if position is None:
         if slot is not None and settings.slot_create:
+            if not settings.slot_anew:
+                raise SourceNotReady(
+                    "the replication slot is there already, and no checkpoint says how far it was read",
+                    slot=settings.slot,
+                    hint="Are the checkpoint's folder and key the right ones, and does no other program read it? "
+                    f"If it is nobody's, run SELECT pg_drop_replication_slot('{settings.slot}'); "
+                    "or give `PostgresSettings(slot_anew=True)`.",
+                )
             drop_slot(connection, settings.slot, take_over=take_over)
             slot = None
         if slot is not None:

@@ -29,6 +29,9 @@ class PostgresSettings:
     """The URL of a standby that chunks are read from; None: the source itself."""
     slot: str
     slot_create: bool = True
+    slot_anew: bool = False
+    """Whether a slot that is there, although nothing says how far it was read, is dropped and made again: only where
+    its name says that it is nobody else's."""
     publication: str
     publication_create: bool = True
 

@@ -93,6 +93,12 @@ class PostgresCapture:
                 preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
             return preflight.ensure_slot(connection, self.settings, position, take_over=take_over)
 
+    def unprepare(self) -> None:
+        """Drop the slot that was just made for a new stream: nothing was kept of where that begins."""
+        if self.settings.slot_create:
+            with self._connected() as connection:
+                preflight.drop_slot(connection, self.settings.slot)
+
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection]:
         """A connection for some questions; a server that goes away in the middle of them is told as ours."""
