@@ -297,7 +297,7 @@ class TablesSettings(BaseModel):
 
     def _unknown_to_iceberg(self) -> Iterator[PydanticCustomError]:
         for at, said in self._said():
-            for name in ("partition_by", "deletion_vectors", "column_mapping"):
+            for name in ("deletion_vectors", "column_mapping"):
                 if getattr(said, name):
                     yield refusal("is not known to `format: iceberg`", "Remove it.", (*at, name))
             if said.on_bad_row == "dead-letter":

@@ -92,6 +92,8 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     connector: str
     """As errors call it."""
+    whole_files: bool
+    """Whether staged files hold the columns of their partition."""
 
     def __init__(self, spark: SparkSession, path: Path, form: Form) -> None:
         # What a commit says is a setting of the session, so each table has its own.
@@ -336,7 +338,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         clock = max(table.position.clock, origin.read_at)
         after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
         if appends:
-            came = staged_rows(self.session, self._form.stored(schema).columns, self._staging(table), files)
+            came = self._staged(table, self._form.stored(schema).columns, files)
             self._make_durable(self._commit(table, after, lambda: self._save(table, came, "append")))
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
         self._bound_broadcasts(sum(file.rows for file in files))
@@ -367,11 +369,14 @@ class MergedTable(abc.ABC, Generic[Table]):
         origin: Origin,
     ) -> DataFrame:  # fmt: skip
         stored, counts = self._form.stored(schema), len(compared(self._form, schema)[0].columns)
-        key, folder = [stored.columns[i] for i in key_ordinals(stored)], self._staging(table)
-        staged = staged_rows(self.session, stored.columns, folder, files)
-        listed = None if keys is None else staged_rows(self.session, key, folder, keys)
+        key = [stored.columns[i] for i in key_ordinals(stored)]
+        staged = self._staged(table, stored.columns, files)
+        listed = None if keys is None else self._staged(table, key, keys)
         past = keeping(self._form, origin, table.position.clock)
         return difference(stored, counts, self._read(table), staged, listed, past)
+
+    def _staged(self, table: Table, columns: Sequence[Column], files: Sequence[StagedFile]) -> DataFrame:
+        return staged_rows(self.session, columns, self._staging(table), files, whole=self.whole_files)
 
     def _keep(self, rows: DataFrame) -> DataFrame:
         """Rows that are asked for more than once, in files: a merge refuses what Spark has cached."""
