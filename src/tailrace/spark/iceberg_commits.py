@@ -28,7 +28,7 @@ from pyspark.sql import SparkSession
 from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
 from tailrace.tables.deltalog import Written, fsync
 from tailrace.tables.iceberglog import TOKEN, Metadata
-from tailrace.tables.icebergshape import Field, Parting, parting, partition_json, schema_json
+from tailrace.tables.icebergshape import Field, Parting, Spec, parting, partition_json, schema_json
 
 DATA = "data"
 """The folder of a table's data files, as the connector has it."""
@@ -147,14 +147,13 @@ class Commits:
         operations, base = table.operations(), self._base(table, seen)
         builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))
         if parted is not None and parted.afresh:
-            builder = builder.removeSnapshots(base.snapshots())
+            # Before the columns change: Iceberg would bind what is to go to the new ones.
+            self._forget_partitions(builder.removeSnapshots(base.snapshots()), seen.specs)
         if fields is not None:
             schema = self._schema(fields)
             builder = builder.setCurrentSchema(schema, max(base.lastColumnId(), schema.highestFieldId()))
             if parted is not None:
                 builder = builder.setDefaultPartitionSpec(self._spec(schema, parted))
-        if parted is not None and parted.gone:
-            self._iceberg.MetadataUpdate.RemovePartitionSpecs(set(parted.gone)).applyTo(builder)
         transaction = self._iceberg.Transactions.replaceTableTransaction(table.name(), operations, builder.build())
         change(transaction)
         updated = transaction.currentMetadata()
@@ -163,6 +162,17 @@ class Commits:
         operations.commit(base, updated)
         self._sync_metadata(operations)
         return number
+
+    def _forget_partitions(self, builder: Any, specs: Sequence[Spec]) -> None:
+        """Leave nothing that the table was partitioned by. What has the highest number goes last, after another has
+        got a higher one: Iceberg takes a number that is used again for what had it before."""
+        last = max(specs, key=lambda spec: int(spec["spec-id"]))
+        builder.setDefaultPartitionSpec(last["spec-id"])
+        removed = self._iceberg.MetadataUpdate.RemovePartitionSpecs
+        removed({spec["spec-id"] for spec in specs if spec is not last}).applyTo(builder)
+        if last["fields"]:
+            builder.setDefaultPartitionSpec(self._iceberg.PartitionSpec.unpartitioned())
+            removed({last["spec-id"]}).applyTo(builder)
 
     def _base(self, table: Any, seen: Metadata) -> Any:
         """The newest metadata, if it is still what was looked at."""

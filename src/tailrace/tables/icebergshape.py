@@ -148,10 +148,9 @@ class Parting:
     """How a table whose rows are all replaced comes to be partitioned."""
 
     spec: Spec
-    gone: tuple[int, ...] = ()
-    """The numbers of other ways that its metadata has, and that its columns do not mean."""
-    afresh: bool = False
-    """Whether no older snapshot could be read any more, so that all must go."""
+    afresh: bool
+    """Whether its columns do not mean what it was partitioned by: that goes, and so must every older snapshot, for it
+    could not be read any more."""
 
 
 def parting(fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], was: Sequence[Field]) -> Parting:
@@ -164,10 +163,10 @@ def parting(fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec]
         for at, name in enumerate(names, start=1)
     ]
     held = [spec for spec in specs if spec["fields"]]
-    gone = tuple(spec["spec-id"] for spec in held if _sources(spec["fields"]) != _sources(apart))
     types, before = ({field["id"]: field["type"] for field in some} for some in (fields, was))
-    changed = any(types[part["source-id"]] != before.get(part["source-id"]) for part in apart)
-    return Parting(spec={"spec-id": 0, "fields": apart}, gone=gone, afresh=bool(gone or (held and changed)))
+    same = all(types[part["source-id"]] == before.get(part["source-id"]) for part in apart)
+    same = same and all(_sources(spec["fields"]) == _sources(apart) for spec in held)
+    return Parting(spec={"spec-id": 0, "fields": apart}, afresh=bool(held) and not same)
 
 
 def _sources(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:

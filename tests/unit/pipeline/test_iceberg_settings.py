@@ -71,7 +71,7 @@ def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path)
         (["catalog: {type: jdbc, uri: jdbc:oracle:x}"], 9, "tables.catalog", "begins with jdbc:postgresql://"),
         (["catalog: {type: hadoop, uri: x}"], 9, "tables.catalog.uri", "not for `type: hadoop`"),
         (["catalog: {type: jdbc, uri: 'jdbc:sqlite:/x', token: k}"], 9, "tables.catalog.token", "not for `type: jdbc`"),
-        (["partition_by: [a]"], 9, "tables.partition_by", "not known to `format: iceberg`"),
+        (["column_mapping: true"], 9, "tables.column_mapping", "not known to `format: iceberg`"),
         (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
         (["on_bad_row: dead-letter"], 9, "tables.on_bad_row", "with `format: iceberg` yet"),
         (["mode: append", "soft_delete: true"], 10, "tables.soft_delete", "is for `mode: mirror`"),
@@ -102,9 +102,14 @@ def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
     assert [problem.where for problem in found] == [
         "tables.catalog", "tables.catalog.user", "tables.catalog.password"
     ]  # fmt: skip
-    file = write(tmp_path, "engine: delta-rs", "mode: history", "soft_delete: true", "partition_by: [a]")
+    file = write(tmp_path, "engine: delta-rs", "mode: history", "soft_delete: true", "column_mapping: true")
     found = check_settings(file, environment={})
-    assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.partition_by"]
+    assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.column_mapping"]
+
+
+def test_an_iceberg_table_may_be_partitioned(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "partition_by: [region, _is_deleted]", "soft_delete: true")
+    assert settings.tables.form_of(TableId("public", "t")).partition_by == ("region", "_is_deleted")
 
 
 def test_a_rule_that_sets_rows_aside_is_not_sent_to_what_iceberg_refuses(tmp_path: Path) -> None:
