@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
@@ -385,6 +385,26 @@ def test_a_server_may_be_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with pytest.raises(ForeignWrite, match="at the same time"):
                 table.apply(shape, fold(shape, changes(shape, update(1, big="second"))), at(30), at(40))
         assert table.cursor() == at(40)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, version: Literal[2, 3]) -> None:
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    folder = tmp_path / "lake" / "public" / "t"
+    with rest_catalog(session(), tmp_path) as uri:
+        catalog = Catalog(kind="rest", root=tmp_path / "lake", uri=uri, version=version)
+        for number, (by, schema) in enumerate([(("id",), SHOP), (("n", "id"), SHOP), (("k",), OTHERS), ((), SHOP)]):
+            table = SparkIcebergTable(session(), folder, LOG, catalog, Form(partition_by=by))
+            others: list[dict[str, Any]] = [{"name": [1], "k": 1, "day": None}, {"name": None, "k": 2, "day": None}]
+            rows = ROWS if schema is SHOP else others
+            seq = number * 100
+            table.load(schema, record_batches(schema, rows), at(seq))
+            key = 1 if schema is SHOP else {"k": 1}
+            table.apply(schema, fold(schema, changes(schema, delete(key))), at(seq), at(seq + 10))
+            found = table._plain.metadata()
+            assert found is not None
+            assert (found.partition_by, table.rows()) == (list(by), len(rows) - 1)
 
 
 def test_format_version_3_strikes_rows_out_with_vectors(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tailrace.tables.features import Features
 from tailrace.tables.forms import DELETED, ICEBERG_DELETED, PLAIN, Form
 from tailrace.tables.iceberg import STAGED, IcebergTable
 from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.layout import Place
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,6 +56,7 @@ def examples(count: int) -> int:
     return max(2, count // 8) if IS_SPARK else count
 
 
+FORMAT = "iceberg" if IS_ICEBERG else "delta"
 MARK = ICEBERG_DELETED if IS_ICEBERG else DELETED
 """The column of marked deletes."""
 
@@ -78,6 +80,14 @@ def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features =
     from tailrace.spark.delta_engine import SparkDeltaTable
 
     return SparkDeltaTable(session(), path, log_id, form, features)
+
+
+def iceberg_table(place: Place) -> SparkIcebergTable:
+    """An Iceberg table of a pipeline's."""
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    assert place.catalog is not None
+    return SparkIcebergTable(session(), place.path, place.log_id, place.catalog, place.form)
 
 
 def folder_catalog(path: Path) -> Catalog:

@@ -234,6 +234,20 @@ class MergedTable(abc.ABC, Generic[Table]):
         came = as_table(schema, rows)
         return self._commit(table, position, lambda: self._save(table, came, "append")), folded.upserts
 
+    def find_missing(self, schema: TableSchema, asked: Sequence[Path], into: Path) -> bool:
+        """Put keys, the columns `k0…kN` of files, of which the table has no row into other files; whether there are
+        some."""
+        stored = self._form.stored(schema)
+        own = [stored.columns[i] for i in key_ordinals(stored)]
+        fields = spark_schema(pa.schema([(f"k{i}", column.type) for i, column in enumerate(own)]))
+        keys = self.session.read.schema(fields).parquet(*map(str, asked))
+        there = self._read(self._opened()).select(*(named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
+        same = [f.col(f"k{i}") == f.col(f"t{i}") for i in range(len(own))]
+        # The few keys are handed around, and not the table.
+        held = there.join(f.broadcast(keys), same, "left_semi")
+        keys.join(held, same, "left_anti").write.parquet(str(into))
+        return not self.session.read.schema(fields).parquet(str(into)).isEmpty()
+
     def _bound_broadcasts(self, rows: int) -> None:
         self.session.conf.set(_BROADCAST, self._broadcast if rows <= BROADCAST_ROWS_MAX else "-1")
 
