@@ -34,7 +34,8 @@ SPARK_TESTS = (
 )  # fmt: skip
 ICEBERG_TESTS = (
     "tests/integration/test_iceberg_table.py", "tests/integration/test_iceberg_pipeline.py",
-    "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py",
+    "tests/integration/test_iceberg_letters.py", "tests/unit/spark/test_setting_aside.py",
+    "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py", "tests/contract/test_partitions.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
     "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
     "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",

@@ -1,13 +1,15 @@
 """Partitioned tables of every form, and every engine: what every reader finds in them, however changes come.
 
-`make engines` runs this with Spark's connector, and once more with tables that have its features: these are read by
-fewer, and the files of one with column mapping lie anywhere.
+`make engines` runs this with Spark's connectors, and with Delta's once more with tables that have its features: these
+are read by fewer, and the files of one with column mapping lie anywhere, as those of an Iceberg table do.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, datetime
 from pathlib import Path
@@ -30,6 +32,7 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.features import Features
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.layout import Place
+from tailrace.tables.partitions import folder_of
 from tailrace.tables.rebuilding import Rebuilding, bases
 from tailrace.tables.staging import stage
 from tailrace.tables.upkeep import Upkeep, remove_files
@@ -47,7 +50,7 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.engines import FEATURES, examples, not_spark
+from tests.support.engines import FEATURES, IS_ICEBERG, commits_of, examples, not_spark
 from tests.support.forms import Account, Formed, Row, again, ordered, pieces, steps_with, stored, story, tx
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
@@ -64,7 +67,9 @@ def opened(path: Path, form: Form) -> Any:
     return engines.open_table(path, LOG, form)
 
 
-without_features = pytest.mark.skipif(FEATURES.any, reason="of tables that have none of Spark's features")
+without_features = pytest.mark.skipif(
+    FEATURES.any or IS_ICEBERG, reason="of Delta tables that have none of Spark's features"
+)
 
 
 @pytest.fixture
@@ -135,9 +140,8 @@ def test_every_reader_finds_the_values_that_were_written(made: Any, kind: str, k
 def assert_read(table: Formed, kind: str, wanted: list[Any]) -> None:
     assert table.content() == wanted
     if engines.IS_SPARK:
-        rows = engines.session().read.format("delta").load(str(table.folder))
-        assert ordered(pa.table(rows.toArrow()).to_pylist()) == wanted
-    if not FEATURES.any:
+        assert ordered(engines.spark_rows(table.folder).to_pylist()) == wanted
+    if not FEATURES.any and not IS_ICEBERG:
         assert ordered(pl.read_delta(str(table.folder)).to_dicts()) == wanted
         assert ordered(by_duckdb(table.folder, kind)) == wanted
 
@@ -244,6 +248,14 @@ def test_a_table_without_a_key_holds_each_row_as_often_as_the_source(steps: list
 
 def assert_partitioned(table: Formed) -> None:
     """The table says what it is partitioned by, and every file lies where its rows belong."""
+    if IS_ICEBERG:
+        by = list(table.form.partition_by)
+        assert engines.metadata_of(table.folder).partition_by == by
+        for path, values in engines.partitions_of(table.folder).items():
+            rows = pq.read_table(path, columns=by).to_pylist()
+            assert rows
+            assert all(row == values for row in rows)
+        return
     delta = DeltaTable(str(table.folder))
     assert delta.metadata().partition_columns == list(table.form.partition_by)
     for name in file_names(delta):
@@ -252,17 +264,33 @@ def assert_partitioned(table: Formed) -> None:
         assert not set(pq.read_schema(table.folder / name).names) & set(table.form.partition_by)
 
 
+def files_but(table: Formed, name: str, text: str) -> list[Path]:
+    """The files of all partitions but those with this value."""
+    if IS_ICEBERG:
+        found = engines.partitions_of(table.folder)
+        return [path for path, values in found.items() if str(values[name]).lower() != text]
+    folder = folder_of({name: text})
+    return [table.folder / file for file in table.table.files() if folder not in file]  # type: ignore[attr-defined] # all have it
+
+
+@contextmanager
+def away(files: list[Path]) -> Iterator[None]:
+    """Whoever reads one of these files now fails."""
+    for file in files:
+        file.rename(f"{file}.away")
+    yield
+    for file in files:
+        Path(f"{file}.away").rename(file)
+
+
 def test_only_files_of_partitions_that_the_key_names_are_read(made: Any) -> None:
     schema = table_schema({"id": pa.int64(), "p": pa.string(), "v": pa.string()}, key=("id", "p"))
     rows = [{"id": i, "p": p, "v": "x"} for p in ("a/b", "c", "d") for i in range(3)]
     table = made(Form(partition_by=("p",)), rows, schema)
-    others = [name for name in table.table.files() if "p=a%2Fb" not in name]
+    others = files_but(table, "p", "a/b")
     assert len(others) == 2
-    for name in others:
-        (table.folder / name).rename(table.folder / f"{name}.away")
-    table.apply(tx(1, update({"id": 1, "p": "a/b"}, v="y")))
-    for name in others:
-        (table.folder / f"{name}.away").rename(table.folder / name)
+    with away(others):
+        table.apply(tx(1, update({"id": 1, "p": "a/b"}, v="y")))
     wanted = [row | ({"v": "y"} if (row["id"], row["p"]) == (1, "a/b") else {}) for row in rows]
     assert table.content() == ordered(wanted)
 
@@ -279,13 +307,10 @@ def test_a_key_may_be_all_that_a_table_is_partitioned_by(made: Any) -> None:
 def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
     table = made(replace(HISTORY, partition_by=("_current",)))
     table.apply(tx(2000, update(1, name="b", unchanged=BIG), update(2, name="b", unchanged=BIG)))
-    past = [name for name in table.table.files() if "_current=false" in name]
+    past = files_but(table, "_current", "true")
     assert past
-    for name in past:
-        (table.folder / name).rename(table.folder / f"{name}.away")
-    table.apply(tx(3000, delete(1)))
-    for name in past:
-        (table.folder / f"{name}.away").rename(table.folder / name)
+    with away(past):
+        table.apply(tx(3000, delete(1)))
     assert table.tuples("id", "name", "_current") == [
         (1, "b", False), (1, "n 1", False), (2, "b", True), (2, "n 0", False), (3, "n 1", True),
     ]  # fmt: skip
@@ -371,12 +396,13 @@ def test_a_table_that_is_partitioned_otherwise_is_refused_until_it_is_loaded_ane
     assert refused.value.fields["asked"] == now.described
     assert "tailrace snapshot FILE TABLE" in refused.value.hint
     table = Formed(opened(path, now), now, path, rows=ROWS)
-    assert DeltaTable(str(path)).version() == 1
-    assert DeltaTable(str(path)).metadata().partition_columns == list(now.partition_by)
+    # Iceberg cannot read what was partitioned by other columns, so that goes.
+    assert commits_of(path) == (0 if IS_ICEBERG and was.partition_by else 1)
+    assert_partitioned(table)
     assert table.table.cursor() == table.cursor(table.seq)
     table.apply(tx(1, update(1, name="x", unchanged=BIG)))
     assert table.tuples("id", "name", "big") == [(1, "x", "large 1"), (2, "n 0", "large 2"), (3, "n 1", "large 3")]
-    assert FEATURES.column_mapping or ordered(pl.read_delta(str(path)).to_dicts()) == table.content()
+    assert FEATURES.column_mapping or IS_ICEBERG or ordered(pl.read_delta(str(path)).to_dicts()) == table.content()
 
 
 @without_features

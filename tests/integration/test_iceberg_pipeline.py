@@ -1,7 +1,9 @@
-"""A whole pipeline into Iceberg tables: loaded, changed, reshaped, killed; read by pyiceberg as the source has it."""
+"""A whole pipeline into Iceberg tables: loaded, changed, reshaped, killed, mended; read by pyiceberg as the
+source has it."""
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -22,7 +24,15 @@ CREATE TABLE cleared (id int PRIMARY KEY, t text);
 INSERT INTO orders SELECT g, 'n' || g, repeat('x', 5000), now(), now(), g, ARRAY[g] FROM generate_series(1, 50) g;
 INSERT INTO marks VALUES (1, 'x'), (1, 'x'), (1, 'x'), (2, NULL);
 INSERT INTO cleared VALUES (1, 'a');
+CREATE TABLE parted (id int PRIMARY KEY, region text, day date, n numeric(5, 1), big text);
+ALTER TABLE parted ALTER big SET STORAGE EXTERNAL;
+INSERT INTO parted
+SELECT g, 'r/' || g % 3, date '2026-01-01' + g % 2, g, repeat('x', 5000) FROM generate_series(1, 30) g;
 """
+RULES = """format: iceberg
+  on_bad_row: dead-letter
+  rules:
+    "public.parted": {partition_by: [region, day]}"""
 FIRST = [
     "UPDATE orders SET name = 'changed' WHERE id <= 10",
     "UPDATE orders SET id = 1000 WHERE id = 1",
@@ -33,8 +43,17 @@ FIRST = [
     "ALTER TABLE orders ADD extra text DEFAULT 'filled'",
     "ALTER TABLE orders RENAME name TO title",
     "INSERT INTO orders (id, title) VALUES (2000, 'new')",
+    "UPDATE parted SET region = NULL, day = day + 1 WHERE id < 7",
+    "UPDATE parted SET n = 'NaN' WHERE id = 8",
+    "INSERT INTO parted VALUES (100, '', NULL, 1, NULL)",
 ]
-SECOND = ["UPDATE orders SET n = n + 1", "INSERT INTO marks VALUES (3, 'z')", "DELETE FROM cleared"]
+SECOND = [
+    "UPDATE orders SET n = n + 1",
+    "INSERT INTO marks VALUES (3, 'z')",
+    "DELETE FROM cleared",
+    "UPDATE parted SET n = 1, region = 'mended' WHERE id IN (8, 100)",
+    "DELETE FROM parted WHERE id = 9",
+]
 
 
 def in_lake(pipeline: Pipeline, name: str) -> list[str]:
@@ -43,6 +62,10 @@ def in_lake(pipeline: Pipeline, name: str) -> list[str]:
     file = newest_file(pipeline.lake / "public" / name / "metadata")
     rows = StaticTable.from_metadata(str(file)).scan().to_arrow().to_pylist()
     return sorted(str(tuple(row.values())) for row in rows)
+
+
+def letters(pipeline: Pipeline) -> int:
+    return len(json.loads(pipeline.ask("dead-letters", "list", "--json").stdout)["letters"])
 
 
 def at_source(url: str, name: str) -> list[str]:
@@ -64,8 +87,8 @@ def assert_equal(pipeline: Pipeline, url: str, *names: str) -> None:
 def test_a_pipeline_keeps_iceberg_tables_through_its_life(database: str, tmp_path: Path) -> None:
     execute(database, *(line for line in SOURCE.split(";\n") if line.strip()))
     pipeline = Pipeline(tmp_path / "one", database)
-    pipeline.file.write_text(pipeline.file.read_text().replace("format: delta", "format: iceberg"))
-    tables = ("orders", "marks", "cleared")
+    pipeline.file.write_text(pipeline.file.read_text().replace("format: delta", RULES))
+    tables = ("orders", "marks", "cleared", "parted")
     pipeline.catch_up()
     assert_equal(pipeline, database, *tables)
     execute(database, *FIRST)
@@ -76,7 +99,11 @@ def test_a_pipeline_keeps_iceberg_tables_through_its_life(database: str, tmp_pat
             assert running.wait() == -signal.SIGKILL, running.said()
         finally:
             running.end()
-    execute(database, *SECOND)
     pipeline.catch_up()
+    assert letters(pipeline) == 2
+    execute(database, *SECOND)
+    assert pipeline.ask("dead-letters", "replay").returncode == 0
+    pipeline.catch_up()
+    assert letters(pipeline) == 0
     assert_equal(pipeline, database, *tables)
     assert {table["state"] for table in pipeline.status()["tables"]} == {"live"}

@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
 
 from tailrace import failpoints
-from tailrace.errors import ForeignWrite
+from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.catalogs import Catalog
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
+from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberg import IcebergTable
 from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.staging import FILE_BYTES
@@ -37,7 +38,17 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.engines import folder_catalog, history_of, only_iceberg, rows_of, session
+from tests.support.engines import (
+    history_of,
+    only_iceberg,
+    open_table,
+    partitions_of,
+    rows_of,
+    session,
+    spark_rows,
+)
+from tests.support.engines import metadata_of as engine_metadata
+from tests.support.forms import Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
 from tests.support.rest_catalog import rest_catalog
 
@@ -50,9 +61,7 @@ def shop(tmp_path: Path) -> Mirror:
 
 
 def metadata_of(mirror: Mirror) -> Metadata:
-    found = IcebergTable(mirror.folder, LOG, folder_catalog(mirror.folder)).metadata()
-    assert found is not None
-    return found
+    return engine_metadata(mirror.folder)
 
 
 def summaries(mirror: Mirror) -> list[dict[str, str]]:
@@ -189,6 +198,13 @@ def test_maintenance_keeps_the_position(shop: Mirror) -> None:
     assert by_id(shop.content())[7] == "new"
 
 
+def test_what_someone_else_partitions_a_table_by_stops_it(shop: Mirror) -> None:
+    run_sql(shop, "ALTER TABLE {t} ADD PARTITION FIELD name")
+    with pytest.raises(TableUnusable, match="partitioned by") as refused:
+        shop.apply(insert(9))
+    assert refused.value.fields["found"] == "name"
+
+
 def test_a_table_that_is_set_back_takes_its_position_back_with_its_rows(shop: Mirror) -> None:
     shop.apply(update(1, big="x"))
     first = history_of(metadata_of(shop))[0]
@@ -246,6 +262,46 @@ def test_values_that_change_are_written_in_the_commit_of_the_shape(tmp_path: Pat
 
 
 # --- upkeep --------------------------------------------------------------------------------------------------
+
+
+OTHERS = table_schema({"name": pa.list_(pa.int32()), "k": pa.int64(), "day": pa.date32()}, key=("k",))
+
+
+def test_a_table_is_loaded_anew_with_other_columns_and_other_partitions(tmp_path: Path) -> None:
+    """The numbers that its columns had are other columns' then, and one of them is a list."""
+    by_id_form, by_day = Form(partition_by=("id",)), Form(partition_by=("day",))
+    table = Formed(open_table(tmp_path / "t", LOG, by_id_form), by_id_form, tmp_path / "t", SHOP, ROWS)
+    table.apply(tx(1, update(1, n=5, unchanged=BIG)))
+    days = [date(2020, 1, 1), None, date(2020, 1, 1)]
+    rows = [{"name": [k], "k": k, "day": day} for k, day in enumerate(days)]
+    table = Formed(open_table(tmp_path / "t", LOG, by_day), by_day, tmp_path / "t", OTHERS, rows)
+    assert sorted(len(spec["fields"]) for spec in engine_metadata(tmp_path / "t").specs) == [0, 1]
+    table.apply(tx(1, update({"k": 1}, day=date(2021, 1, 1), name=[7]), delete({"k": 2})))
+    wanted = ordered([rows[0], {"name": [7], "k": 1, "day": date(2021, 1, 1)}])
+    table.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=0), table.cursor(table.seq))
+    assert table.content() == wanted
+    assert ordered(spark_rows(tmp_path / "t").to_pylist()) == wanted
+    now = Form(partition_by=("day", "k"))
+    table = Formed(open_table(tmp_path / "t", LOG, now), now, tmp_path / "t", OTHERS, rows)
+    table.apply(tx(1, truncate(), insert({"k": 1}, day=None, name=[1])))
+    assert table.content() == [{"name": [1], "k": 1, "day": None}]
+    table = Formed(open_table(tmp_path / "t", LOG), PLAIN, tmp_path / "t", OTHERS, rows)
+    assert [spec["fields"] for spec in engine_metadata(tmp_path / "t").specs] == [[]]
+    assert ordered(spark_rows(tmp_path / "t").to_pylist()) == table.content() == ordered(rows)
+
+
+def test_a_column_that_takes_the_name_of_what_a_table_is_partitioned_by(tmp_path: Path) -> None:
+    form = Form(partition_by=("name",))
+    table = Formed(open_table(tmp_path / "t", LOG, form), form, tmp_path / "t", SHOP, ROWS)
+    columns = (SHOP.columns[0], replace(SHOP.columns[2], name="name"), SHOP.columns[3])
+    recast = Recast(schema=replace(SHOP, columns=columns), renamed=(("big", "name"),), aside=())
+    assert table.table.evolve(recast, table.cursor(table.seq)).committed
+    table.schema = recast.schema
+    table.apply(tx(1, update(1, n=5, name="x"), delete(2)))
+    assert table.tuples("id", "name", "name__dropped") == [
+        (1, "x", "n1"), (3, "large 3", "n3"), (4, "large 4", "n4"), (5, "large 5", "n5"),
+    ]  # fmt: skip
+    assert {values["name"] for values in partitions_of(tmp_path / "t").values()} >= {"x", "large 3"}
 
 
 def test_small_files_are_joined_and_old_snapshots_go(shop: Mirror) -> None:
@@ -329,6 +385,26 @@ def test_a_server_may_be_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyP
             with pytest.raises(ForeignWrite, match="at the same time"):
                 table.apply(shape, fold(shape, changes(shape, update(1, big="second"))), at(30), at(40))
         assert table.cursor() == at(40)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, version: Literal[2, 3]) -> None:
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    folder = tmp_path / "lake" / "public" / "t"
+    with rest_catalog(session(), tmp_path) as uri:
+        catalog = Catalog(kind="rest", root=tmp_path / "lake", uri=uri, version=version)
+        for number, (by, schema) in enumerate([(("id",), SHOP), (("n", "id"), SHOP), (("k",), OTHERS), ((), SHOP)]):
+            table = SparkIcebergTable(session(), folder, LOG, catalog, Form(partition_by=by))
+            others: list[dict[str, Any]] = [{"name": [1], "k": 1, "day": None}, {"name": None, "k": 2, "day": None}]
+            rows = ROWS if schema is SHOP else others
+            seq = number * 100
+            table.load(schema, record_batches(schema, rows), at(seq))
+            key = 1 if schema is SHOP else {"k": 1}
+            table.apply(schema, fold(schema, changes(schema, delete(key))), at(seq), at(seq + 10))
+            found = table._plain.metadata()
+            assert found is not None
+            assert (found.partition_by, table.rows()) == (list(by), len(rows) - 1)
 
 
 def test_format_version_3_strikes_rows_out_with_vectors(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tailrace.tables.features import Features
 from tailrace.tables.forms import DELETED, ICEBERG_DELETED, PLAIN, Form
 from tailrace.tables.iceberg import STAGED, IcebergTable
 from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.layout import Place
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,13 +56,16 @@ def examples(count: int) -> int:
     return max(2, count // 8) if IS_SPARK else count
 
 
+FORMAT = "iceberg" if IS_ICEBERG else "delta"
 MARK = ICEBERG_DELETED if IS_ICEBERG else DELETED
 """The column of marked deletes."""
 
 
 def form_here(form: Form) -> Form:
     """The form, as settings would have it for the engine under test."""
-    return replace(form, mark=MARK) if form.soft_delete else form
+    if not form.soft_delete:
+        return form
+    return replace(form, mark=MARK, partition_by=tuple(MARK if n == DELETED else n for n in form.partition_by))
 
 
 def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features = FEATURES) -> AnyTable:
@@ -76,6 +80,14 @@ def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features =
     from tailrace.spark.delta_engine import SparkDeltaTable
 
     return SparkDeltaTable(session(), path, log_id, form, features)
+
+
+def iceberg_table(place: Place) -> SparkIcebergTable:
+    """An Iceberg table of a pipeline's."""
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    assert place.catalog is not None
+    return SparkIcebergTable(session(), place.path, place.log_id, place.catalog, place.form)
 
 
 def folder_catalog(path: Path) -> Catalog:
@@ -93,13 +105,37 @@ def rows_of(folder: Path) -> pa.Table:
     return found.rename_columns([DELETED if name == MARK else name for name in found.column_names])
 
 
+def spark_rows(folder: Path) -> pa.Table:
+    """The same, as Spark reads it."""
+    if not IS_ICEBERG:
+        return pa.table(session().read.format("delta").load(str(folder)).toArrow())
+    spark = session().newSession()
+    spark.conf.set("spark.sql.catalog.other", "org.apache.iceberg.spark.SparkCatalog")
+    spark.conf.set("spark.sql.catalog.other.type", "hadoop")
+    spark.conf.set("spark.sql.catalog.other.warehouse", str(folder_catalog(folder).root))
+    return pa.table(spark.table(f"other.`{folder.parent.name}`.`{folder.name}`").toArrow())
+
+
+def metadata_of(folder: Path) -> Metadata:
+    """What an Iceberg table says of itself."""
+    found = IcebergTable(folder, "", folder_catalog(folder)).metadata()
+    assert found is not None
+    return found
+
+
+def partitions_of(folder: Path) -> dict[Path, dict[str, object]]:
+    """The data files of an Iceberg table, and the values that it says they are of."""
+    from pyiceberg.table import StaticTable
+
+    found = StaticTable.from_metadata(str(newest_file(folder / "metadata"))).inspect.data_files()
+    return {Path(file["file_path"]): file["partition"] for file in found.to_pylist()}
+
+
 def commits_of(folder: Path) -> int:
     """How many commits a table has had since it was made."""
     if not IS_ICEBERG:
         return DeltaTable(str(folder.resolve())).version()
-    found = IcebergTable(folder, "", folder_catalog(folder)).metadata()
-    assert found is not None
-    return len(history_of(found)) - 1
+    return len(history_of(metadata_of(folder))) - 1
 
 
 def history_of(metadata: Metadata) -> list[int]:

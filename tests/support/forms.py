@@ -119,7 +119,9 @@ def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) ->
     origin = Origin(seq=table.seq + 1, position="0/FF", read_at=read_at * 1_000_000)
     batches = loaded(table.form, table.schema, record_batches(table.schema, rows), origin)
     staging = engines.staging(table.folder)
-    files = stage(staging, name, table.form.stored(table.schema), batches, table.form.partition_by)
+    files = stage(
+        staging, name, table.form.stored(table.schema), batches, table.form.partition_by, numbered=engines.IS_ICEBERG
+    )
     here, table.seq = table.seq, table.seq + 1
     for _ in range(2):  # a task may be run twice
         table.table.refresh(table.schema, files, table.cursor(here), table.cursor(table.seq), origin=origin)

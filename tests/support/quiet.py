@@ -31,7 +31,9 @@ from tailrace.spark.seeds import Seeds
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.layout import Place
 from tests.support.changes import SHOP, Change, record_batches
+from tests.support.engines import iceberg_table, rows_of, spark_engine
 from tests.support.logs import STEP, Diary
 from tests.support.windows import window
 
@@ -41,7 +43,7 @@ source:
   url: postgresql://app:s3cret-word@127.0.0.1:1/shop
   tables: ["public.*"]
 log: ./log
-tables: {{format: delta, path: ./lake, on_bad_row: {on_bad_row}{form}}}
+tables: {{format: {format}, path: ./lake, on_bad_row: {on_bad_row}{form}}}
 """
 THINGS = TableId("public", "things")
 
@@ -66,10 +68,13 @@ NARROW = replace(
 class Quiet:
     """One pipeline of one table, whose source never answers."""
 
-    def __init__(self, folder: Path, *, on_bad_row: str = "stop", form: str = "") -> None:
+    def __init__(
+        self, folder: Path, *, on_bad_row: str = "stop", form: str = "", table_format: str = "delta"
+    ) -> None:
         self.file = folder / "tailrace.yaml"
         folder.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(SETTINGS.format(on_bad_row=on_bad_row, form=f", {form}" if form else ""))
+        said = SETTINGS.format(format=table_format, on_bad_row=on_bad_row, form=f", {form}" if form else "")
+        self.file.write_text(said)
         self.diary = Diary(folder / "log")
 
     @property
@@ -78,12 +83,16 @@ class Quiet:
 
     @property
     def table(self) -> DeltaRsTable:
-        log = ChangeLog.open(self.settings.log.path)
-        return self.settings.tables.layout.place(THINGS, log.log_id).open()
+        assert self._place.catalog is None
+        return self._place.open()
+
+    @property
+    def _place(self) -> Place:
+        return self.settings.tables.layout.place(THINGS, ChangeLog.open(self.settings.log.path).log_id)
 
     @property
     def cursor(self) -> Cursor:
-        found = self.table.cursor()
+        found = self._place.look().cursor()
         assert found is not None
         return found
 
@@ -92,7 +101,8 @@ class Quiet:
         self.diary.commit()
         lives = self.lives()
         at = lives.index.position
-        self.table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
+        table = self.table if self._place.catalog is None else iceberg_table(self._place)
+        table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
 
     def load_anew(
         self, rows: Sequence[dict[str, Any]], name: str, schema: TableSchema = SHOP, *, passed: Lsn | None = None,
@@ -158,6 +168,9 @@ class Quiet:
     def content(self) -> list[dict[str, Any]]:
         """The lake table's rows."""
         path = self.settings.tables.layout.path(THINGS)
+        if self._place.catalog is not None:
+            rows: list[dict[str, Any]] = rows_of(path).to_pylist()
+            return rows
         return [row for file in self.table.files() for row in pq.read_table(path / file).to_pylist()]
 
     def rows(self) -> dict[int, dict[str, Any]]:
@@ -189,7 +202,7 @@ def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
             )  # fmt: skip
             if stretch.recast is not None:
                 work = EvolveWork(table=THINGS, place=life.place, recast=stretch.recast, expected=life.cursor)
-            outcome = advance_table(work)
+            outcome = _advanced(work)
             outcomes.append(outcome)
             if outcome.error is not None:
                 break
@@ -199,6 +212,14 @@ def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
     finally:
         held.release()
     return outcomes
+
+
+def _advanced(work: ApplyWork | EvolveWork) -> Outcome:
+    """The work, done by whoever writes the table."""
+    if work.place.catalog is None:
+        return advance_table(work)
+    (outcome,) = spark_engine().run(advance_table, [work])
+    return outcome
 
 
 if __name__ == "__main__":

@@ -297,12 +297,9 @@ class TablesSettings(BaseModel):
 
     def _unknown_to_iceberg(self) -> Iterator[PydanticCustomError]:
         for at, said in self._said():
-            for name in ("partition_by", "deletion_vectors", "column_mapping"):
+            for name in ("deletion_vectors", "column_mapping"):
                 if getattr(said, name):
                     yield refusal("is not known to `format: iceberg`", "Remove it.", (*at, name))
-            if said.on_bad_row == "dead-letter":
-                hint = "Remove it, or write `on_bad_row: stop`."
-                yield refusal("cannot be `dead-letter` with `format: iceberg` yet", hint, (*at, "on_bad_row"))
             name, template = ("name", said.name) if isinstance(said, RuleSettings) else ("names", said.names)
             if template is not None and "/" not in template:
                 hint = "For example: `{schema}/{table}`."
@@ -454,8 +451,6 @@ class PipelineSettings(BaseModel):
         if (rule := rulesettings.wants_letters(self.transforms)) and "dead-letter" not in tables:
             said = f"has the rule `{rule}`, which sets rows aside, and the tables do not"
             hint = "Write `on_bad_row: dead-letter` under `tables`."
-            if self.tables.format == "iceberg":  # which cannot do that yet
-                hint = "Write `on_error: halt` for it, or use `format: delta`."
             raise refusal(said, hint, ("transforms", "rules"))
         return self
 

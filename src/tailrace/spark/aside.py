@@ -3,6 +3,10 @@
 What must stay true is what `setting_aside` says: a change is durable as a letter before the commit that passes it. The
 tasks leave such changes in files; one more makes a step of them all, so that it can be seen how many there are. The
 driver hears of causes and numbers.
+
+Whether a table holds the row that a change builds on is asked of it where a task can do that. An Iceberg table is read
+by Spark's jobs alone, so tasks note the keys, and take them for held. The driver has a job find those that are not, and
+if there are some all is told apart once more.
 """
 
 from __future__ import annotations
@@ -13,13 +17,28 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from tailrace.changelog.letters import Letters
 from tailrace.errors import TailraceError
 from tailrace.model import change
-from tailrace.spark.setting_aside import LETTERS_MAX, Step, keep_letters, refuse_too_many, sifted_by
+from tailrace.spark.setting_aside import (
+    LETTERS_MAX,
+    Step,
+    all_held,
+    keep_letters,
+    refuse_too_many,
+    sifted_by,
+)
 from tailrace.spark.tasks import ApplyWork, as_ours, read_again
-from tailrace.tables.sifting import Sifted
+from tailrace.tables.fold import Flags
+from tailrace.tables.lookup import answers_to
+from tailrace.tables.sifting import Holds, Sifted
+
+ASKED = "-asked.parquet"
+"""How the names of files end, in which keys are that a task has taken for held: columns `k0…kN`, in the key's order."""
+MISSING = "missing"
+"""The files, beside them, with those that the table does not hold, once that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +63,7 @@ class KeepWork:
 def sift_aside(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table, Aside | None]:
     """The changes that the table can take; the others go into a file, if there are any."""
     step, letters = _step(work), Letters(work.log, work.table)
-    found = sifted_by(work.place.open(), step, changes, letters.keys(work.expected.seq))
+    found = sifted_by(_holds(work, path), step, changes, letters.keys(work.expected.seq))
     if not found.letters.num_rows and not found.cleared.size:
         return found.changes, None
     if not step.on or found.letters.num_rows > LETTERS_MAX:  # how many there are in all is seen later
@@ -52,6 +71,25 @@ def sift_aside(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, found.letters.schema) as writer:
         writer.write_table(found.letters)
     return found.changes, Aside(file=path, causes=tuple(found.causes), cleared=tuple(found.cleared.tolist()))
+
+
+def _holds(work: ApplyWork, path: Path) -> Holds:
+    return partial(work.place.open().holds, work.shape) if work.place.catalog is None else Noting(path)
+
+
+class Noting:
+    """Which keys a table holds that no task can ask."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._missing, self._asked = path, path.parent / MISSING, 0
+
+    def __call__(self, keys: pa.Table) -> Flags:
+        keys = keys.rename_columns([f"k{i}" for i in range(keys.num_columns)])
+        if self._missing.exists():
+            return answers_to(keys, pq.read_table(self._missing)) < 0
+        pq.write_table(keys, f"{self._path}-{self._asked:04d}{ASKED}", store_schema=False)
+        self._asked += 1
+        return all_held(keys)
 
 
 def keep_aside(asked: KeepWork) -> TailraceError | None:

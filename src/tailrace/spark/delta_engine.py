@@ -44,6 +44,7 @@ class SparkDeltaTable(MergedTable[Opened]):
     """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
 
     connector = "Spark's Delta connector"
+    whole_files = False
 
     def __init__(
         self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES,
@@ -126,9 +127,7 @@ class SparkDeltaTable(MergedTable[Opened]):
         else:
             with self.scratch() as folder:
                 rows = recast_rows(self._read(table), laid, folder)
-                apart = zip(laid.columns, laid.taken, strict=True)
-                others = {column.name for column, old in apart if old != column.name} & {*self._form.partition_by}
-                refuse_misfit_rows(shape, others, rows)
+                refuse_misfit_rows(shape, laid.others & {*self._form.partition_by}, rows)
                 version = self._commit(
                     table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
                 )

@@ -26,7 +26,7 @@ from tailrace.changelog.letters import Letters
 from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableId
-from tailrace.spark.aside import KeepWork, keep_aside
+from tailrace.spark.aside import ASKED, MISSING, KeepWork, keep_aside
 from tailrace.spark.delta_engine import SparkDeltaTable
 from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.iceberg_engine import SparkIcebergTable
@@ -155,6 +155,11 @@ class SparkEngine:
     ) -> tuple[FoldedFiles, Applied]:
         scratch.mkdir()
         folded = fold_stretch(work, scratch, self._in_tasks, sifts=sifts)
+        if asked := sorted(scratch.glob(f"*{ASKED}")):
+            again = scratch / "again"
+            again.mkdir()
+            if table.find_missing(work.shape, asked, again / MISSING):
+                folded = fold_stretch(work, again, self._in_tasks, sifts=True)
         if folded.aside:
             (error,) = self._in_tasks(keep_aside, [KeepWork(work=work, aside=folded.aside)])
             if error is not None:

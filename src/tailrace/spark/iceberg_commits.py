@@ -5,6 +5,9 @@ most writers want and we do not. So an operation is only used to work out what t
 committed by the table's catalog as what follows the metadata that we know, and nothing else. The catalog refuses it if
 there is other metadata by now: by a file's number, by a row in a database, or by what the server knows of the branch.
 
+A load may make the table one of other partitions. Snapshots that cannot be read any more then go in the same commit
+(`icebergshape.parting`); their files are left as they are, for whoever reads them still.
+
 What Spark writes is *staged* first: a snapshot that is in the table's metadata and on no branch, which readers do not
 see. It is published as the newest if it follows the one that was looked at.
 """
@@ -12,17 +15,20 @@ see. It is published as the newest if it follows the one that was looked at.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 
 from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
 from tailrace.tables.deltalog import Written, fsync
 from tailrace.tables.iceberglog import TOKEN, Metadata
-from tailrace.tables.icebergshape import Field, schema_json
+from tailrace.tables.icebergshape import Field, Parting, Spec, parting, partition_json, schema_json
 
 DATA = "data"
 """The folder of a table's data files, as the connector has it."""
@@ -33,6 +39,15 @@ _COUNTS = ("added-data-files", "deleted-data-files", "added-files-size")
 
 class Overtaken(Exception):
     """Someone else committed since the table was looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewFile:
+    """A data file that is to be the table's."""
+
+    path: Path
+    partition: Mapping[str, pa.Scalar] = field(default_factory=dict)
+    """The values that all its rows have."""
 
 
 class Commits:
@@ -67,19 +82,25 @@ class Commits:
     def _schema(self, fields: Sequence[Field]) -> Any:
         return self._iceberg.SchemaParser.fromJson(schema_json(fields))
 
+    def _spec(self, schema: Any, given: Parting) -> Any:
+        return self._iceberg.PartitionSpecParser.fromJson(schema, json.dumps(given.spec))
+
     def _table(self) -> Any:
         return self._listed().loadTable(self._identifier())
 
     # Commits.
 
     def create(
-        self, fields: Sequence[Field], files: Sequence[Path], properties: Mapping[str, str], summary: Mapping[str, str]
-    ) -> int:
+        self, fields: Sequence[Field], partition_by: Sequence[str], files: Sequence[NewFile],
+        properties: Mapping[str, str], summary: Mapping[str, str],
+    ) -> int:  # fmt: skip
         """Make the table, with these files, if there is none; the number of its first snapshot."""
         listed, identifier = self._listed(), self._identifier()
         if self._catalog.kind != "hadoop" and not listed.namespaceExists(identifier.namespace()):
             listed.createNamespace(identifier.namespace())
-        making = listed.buildTable(identifier, self._schema(fields))
+        schema = self._schema(fields)
+        making = listed.buildTable(identifier, schema)
+        making = making.withPartitionSpec(self._spec(schema, parting(fields, partition_by, (), ())))
         for name, value in properties.items():
             making = making.withProperty(name, value)
         if self._catalog.kind != "hadoop":
@@ -96,10 +117,10 @@ class Commits:
         return number
 
     def replace(
-        self, seen: Metadata, fields: Sequence[Field], files: Sequence[Path], properties: Mapping[str, str],
-        summary: Mapping[str, str],
+        self, seen: Metadata, fields: Sequence[Field], partition_by: Sequence[str], files: Sequence[NewFile],
+        properties: Mapping[str, str], summary: Mapping[str, str],
     ) -> int:  # fmt: skip
-        """Make these files all that the table holds, with these columns."""
+        """Make these files all that the table holds, with these columns, and partitioned by some of them."""
 
         def overwrite(transaction: Any) -> None:
             change = transaction.newOverwrite().overwriteByRowFilter(self._iceberg.expressions.Expressions.alwaysTrue())
@@ -107,7 +128,9 @@ class Commits:
                 change.addFile(self._data_file(transaction.table(), file))
             _say(change, summary)
 
-        return self._change(seen, fields, properties, overwrite)
+        return self._change(
+            seen, fields, properties, overwrite, parting(fields, partition_by, seen.specs, seen.fields)
+        )
 
     def state(
         self, seen: Metadata, properties: Mapping[str, str], summary: Mapping[str, str],
@@ -118,14 +141,19 @@ class Commits:
 
     def _change(
         self, seen: Metadata, fields: Sequence[Field] | None, properties: Mapping[str, str],
-        change: Callable[[Any], None],
+        change: Callable[[Any], None], parted: Parting | None = None,
     ) -> int:  # fmt: skip
         table = self._table()
         operations, base = table.operations(), self._base(table, seen)
         builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))
+        if parted is not None and parted.afresh:
+            # Before the columns change: Iceberg would bind what is to go to the new ones.
+            self._forget_partitions(builder.removeSnapshots(base.snapshots()), seen.specs)
         if fields is not None:
             schema = self._schema(fields)
             builder = builder.setCurrentSchema(schema, max(base.lastColumnId(), schema.highestFieldId()))
+            if parted is not None:
+                builder = builder.setDefaultPartitionSpec(self._spec(schema, parted))
         transaction = self._iceberg.Transactions.replaceTableTransaction(table.name(), operations, builder.build())
         change(transaction)
         updated = transaction.currentMetadata()
@@ -135,6 +163,17 @@ class Commits:
         self._sync_metadata(operations)
         return number
 
+    def _forget_partitions(self, builder: Any, specs: Sequence[Spec]) -> None:
+        """Leave nothing that the table was partitioned by. What has the highest number goes last, after another has
+        got a higher one: Iceberg takes a number that is used again for what had it before."""
+        last = max(specs, key=lambda spec: int(spec["spec-id"]))
+        builder.setDefaultPartitionSpec(last["spec-id"])
+        removed = self._iceberg.MetadataUpdate.RemovePartitionSpecs
+        removed({spec["spec-id"] for spec in specs if spec is not last}).applyTo(builder)
+        if last["fields"]:
+            builder.setDefaultPartitionSpec(self._iceberg.PartitionSpec.unpartitioned())
+            removed({last["spec-id"]}).applyTo(builder)
+
     def _base(self, table: Any, seen: Metadata) -> Any:
         """The newest metadata, if it is still what was looked at."""
         base = table.operations().current()
@@ -142,6 +181,8 @@ class Commits:
         if (None if now is None else now.snapshotId()) != seen.snapshot:
             raise Overtaken
         if base.currentSchemaId() != seen.said["current-schema-id"]:
+            raise Overtaken
+        if base.defaultSpecId() != seen.said["default-spec-id"]:
             raise Overtaken
         return base
 
@@ -168,12 +209,17 @@ class Commits:
         table.operations().commit(base, builder.build())
         self._sync_metadata(table.operations())
 
-    def _data_file(self, table: Any, file: Path) -> Any:
-        """What the table says of a Parquet file, from its footer."""
-        source = table.io().newInputFile(f"file://{file}" if self._catalog.kind != "hadoop" else str(file))
+    def _data_file(self, table: Any, file: NewFile) -> Any:
+        """What the table says of a Parquet file, from its footer, and of the partition that it is of."""
+        path, spec = file.path, table.spec()
+        source = table.io().newInputFile(f"file://{path}" if self._catalog.kind != "hadoop" else str(path))
         config = self._iceberg.MetricsConfig.forTable(table)
-        builder = self._iceberg.DataFiles.builder(table.spec()).withPath(source.location()).withFormat("PARQUET")
-        builder = builder.withFileSizeInBytes(file.stat().st_size)
+        builder = self._iceberg.DataFiles.builder(spec).withPath(source.location()).withFormat("PARQUET")
+        builder = builder.withFileSizeInBytes(path.stat().st_size)
+        if file.partition:
+            numbers = {part.name(): part.fieldId() for part in _each(spec.fields())}
+            said = partition_json(file.partition, numbers)
+            builder = builder.withPartition(self._iceberg.SingleValueParser.fromJson(spec.partitionType(), said))
         return builder.withMetrics(self._iceberg.parquet.ParquetUtil.fileMetrics(source, config)).build()
 
     # On disk.

@@ -29,9 +29,9 @@ from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.connector import catalog_settings
 from tailrace.spark.frames import named, quoted
-from tailrace.spark.iceberg_commits import Commits, Overtaken, linked
+from tailrace.spark.iceberg_commits import Commits, NewFile, Overtaken, linked
 from tailrace.spark.merging import SCRATCH, MergedTable
-from tailrace.spark.rows import recast_rows
+from tailrace.spark.rows import recast_rows, refuse_misfit_rows
 from tailrace.tables.base import Applied, Cursor
 from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
 from tailrace.tables.deltalog import Position, Written
@@ -41,13 +41,8 @@ from tailrace.tables.formed import loaded, recast_into
 from tailrace.tables.forms import PLAIN, Form, Origin
 from tailrace.tables.iceberg import STAGED, IcebergTable, OpenedIceberg
 from tailrace.tables.iceberglog import TOKEN, Metadata, Properties, Summary, said_of
-from tailrace.tables.icebergshape import (
-    Field,
-    columns_of,
-    fresh_fields,
-    laid_fields,
-    refuse_iceberg_names,
-)
+from tailrace.tables.icebergshape import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
+from tailrace.tables.partitions import values_of
 from tailrace.tables.recast import kept_columns, lay_out
 from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
@@ -64,19 +59,23 @@ _PROPERTIES = {
     "write.delete.mode": "merge-on-read",
     # What Spark writes is staged, and published by us.
     "write.wap.enabled": "true",
-    "write.distribution-mode": "none",
+    # A task writes rows of any partition as they come: they need not be sorted first.
+    "write.spark.fanout.enabled": "true",
     # Each commit writes the table's metadata anew; without this every one would stay.
     "write.metadata.delete-after-commit.enabled": "true",
     "write.metadata.previous-versions-max": "20",
 }
 """Of every table of ours."""
 _FILE_BYTES = "write.target-file-size-bytes"
+_SHUFFLED = "write.distribution-mode"
+"""Whether rows of one partition come to one task, so that they make one file."""
 
 
 class SparkIcebergTable(MergedTable[OpenedIceberg]):
     """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
 
     connector = "Spark's Iceberg connector"
+    whole_files = True
 
     def __init__(
         self, spark: SparkSession, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN,
@@ -124,8 +123,8 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         files = stage(
-            self._path / STAGED, name, stored, loaded(self._form, schema, batches, origin), numbered=True,
-            file_bytes=self._file_bytes,
+            self._path / STAGED, name, stored, loaded(self._form, schema, batches, origin), self._form.partition_by,
+            numbered=True, file_bytes=self._file_bytes,
         )  # fmt: skip
         try:
             return self._land(seen, schema, files, cursor, origin)
@@ -152,30 +151,37 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         stored = self._form.stored(schema)
         clock = origin.read_at if origin else 0
         position = Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
-        self._replace(seen, fresh_fields((*stored.columns, *kept)), files, position, {LANDED: landed} if landed else {})
+        self._replace(seen, (*stored.columns, *kept), files, position, {LANDED: landed} if landed else {})
         return rows
 
     def _replace(
-        self, seen: Metadata | None, fields: Sequence[Field], files: Sequence[StagedFile], position: Position,
+        self, seen: Metadata | None, columns: Sequence[Column], files: Sequence[StagedFile], position: Position,
         more: Summary,
     ) -> int:  # fmt: skip
-        """Make these staged files, whose columns are numbered as the fields are, all that the table holds."""
+        """Make these staged files, with these columns numbered from one, all that the table holds."""
+        fields, by = fresh_fields(columns), self._form.partition_by
         try:
-            paths = [linked(self._path / STAGED / file.path, self._path) for file in files]
+            news = [
+                NewFile(
+                    path=linked(self._path / STAGED / file.path, self._path), partition=values_of(file.values, columns)
+                )
+                for file in files
+            ]
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
         def commit(summary: Summary, properties: Properties) -> int:
-            said, given = {**summary, **more}, {**_PROPERTIES, _FILE_BYTES: str(self._file_bytes), **properties}
+            own = {_FILE_BYTES: str(self._file_bytes), _SHUFFLED: "hash" if by else "none"}
+            said, given = {**summary, **more}, {**_PROPERTIES, **own, **properties}
             if seen is None:
-                return self._commits.create(fields, paths, {**given, "format-version": str(self._version)}, said)
-            return self._commits.replace(seen, fields, paths, given, said)
+                return self._commits.create(fields, by, news, {**given, "format-version": str(self._version)}, said)
+            return self._commits.replace(seen, fields, by, news, given, said)
 
         try:
             return self._made(position, commit)
         except ForeignWrite:  # so that nothing of them is in the table
-            for path in paths:
-                path.unlink(missing_ok=True)
+            for new in news:
+                new.path.unlink(missing_ok=True)
             raise
 
     def _discard(self, name: str) -> None:
@@ -196,16 +202,19 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         shape = replace(own.schema, columns=laid.columns, facts=None)
         refuse_iceberg_names(shape)
         after = replace(table.position, schema=recast.schema)
-        fields = laid_fields(seen.fields, laid, seen.last_number)
-        if fields is not None:  # one entry in the table's metadata: no file is touched
+        by, fields = self._form.partition_by, laid_fields(seen.fields, laid, seen.last_number)
+        # One entry in the table's metadata: no file is touched. But where the table is partitioned by what it was not,
+        # all rows are put where they belong.
+        if fields is not None and are_same(seen.fields, fields, by):
             self._made(after, lambda said, given: self._commits.state(seen, given, said, fields))
             return Applied(committed=True, cursor=here)
         with self.scratch() as folder:
             rows, name = recast_rows(self._read(table), laid, folder), f"recast-{uuid.uuid4().hex}"
+            refuse_misfit_rows(shape, laid.others & {*by}, rows)
             rows.write.parquet(str(folder / "recast"))
             try:
                 files = self._numbered(shape, folder / "recast", name)
-                self._replace(seen, fresh_fields(shape.columns), files, after, {})
+                self._replace(seen, shape.columns, files, after, {})
             finally:
                 self._discard(name)
         return Applied(committed=True, cursor=here, bytes=sum(file.size for file in files))
@@ -215,8 +224,8 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         have."""
         works = [
             _Anew(
-                shape=shape, file=file, path=self._path / STAGED, name=f"{name}-{number:06d}",
-                file_bytes=self._file_bytes,
+                shape=shape, partition_by=self._form.partition_by, file=file, path=self._path / STAGED,
+                name=f"{name}-{number:06d}", file_bytes=self._file_bytes,
             )
             for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
         ]  # fmt: skip
@@ -335,6 +344,7 @@ class _Anew:
     """A file whose rows are to be written once more."""
 
     shape: TableSchema
+    partition_by: tuple[str, ...]
     file: Path
     path: Path
     name: str
@@ -346,4 +356,6 @@ def _write_anew(work: _Anew) -> tuple[StagedFile, ...]:
     with pq.ParquetFile(work.file) as source:
         rows = (pa.Table.from_batches([batch]).cast(fields).to_batches() for batch in source.iter_batches())
         anew = (batch for some in rows for batch in some)
-        return stage(work.path, work.name, work.shape, anew, numbered=True, file_bytes=work.file_bytes)
+        return stage(
+            work.path, work.name, work.shape, anew, work.partition_by, numbered=True, file_bytes=work.file_bytes
+        )

@@ -92,6 +92,8 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     connector: str
     """As errors call it."""
+    whole_files: bool
+    """Whether staged files hold the columns of their partition."""
 
     def __init__(self, spark: SparkSession, path: Path, form: Form) -> None:
         # What a commit says is a setting of the session, so each table has its own.
@@ -232,6 +234,20 @@ class MergedTable(abc.ABC, Generic[Table]):
         came = as_table(schema, rows)
         return self._commit(table, position, lambda: self._save(table, came, "append")), folded.upserts
 
+    def find_missing(self, schema: TableSchema, asked: Sequence[Path], into: Path) -> bool:
+        """Put keys, the columns `k0…kN` of files, of which the table has no row into other files; whether there are
+        some."""
+        stored = self._form.stored(schema)
+        own = [stored.columns[i] for i in key_ordinals(stored)]
+        fields = spark_schema(pa.schema([(f"k{i}", column.type) for i, column in enumerate(own)]))
+        keys = self.session.read.schema(fields).parquet(*map(str, asked))
+        there = self._read(self._opened()).select(*(named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
+        same = [f.col(f"k{i}") == f.col(f"t{i}") for i in range(len(own))]
+        # The few keys are handed around, and not the table.
+        held = there.join(f.broadcast(keys), same, "left_semi")
+        keys.join(held, same, "left_anti").write.parquet(str(into))
+        return not self.session.read.schema(fields).parquet(str(into)).isEmpty()
+
     def _bound_broadcasts(self, rows: int) -> None:
         self.session.conf.set(_BROADCAST, self._broadcast if rows <= BROADCAST_ROWS_MAX else "-1")
 
@@ -336,7 +352,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         clock = max(table.position.clock, origin.read_at)
         after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
         if appends:
-            came = staged_rows(self.session, self._form.stored(schema).columns, self._staging(table), files)
+            came = self._staged(table, self._form.stored(schema).columns, files)
             self._make_durable(self._commit(table, after, lambda: self._save(table, came, "append")))
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
         self._bound_broadcasts(sum(file.rows for file in files))
@@ -367,11 +383,14 @@ class MergedTable(abc.ABC, Generic[Table]):
         origin: Origin,
     ) -> DataFrame:  # fmt: skip
         stored, counts = self._form.stored(schema), len(compared(self._form, schema)[0].columns)
-        key, folder = [stored.columns[i] for i in key_ordinals(stored)], self._staging(table)
-        staged = staged_rows(self.session, stored.columns, folder, files)
-        listed = None if keys is None else staged_rows(self.session, key, folder, keys)
+        key = [stored.columns[i] for i in key_ordinals(stored)]
+        staged = self._staged(table, stored.columns, files)
+        listed = None if keys is None else self._staged(table, key, keys)
         past = keeping(self._form, origin, table.position.clock)
         return difference(stored, counts, self._read(table), staged, listed, past)
+
+    def _staged(self, table: Table, columns: Sequence[Column], files: Sequence[StagedFile]) -> DataFrame:
+        return staged_rows(self.session, columns, self._staging(table), files, whole=self.whole_files)
 
     def _keep(self, rows: DataFrame) -> DataFrame:
         """Rows that are asked for more than once, in files: a merge refuses what Spark has cached."""

@@ -1,8 +1,8 @@
 """Rows that Spark's connector is given besides changes: those that tasks have staged, and a table's own in a new shape.
 
-What must stay true: values of a partition are no part of the files. They are taken from what was noted of each file,
-never from the names of folders, which Spark reads in its own way. And a value that no partition can have is refused
-here as everywhere, in the same words.
+What must stay true: values of a partition are no part of a Delta table's files. They are taken from what was noted of
+each file, never from the names of folders, which Spark reads in its own way. And a value that no partition can have is
+refused here as everywhere, in the same words.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def no_rows(session: SparkSession, fields: pa.Schema) -> DataFrame:
 
 
 def staged_rows(
-    session: SparkSession, columns: Sequence[Column], folder: Path, files: Sequence[StagedFile]
+    session: SparkSession, columns: Sequence[Column], folder: Path, files: Sequence[StagedFile], *, whole: bool = False
 ) -> DataFrame:
-    """The rows of files that lie in a table's folder."""
+    """The rows of files that lie in a table's folder. `whole` ones hold the columns of their partition."""
     fields = pa.schema([(column.name, column.type) for column in columns])
     if not files:
         return no_rows(session, fields)
-    apart = files[0].values
+    apart = {} if whole else files[0].values
     inside = pa.schema([field for field in fields if field.name not in apart])
     rows = session.read.schema(spark_schema(inside)).parquet(*(str(folder / file.path) for file in files))
     if not apart:

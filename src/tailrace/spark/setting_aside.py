@@ -7,6 +7,7 @@ clears are open until it is made. While nothing is wrong and no letter is open t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.identity import one_array
-from tailrace.tables.sifting import DeadKeys, Sifted, has_unfit, sift, sift_kept
+from tailrace.tables.sifting import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept
 
 LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""
@@ -77,7 +78,7 @@ def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Don
     letters.void(step.expected.seq)
     if not step.schema.key:  # its key was taken away: nobody can say which rows the letters speak of
         return Done(applied=_apply(table, step, changes))
-    sifted = sifted_by(table, step, changes, letters.keys(step.expected.seq))
+    sifted = sifted_by(partial(table.holds, step.schema), step, changes, letters.keys(step.expected.seq))
     keep_letters(step, sifted, letters)
     applied = _apply(table, step, sifted.changes)
     letters.tidy(step.cursor.seq)
@@ -98,17 +99,17 @@ def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:
     return table.apply(step.schema, folded, step.expected, step.cursor, touch=True, reread=step.reread)
 
 
-def sifted_by(table: MendedTable, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
+def sifted_by(holds: Holds, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
     """Changes, which have every column, told apart by what the table holds and by the letters that are open."""
-
-    def holds(keys: pa.Table) -> Flags:
-        if step.reread is not None:
-            return np.ones(keys.num_rows, np.bool_)  # what is missing is read again
-        return table.holds(step.schema, keys)
-
     by = step.form.partitions_of(step.schema)
     apart = sift_kept if step.form.soft_delete else sift
-    return apart(step.schema, changes, dead_keys(step.schema, bundles), holds, by)
+    asked = holds if step.reread is None else all_held  # what is missing is read again
+    return apart(step.schema, changes, dead_keys(step.schema, bundles), asked, by)
+
+
+def all_held(keys: pa.Table) -> Flags:
+    """Of each key, that the table has a row of it."""
+    return np.ones(keys.num_rows, np.bool_)
 
 
 def refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:

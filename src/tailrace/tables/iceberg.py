@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace.errors import ForeignWrite
+from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.catalogs import Catalog
-from tailrace.tables.deltalog import Position
+from tailrace.tables.deltalog import REPLACE_HINT, Position
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.paths import anothers
@@ -89,4 +89,9 @@ class IcebergTable:
             return None
         position = found.position()
         refuse_form(self._path, self._form, position)
+        if found.partition_by != list(self._form.partition_by):
+            raise TableUnusable(
+                "someone else changed what the table is partitioned by", path=self._path,
+                found=", ".join(found.partition_by), hint=REPLACE_HINT,
+            )  # fmt: skip
         return OpenedIceberg(metadata=found, position=position)

@@ -19,7 +19,7 @@ from typing import Any
 from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.tables.deltalog import METADATA_KEY, REPLACE_HINT, Position
-from tailrace.tables.icebergshape import Field
+from tailrace.tables.icebergshape import IDENTITY, Field, Spec
 
 OWNER = "tailrace.log"
 """The property that says whose table it is."""
@@ -76,6 +76,20 @@ class Metadata:
     def last_number(self) -> int:
         """The highest that a column ever had."""
         return int(self.said["last-column-id"])
+
+    @property
+    def specs(self) -> list[Spec]:
+        """All that the table is partitioned by, and was."""
+        return list(self.said["partition-specs"])
+
+    @property
+    def partition_by(self) -> list[str]:
+        """The columns that new files are apart by; of what is not a column as it is, its name."""
+        now = self.said["default-spec-id"]
+        parts = next(spec["fields"] for spec in self.specs if spec["spec-id"] == now)
+        return [
+            part["name"] if part["transform"] == IDENTITY else f"{part['transform']} {part['name']}" for part in parts
+        ]
 
     def rows(self) -> int:
         """How many there are, as the newest snapshot counts them."""

@@ -5,6 +5,10 @@ tasks can number the columns of files that they write before it is known what th
 number through every change of its name, and one that is added gets a number that no column ever had: a dropped column's
 values never come back.
 
+A table is partitioned by columns as they are (`identity`), which its metadata calls by their numbers. Iceberg can read
+and write a table only if every partitioning in its metadata is one of columns that it has. So one that the table's new
+columns do not mean is forgotten, with all snapshots of before.
+
 Pure: no I/O.
 """
 
@@ -13,7 +17,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -25,12 +30,18 @@ from tailrace.tables.recast import Laid
 
 Field = dict[str, Any]
 """One column, as Iceberg's metadata has it."""
+Spec = dict[str, Any]
+"""What a table is, or was, partitioned by, in the same way."""
 
 RESERVED = frozenset([
     "_file", "_pos", "_deleted", "_spec_id", "_partition", "_row_id", "_last_updated_sequence_number", "_change_type",
     "_change_ordinal", "_commit_snapshot_id",
 ])  # fmt: skip
 """What the connector tells of each row; a table with a column of such a name cannot be read by it."""
+
+IDENTITY = "identity"
+FIRST_PARTITION = 1000
+"""Columns of partitions are numbered from here, as Iceberg does it."""
 
 _NUMBER = b"PARQUET:field_id"
 _NAMES: list[tuple[pa.DataType, str]] = [
@@ -70,6 +81,12 @@ def laid_fields(held: Sequence[Field], laid: Laid, last: int) -> list[Field] | N
         else:
             return None
     return found
+
+
+def are_same(held: Sequence[Field], fields: Sequence[Field], names: Sequence[str]) -> bool:
+    """Whether columns of these names are what they were."""
+    was, now = ({field["name"]: (field["id"], field["type"]) for field in some} for some in (held, fields))
+    return all(was.get(name) == now[name] for name in names)
 
 
 def _field(number: int, column: Column, numbers: Iterator[int]) -> Field:
@@ -124,6 +141,42 @@ def _arrow(kind: Any) -> pa.DataType:
     if found := _DECIMAL.fullmatch(kind):
         return pa.decimal128(int(found[1]), int(found[2]))
     return _TYPES.get(kind, pa.null())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """How a table whose rows are all replaced comes to be partitioned."""
+
+    spec: Spec
+    afresh: bool
+    """Whether its columns do not mean what it was partitioned by: that goes, and so must every older snapshot, for it
+    could not be read any more."""
+
+
+def parting(fields: Sequence[Field], names: Sequence[str], specs: Sequence[Spec], was: Sequence[Field]) -> Parting:
+    """Of a table with these columns, to be partitioned by some of them, that `was` another; `specs` are all that its
+    metadata has."""
+    highest = max((field["field-id"] for spec in specs for field in spec["fields"]), default=FIRST_PARTITION - 1)
+    numbers = {field["name"]: field["id"] for field in fields}
+    apart = [
+        {"source-id": numbers[name], "field-id": highest + at, "name": name, "transform": IDENTITY}
+        for at, name in enumerate(names, start=1)
+    ]
+    held = [spec for spec in specs if spec["fields"]]
+    types, before = ({field["id"]: field["type"] for field in some} for some in (fields, was))
+    same = all(types[part["source-id"]] == before.get(part["source-id"]) for part in apart)
+    same = same and all(_sources(spec["fields"]) == _sources(apart) for spec in held)
+    return Parting(spec={"spec-id": 0, "fields": apart}, afresh=bool(held) and not same)
+
+
+def _sources(parts: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, str]]:
+    return [(part["source-id"], part["name"], part["transform"]) for part in parts]
+
+
+def partition_json(values: Mapping[str, pa.Scalar], numbers: Mapping[str, int]) -> str:
+    """The values of one partition as Iceberg reads them, each by the number that it has there."""
+    said = {str(numbers[name]): value.as_py() for name, value in values.items()}
+    return json.dumps(said, default=lambda moment: moment.isoformat())
 
 
 def refuse_iceberg_names(schema: TableSchema) -> None:

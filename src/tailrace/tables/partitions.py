@@ -166,7 +166,7 @@ def _encoded(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Rows of one partition, without the columns that it is one by."""
+    """Rows of one partition, without the columns that it is one by unless they were to stay."""
 
     values: Texts
     rows: pa.Table
@@ -181,8 +181,8 @@ def inside(schema: TableSchema, names: Sequence[str]) -> TableSchema:
     return replace(schema, columns=tuple(c for c in schema.columns if c.name not in names), facts=None)
 
 
-def apart(rows: pa.Table, names: Sequence[str]) -> Iterator[Partition]:
-    """The rows by partition; those of one keep their order."""
+def apart(rows: pa.Table, names: Sequence[str], *, whole: bool = False) -> Iterator[Partition]:
+    """The rows by partition; those of one keep their order, and if they are to be `whole` their columns, too."""
     if not rows.num_rows:
         return
     numbers = image_numbers([rows.column(name) for name in names]).numbers
@@ -190,7 +190,7 @@ def apart(rows: pa.Table, names: Sequence[str]) -> Iterator[Partition]:
     starts = np.flatnonzero(np.diff(numbers[order], prepend=-1))
     ends = [*starts[1:].tolist(), order.size]
     rows = rows if starts.size == 1 else rows.take(pa.array(order))
-    own = rows.drop_columns(list(names))
+    own = rows if whole else rows.drop_columns(list(names))
     for start, end in zip(starts.tolist(), ends, strict=True):
         texts = texts_of({name: rows.column(name)[start] for name in names})
         yield Partition(values=texts, rows=own.slice(start, end - start))

@@ -34,6 +34,11 @@ class Laid:
     def added(self) -> tuple[Column, ...]:
         return tuple(column for column, old in zip(self.columns, self.taken, strict=True) if old is None)
 
+    @property
+    def others(self) -> set[str]:
+        """The columns that were not there under their name."""
+        return {column.name for column, old in zip(self.columns, self.taken, strict=True) if old != column.name}
+
 
 Held = DeltaTable | Mapping[str, pa.DataType]
 """A table whose columns are to be known, or these."""

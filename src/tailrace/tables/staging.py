@@ -81,8 +81,8 @@ def stage(
     `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
     two row groups: one is written while the next is read; and of a table that is partitioned, rows that wait. An
     exception out of `batches` is raised unchanged, and nothing is left of what was written. With `numbered` the
-    columns have numbers in the files, as Iceberg knows them by. A file that has passed `file_bytes` gets no further row
-    group.
+    columns have numbers in the files, as Iceberg knows them by, and the files of a partition hold its columns too. A
+    file that has passed `file_bytes` gets no further row group.
     """
     refuse_names(schema)
     _refuse_token(name)
@@ -90,7 +90,7 @@ def stage(
     fields = file_fields(schema) if numbered else None
     parts: _Parts | _Partitions = _Parts(path, name, schema, file_bytes, fields=fields)
     if partition_by:
-        parts = _Partitions(path, name, schema, file_bytes, partition_by)
+        parts = _Partitions(path, name, schema, file_bytes, partition_by, fields)
     try:
         _write_behind(parts, _groups(own_batches(schema, batches), _group_bytes(file_bytes)))
         return parts.close()
@@ -200,7 +200,8 @@ def _pieces(batch: pa.RecordBatch, bytes_max: int) -> Iterator[pa.RecordBatch]:
 
 
 class _Parts:
-    """The files of one name, written one after the other; those of a partition in its folder."""
+    """The files of one name, written one after the other; those of a partition in its folder, unless they have
+    numbers."""
 
     def __init__(
         self, path: Path, name: str, schema: TableSchema, file_bytes: int, values: Texts | None = None,
@@ -208,7 +209,7 @@ class _Parts:
     ) -> None:  # fmt: skip
         self._path, self._name, self._schema, self._file_bytes = path, name, schema, file_bytes
         self._values = values or {}
-        self._inside = folder_of(self._values) + "/" if values else ""
+        self._inside = folder_of(self._values) + "/" if values and fields is None else ""
         self._folder = path
         self._fields = fields or pa.schema(schema.row_fields())
         self._floats = self._no_floats()
@@ -295,11 +296,12 @@ class _Partitions:
     """
 
     def __init__(
-        self, path: Path, name: str, schema: TableSchema, file_bytes: int, partition_by: Sequence[str]
-    ) -> None:
+        self, path: Path, name: str, schema: TableSchema, file_bytes: int, partition_by: Sequence[str],
+        fields: pa.Schema | None,
+    ) -> None:  # fmt: skip
         self._path, self._name, self._schema, self._by = path, name, schema, partition_by
-        self._file_bytes = file_bytes
-        self._inside = inside(schema, partition_by)
+        self._file_bytes, self._fields = file_bytes, fields
+        self._inside = inside(schema, partition_by) if fields is None else schema
         self._waiting: dict[str, list[Partition]] = {}
         self._bytes = 0
         self._open: dict[str, _Parts] = {}
@@ -309,7 +311,7 @@ class _Partitions:
 
     def add(self, group: pa.Table) -> None:
         refuse_misfits(self._schema, self._by, group)
-        for partition in apart(group, self._by):
+        for partition in apart(group, self._by, whole=self._fields is not None):
             self._waiting.setdefault(partition.folder, []).append(partition)
         self._bytes += group.nbytes
         if self._bytes >= WAITING_BYTES_MAX:
@@ -327,7 +329,7 @@ class _Partitions:
         parts = self._open.pop(folder, None)
         if parts is None:
             name = f"{self._name}-{len(self._all):06d}"
-            parts = _Parts(self._path, name, self._inside, self._file_bytes, values)
+            parts = _Parts(self._path, name, self._inside, self._file_bytes, values, self._fields)
             self._all.append(parts)
         self._open[folder] = parts
         if len(self._open) > OPEN_FILES_MAX:

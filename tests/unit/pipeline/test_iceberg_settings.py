@@ -71,9 +71,8 @@ def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path)
         (["catalog: {type: jdbc, uri: jdbc:oracle:x}"], 9, "tables.catalog", "begins with jdbc:postgresql://"),
         (["catalog: {type: hadoop, uri: x}"], 9, "tables.catalog.uri", "not for `type: hadoop`"),
         (["catalog: {type: jdbc, uri: 'jdbc:sqlite:/x', token: k}"], 9, "tables.catalog.token", "not for `type: jdbc`"),
-        (["partition_by: [a]"], 9, "tables.partition_by", "not known to `format: iceberg`"),
+        (["column_mapping: true"], 9, "tables.column_mapping", "not known to `format: iceberg`"),
         (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
-        (["on_bad_row: dead-letter"], 9, "tables.on_bad_row", "with `format: iceberg` yet"),
         (["mode: append", "soft_delete: true"], 10, "tables.soft_delete", "is for `mode: mirror`"),
         (["keep_seed: copy"], 9, "tables.keep_seed", "cannot be rebuilt yet"),
         (["names: '{table}'"], 9, "tables.names", "no namespace"),
@@ -102,17 +101,22 @@ def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
     assert [problem.where for problem in found] == [
         "tables.catalog", "tables.catalog.user", "tables.catalog.password"
     ]  # fmt: skip
-    file = write(tmp_path, "engine: delta-rs", "mode: history", "soft_delete: true", "partition_by: [a]")
+    file = write(tmp_path, "engine: delta-rs", "mode: history", "soft_delete: true", "column_mapping: true")
     found = check_settings(file, environment={})
-    assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.partition_by"]
+    assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.column_mapping"]
 
 
-def test_a_rule_that_sets_rows_aside_is_not_sent_to_what_iceberg_refuses(tmp_path: Path) -> None:
-    file = write(tmp_path)
+def test_an_iceberg_table_may_be_partitioned(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "partition_by: [region, _is_deleted]", "soft_delete: true")
+    assert settings.tables.form_of(TableId("public", "t")).partition_by == ("region", "_is_deleted")
+
+
+def test_an_iceberg_table_may_set_rows_aside(tmp_path: Path) -> None:
     rule = "{do: sha256, columns: [a], on_error: dead-letter}"
+    file = write(tmp_path, "on_bad_row: dead-letter")
     file.write_text(f"{file.read_text()}transforms:\n  rules: [{rule}]\n")
-    (problem,) = check_settings(file, environment={})
-    assert (problem.where, "`on_error: halt`" in problem.hint) == ("transforms.rules", True)
+    assert check_settings(file, environment={}) == []
+    assert load_settings(file, environment={}).tables.sets_aside(TableId("public", "t"))
 
 
 def test_what_cannot_be_done_yet_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:

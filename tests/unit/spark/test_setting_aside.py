@@ -1,4 +1,7 @@
-"""Letters beside a real lake table: written before the commit, counted once it is made, the same however it is cut."""
+"""Letters beside a real lake table: written before the commit, counted once it is made, the same however it is cut.
+
+`make engines` runs this with Iceberg tables, too, of which no task can say what they hold.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUn
 from tailrace.pipeline.status import deadletters_open
 from tailrace.spark import setting_aside
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
+from tests.support.engines import FORMAT, IS_ICEBERG, not_spark
 from tests.support.quiet import THINGS, Quiet
 
 BIG, BAD = ("big",), ("n",)
@@ -24,7 +28,7 @@ def quiet(tmp_path: Path) -> Quiet:
 
 
 def loaded(folder: Path, on_bad_row: str = "dead-letter") -> Quiet:
-    made = Quiet(folder, on_bad_row=on_bad_row)
+    made = Quiet(folder, on_bad_row=on_bad_row, table_format=FORMAT)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 6)])
     return made
 
@@ -48,7 +52,9 @@ def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
 
 
 def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
-    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true, metadata: [_seq]")
+    made = Quiet(
+        tmp_path, on_bad_row="dead-letter", form="soft_delete: true, metadata: [_seq]", table_format=FORMAT
+    )
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 4)])
     made.commit(update(1, unfit=BAD), update(2, unchanged=BIG, n=2), delete(3), update(9, unchanged=BIG))
     assert made.apply()[-1].error is None
@@ -56,6 +62,8 @@ def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
     assert {key: (row["n"], row["big"], row["_deleted"]) for key, row in made.rows().items()} == {
         1: (0, "x" * 50, False), 2: (2, "x" * 50, False), 3: (0, "x" * 50, True),
     }  # fmt: skip
+    if IS_ICEBERG:  # rows are put right by a job: see `test_iceberg_letters.py`
+        return
     mended = pa.Table.from_pylist([{"id": 1, "name": "n1", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
     assert made.table.put(SHOP, mended, made.cursor).committed
     assert (made.rows()[1]["n"], made.rows()[1]["_deleted"]) == (7, False)
@@ -63,14 +71,14 @@ def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["mode: history", "mode: append"])
 def test_a_table_of_which_nothing_may_be_missing_stops(tmp_path: Path, form: str) -> None:
-    made = Quiet(tmp_path, on_bad_row="dead-letter", form=form)
+    made = Quiet(tmp_path, on_bad_row="dead-letter", form=form, table_format=FORMAT)
     made.load([])
     made.commit(insert(1, unfit=BAD))
     assert isinstance(made.apply()[-1].error, ValueUnfit)
 
 
 def test_what_a_truncate_takes_away_stays_marked_as_it_was_last(tmp_path: Path) -> None:
-    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true")
+    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true", table_format=FORMAT)
     made.load([{"id": 1, "name": "n1", "big": "x", "n": 0}])
     made.commit(update(1, n=1), insert(2, n=2), update(2, unfit=BAD), truncate(), insert(3, n=3), insert(4, unfit=BAD))
     assert made.apply()[-1].error is None
@@ -114,7 +122,7 @@ def test_the_default_is_to_stop(tmp_path: Path) -> None:
 
 
 def test_a_table_without_a_key_stops_whatever_is_set(tmp_path: Path) -> None:
-    quiet = Quiet(tmp_path, on_bad_row="dead-letter")
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", table_format=FORMAT)
     quiet.load([{"a": 1, "b": "x"}], schema=KEYLESS)
     quiet.commit(insert({"a": 2}, unfit=("b",)), schema=KEYLESS)
     (outcome,) = quiet.apply()
@@ -157,6 +165,7 @@ def test_a_list_beside_whoever_applies_looks_again_at_what_is_removed_meanwhile(
     assert found.open(quiet.cursor.seq) == []
 
 
+@not_spark  # whose tasks know nothing of another limit
 def test_too_many_letters_stop_the_table(quiet: Quiet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setting_aside, "LETTERS_MAX", 2)
     quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
@@ -199,6 +208,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
     return told(quiet)
 
 
+@not_spark  # which sets nothing aside that a later change of the same stretch puts right
 def test_however_the_story_is_cut_the_letters_are_the_same(tmp_path: Path, expected: tuple[object, ...]) -> None:
     chance = random.Random(6)
     for number in range(4):
@@ -211,6 +221,7 @@ def test_however_the_story_is_cut_the_letters_are_the_same(tmp_path: Path, expec
         assert told(quiet) == expected
 
 
+@not_spark  # `tests/crash` kills Spark's connectors
 @pytest.mark.parametrize("place", ["letters.written", "table.after_commit", "letters.tidied"])
 def test_killed_anywhere_no_letter_is_lost_and_none_is_doubled(
     tmp_path: Path, expected: tuple[object, ...], place: str

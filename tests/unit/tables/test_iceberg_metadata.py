@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,15 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.deltalog import Position
 from tailrace.tables.iceberglog import OWNER, Metadata, said_of
 from tailrace.tables.icebergshape import (
+    Field,
+    Spec,
+    are_same,
     columns_of,
     file_fields,
     fresh_fields,
     laid_fields,
+    parting,
+    partition_json,
     refuse_iceberg_names,
 )
 from tailrace.tables.recast import Laid
@@ -111,6 +118,67 @@ def test_files_stay_as_they_are_where_iceberg_reads_them_as_the_wider_type(
 def test_values_that_are_filled_in_are_written() -> None:
     held = fresh_fields([column("a", pa.int32())])
     assert laid_fields(held, laid((column("b", pa.int32()), None), b=1), 1) is None
+
+
+# --- partitions ----------------------------------------------------------------------------------------------
+
+
+def fields_of(**kinds: pa.DataType) -> list[Field]:
+    return fresh_fields([column(name, kind) for name, kind in kinds.items()])
+
+
+PLAIN_SPEC: Spec = {"spec-id": 0, "fields": []}
+WAS = fields_of(id=pa.int64(), name=pa.string(), n=pa.int32())
+BY_NAME: Spec = {
+    "spec-id": 1, "fields": [{"source-id": 2, "field-id": 1000, "name": "name", "transform": "identity"}]
+}  # fmt: skip
+
+
+def test_a_table_that_is_partitioned_as_before_keeps_its_snapshots() -> None:
+    now = fields_of(id=pa.int64(), name=pa.string(), other=pa.string())
+    found = parting(now, ["name"], [PLAIN_SPEC, BY_NAME], WAS)
+    assert not found.afresh
+    assert parting(WAS, ["name"], [PLAIN_SPEC], WAS).afresh is False
+
+
+@pytest.mark.parametrize(
+    ("now", "names"),
+    [
+        (WAS, ["n"]), (WAS, []), (WAS, ["name", "n"]),
+        (fields_of(name=pa.string(), id=pa.int64()), ["name"]),
+        (fields_of(id=pa.int64(), title=pa.string()), ["title"]),
+        (fields_of(id=pa.int64(), tags=pa.list_(pa.string())), []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_columns_no_longer_mean_is_forgotten(now: list[Field], names: list[str]) -> None:
+    found = parting(now, names, [PLAIN_SPEC, BY_NAME], WAS)
+    assert found.afresh
+    assert [part["field-id"] for part in found.spec["fields"]] == [1001 + at for at in range(len(names))]
+
+
+def test_a_column_of_another_type_is_another_to_be_partitioned_by() -> None:
+    assert parting(fields_of(id=pa.int64(), name=pa.int64()), ["name"], [BY_NAME], WAS).afresh
+
+
+def test_a_column_that_got_another_s_name_is_not_what_it_was() -> None:
+    first, name, n = WAS
+    assert are_same(WAS, [first, name, {**n, "name": "m"}], ["name"])
+    assert not are_same(WAS, [first, {**name, "name": "name__dropped"}, {**n, "name": "name"}], ["name"])
+    assert not are_same(WAS, [first, name, {**n, "type": "long"}], ["n"])
+    assert not are_same(WAS, [*WAS, {"id": 9, "name": "new", "type": "int"}], ["new"])
+
+
+def test_values_of_a_partition_are_told_as_iceberg_reads_them() -> None:
+    values = {
+        "t": pa.scalar('q"\n'), "d": pa.scalar(date(1, 1, 1)), "at": pa.scalar(datetime(2020, 1, 2, 3, 4, 5, 1)),
+        "n": pa.scalar(2**63 - 1), "b": pa.scalar(True), "none": pa.scalar(None, pa.string()),
+    }  # fmt: skip
+    numbers = {name: 1000 + at for at, name in enumerate(values)}
+    assert json.loads(partition_json(values, numbers)) == {
+        "1000": 'q"\n', "1001": "0001-01-01", "1002": "2020-01-02T03:04:05.000001", "1003": 2**63 - 1, "1004": True,
+        "1005": None,
+    }  # fmt: skip
 
 
 # --- the position ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from urllib.parse import quote, unquote
 
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
@@ -26,7 +27,16 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.staging import discard, stage
 from tailrace.tables.upkeep import Upkeep, remove_files
-from tests.support.changes import KEYLESS, SHOP, delete, insert, record_batches, truncate, update
+from tests.support.changes import (
+    KEYLESS,
+    SHOP,
+    delete,
+    insert,
+    record_batches,
+    table_schema,
+    truncate,
+    update,
+)
 from tests.support.forms import Formed, again, ordered, tx
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"
@@ -66,6 +76,16 @@ def test_rows_of_many_partitions_are_written_with_few_files_open(
     assert table.content() == ordered(rows)
     assert table.table.rows() == 1000
     assert len(DeltaTable(str(table.folder)).file_uris()) > 20
+
+
+def test_files_with_numbers_hold_the_columns_of_their_partition_and_lie_side_by_side(tmp_path: Path) -> None:
+    schema = table_schema({"id": pa.int64(), "p": pa.string()})
+    rows = [{"id": i, "p": p} for i, p in enumerate(["a/b", None, "a/b"])]
+    files = stage(tmp_path / "t", "load", schema, record_batches(schema, rows), ("p",), numbered=True)
+    found = {file.values["p"]: pq.ParquetFile(tmp_path / "t" / file.path).read() for file in files}
+    assert {p: table.to_pylist() for p, table in found.items()} == {"a/b": [rows[0], rows[2]], None: [rows[1]]}
+    assert all("/" not in file.path for file in files)
+    assert [field.metadata[b"PARQUET:field_id"] for field in found[None].schema] == [b"1", b"2"]
 
 
 def test_what_a_load_has_staged_is_removed_by_its_name(tmp_path: Path) -> None:

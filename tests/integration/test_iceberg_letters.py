@@ -1,0 +1,50 @@
+"""Changes that an Iceberg table cannot take: set aside by tasks that cannot ask it, and put right by a job.
+
+What is the same for every table is asked in `tests/unit/spark/test_setting_aside.py`, which `make engines` runs for
+Iceberg too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from tailrace.capture.postgres.snapshot import SnapshotReader
+from tailrace.spark import redelivery
+from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters
+from tailrace.spark.tasks import advance_table
+from tests.support.changes import SHOP, insert, move, update
+from tests.support.engines import only_iceberg, spark_engine
+from tests.support.quiet import Quiet
+from tests.unit.spark.test_folding_forms import pending
+
+pytestmark = only_iceberg
+
+BIG = ("big",)
+
+
+def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path) -> None:
+    form = "soft_delete: true, partition_by: [name], rules: {public.things: {columns: {id: key}}}"
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form=form, table_format="iceberg")
+    quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
+    changes = [
+        update(1, unfit=("n",)), update(2, n=2), *move(3, 4, n=3, unchanged=BIG), update(7, n=7, unchanged=BIG),
+        insert(8, name="", n=8), update(7, n=8, unchanged=BIG),
+    ]  # fmt: skip
+    work = pending(quiet, changes, 3)
+    (outcome,) = spark_engine().run(advance_table, [work])
+    assert (outcome.error, outcome.letters) == (None, 4)
+    assert numbers(quiet) == {1: 0, 2: 2, 3: 0, 4: 3}
+    asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
+    redelivery._keep(asked, now, [1], {})
+    deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
+    (done,) = spark_engine().run(deliver_letters, [deliver])
+    assert (done.error, done.rows, done.letters) == (None, 1, 3)
+    assert done.version == work.place.look().version()
+    assert numbers(quiet) == {1: 7, 2: 2, 3: 0, 4: 3}
+
+
+def numbers(quiet: Quiet) -> dict[int, int]:
+    return {row["key"]: row["n"] for row in quiet.content()}
