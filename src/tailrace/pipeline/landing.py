@@ -94,8 +94,8 @@ def last_seen(lives: Lives, load: Load, start: Lsn) -> Lsn:
     seen = [start, *(staged.seen for staged in load.staged.values())]
     life = load.life
     if load.where is not None and life.cursor is not None:
-        # The rows that stay are as new as the table, and so are those of a load that is still replayed.
-        earlier = lives.seeds.passed(life.replay) if life.replay else None
+        # The rows that stay are as new as the table, or as what was read of it that the log has not passed.
+        earlier = lives.seeds.mixed_until(life.cursor.load, life.cursor.position) if life.cursor.load else None
         seen += [life.cursor.position, earlier or start]
     return max(seen)
 

@@ -288,9 +288,7 @@ class Loading:
 
     # Reading.
 
-    def _chunk_failed(
-        self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
-    ) -> None:
+    def _chunk_failed(self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None) -> None:
         if load.dropped:
             return
         if isinstance(error, SourceRewritten):
@@ -465,9 +463,8 @@ class Loading:
             return  # it had begun before something else of its lot failed
         life.loading, life.load, life.halted = None, None, False
         if isinstance(error, WAITED_FOR):
-            if not life.state.broken:  # else what it stands still for tells how it can be loaded
-                life.error = error
-            life.failures, life.failed_at = min(life.failures + 1, 5), time.monotonic()
+            shown = life.error if life.state.broken else error  # what it stands still for tells how it can be loaded
+            life.error, life.failures, life.failed_at = shown, min(life.failures + 1, 5), time.monotonic()
             return
         if error.remedy is not Remedy.RETRY:
             self._forget_wishes(life.table)

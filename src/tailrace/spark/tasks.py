@@ -114,8 +114,6 @@ class ApplyWork:
     cursor: Cursor
     reader: SnapshotReader | None = None
     """To read rows again whose large values did not come; None where all of them must be there."""
-    seed: str | None = None
-    """The load whose replay this belongs to."""
     letters: bool = False
     """Whether changes that the table cannot take are set aside."""
     upto: Lsn | None = None
@@ -334,16 +332,14 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
 def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
     """The rows as the source has them now, these transactions included.
 
-    Whoever waits for the replay to pass the last chunk must hear of it before the commit.
+    That they may be newer than the table will say is on record before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
     form, shape = work.place.form, work.shape
     keys = keys.rename_columns([name for name in shape.names if name in shape.key])
     rows, seen = read_rows(work.reader, shape, keys, transactions)
-    if work.seed is not None:
-        Seeds(work.log).reread(work.seed, seen)
-    elif work.expected.load is not None:
-        Seeds(work.log).remember(work.expected.load, seen)
+    if work.expected.load is not None:
+        Seeds(work.log).reread(work.expected.load, work.cursor.position, seen)
     return rows.rename_columns([form.name_of(name) for name in rows.column_names])
 
 
