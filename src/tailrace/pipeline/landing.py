@@ -19,7 +19,6 @@ from tailrace.errors import (
     TableUnusable,
     TailraceError,
     Unsupported,
-    ValueUnfit,
 )
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -146,11 +145,6 @@ def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -
         with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.seed.wish is not None else [])):
             shape = table.shape()
     if shape is not None and shape.same_rows(plan.schema):
-        if life.place.form.soft_delete and load.where is None and any(one.letters for one in load.staged.values()):
-            raise ValueUnfit(
-                "rows do not fit, and would be marked as deleted if the table was loaded again", table=life.table,
-                hint="Mend them at the source. `tailrace dead-letters FILE list` shows those that are letters already.",
-            )  # fmt: skip
         work = RefreshWork(
             schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
             partial=load.where is not None, cursor=cursor, origin=load.origin,

@@ -140,7 +140,8 @@ class StagedChunk:
     chunk: int
     files: tuple[StagedFile, ...]
     keys: tuple[StagedFile, ...] = ()
-    """Of all rows of the chunk, where `files` has only those that fulfil a condition."""
+    """Of all rows of the chunk, where `files` has only those that fulfil a condition; or of rows that were set aside,
+    where what the table has of them is to stay."""
     rows: int
     bytes: int
     seconds: float
