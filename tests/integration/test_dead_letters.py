@@ -312,3 +312,24 @@ def test_a_history_is_not_loaded_without_rows_that_do_not_fit(scene: Scene) -> N
         error = life(applying, "things").error
         assert error is not None
         assert (error.code, Letters(scene.settings.log.path, THINGS).any) == ("value-unfit", False)
+
+
+def test_a_row_that_does_not_fit_is_not_marked_as_deleted_when_its_table_is_loaded_again(scene: Scene) -> None:
+    """A rewrite has the table carried over and loaded; what it holds of the row stays."""
+    scene.reread().tables_are("soft_delete: true")
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.LIVE)
+        execute(scene.pipeline.url, BAD.format(3), "DELETE FROM things WHERE id = 5")
+        assert scene.settled(applying)
+        load = life(applying, "things").last_load
+        execute(scene.pipeline.url, "ALTER TABLE things ADD c serial")
+        assert eventually(lambda: life(applying, "things").last_load is not load, seconds=60)
+        assert scene.settled(applying)
+        assert life(applying, "things").state is TableState.LIVE
+        found = rows(applying)
+        assert sorted(key for key, row in found.items() if row["_deleted"]) == [5]
+        assert (found[3]["amount"], found[3]["c"], found[4]["c"] is None) == (3, None, False)
+        assert [letter["operation"] for letter in letters(scene)] == ["read"]
+        execute(scene.pipeline.url, "UPDATE things SET amount = 33, large = 'all' WHERE id = 3")
+        assert scene.settled(applying)
+        assert (rows(applying)[3]["amount"], rows(applying)[3]["_deleted"], letters(scene)) == (33, False, [])

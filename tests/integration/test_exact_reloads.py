@@ -7,9 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
 from tests.integration.test_modes import EVERY, make, rows
-from tests.support.loads import Local, Scene, life
+from tests.support.loads import Local, Scene, life, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 NAMES = ("h", "a")
@@ -96,3 +99,27 @@ def test_what_was_written_after_a_rewrite_is_not_passed_over(database: str, tmp_
             assert [row for row in versions if row[2]] == [(1, 1001, True), (2, 101, True)]
             assert [row for row in versions if row[0] == 2][:3] == [(2, 2, False), (2, 100, False), (2, 101, True)]
             assert changes == Counter([*READ, *CHANGED, ("read", 1, 1001), ("read", 2, 101)])
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "not yet"])
+def test_what_the_log_has_after_a_stop_is_not_passed_over(database: str, tmp_path: Path, stopped: bool) -> None:
+    """A policy stops the table, or is about to; changes of the new shape follow, and a person has it loaded."""
+    make(database, *NAMES)
+    with Scene(tmp_path, database).tables_are(*EVERY, "evolution: {retype: stop, rewrite: stop}") as scene:
+        with scene.loader() as applying:
+            assert scene.settled(applying)
+        for name in NAMES:
+            execute(database, f"ALTER TABLE {name} ALTER x TYPE bigint")
+            change(database, name)
+        scene.wait_for_capture()
+        if not stopped:
+            scene.pipeline.ask("snapshot", *(f"public.{name}" for name in NAMES))
+        with scene.loader() as applying:
+            for name in NAMES if stopped else ():
+                wait_for_state(applying, name, TableState.FAILED)
+                scene.pipeline.ask("snapshot", f"public.{name}")
+            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES), seconds=60)
+            assert scene.settled(applying)
+            versions, changes = content(applying)
+            assert versions == VERSIONS
+            assert changes == Counter([*READ, *CHANGED, ("read", 1, 1), ("read", 2, 101)])

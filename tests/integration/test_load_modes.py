@@ -16,9 +16,10 @@ from tailrace.changelog.sealing import Sealer
 from tailrace.errors import LogGap, PositionLost
 from tailrace.model.position import Lsn
 from tailrace.pipeline.capturing import Capturing
+from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
-from tests.support.loads import Scene, life, once, rows_of, wait_for_state
+from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.logs import seal
 from tests.support.pipelines import eventually, execute
 
@@ -72,6 +73,31 @@ def test_without_a_load_a_table_begins_empty_from_now_on_or_with_what_the_log_ho
             # An update of a row that was never loaded brings it.
             assert {name: ids(scene, name) for name in names} == {"from_now": [2, 4], "from_log": [2, 3, 4]}
             assert not applying.chunks
+
+
+def test_a_table_that_was_never_loaded_is_at_no_point_while_a_row_of_it_is_newer(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, x int, large text)")
+    execute(database, "ALTER TABLE t ALTER large SET STORAGE EXTERNAL",
+            "INSERT INTO t VALUES (1, 1, repeat('l', 4000))")  # fmt: skip
+    monkeypatch.setattr(Local, "by_hand", True)
+    with Scene(tmp_path, database, modes={"public.t": "schema_only"}) as scene, scene.loader() as applying:
+        wait_for_state(applying, "t", TableState.CATCHING_UP)
+        lives, here = applying.lives, life(applying, "t")
+        execute(database, "UPDATE t SET x = 2 WHERE id = 1")
+        scene.wait_for_capture()
+        scene.stop_capture()
+        execute(database, "UPDATE t SET x = 3 WHERE id = 1")
+        applying._advance([here], lives.grow())
+        assert DeltaTable(str(here.place.path)).to_pyarrow_table().column("x").to_pylist() == [3], "as of now"
+        assert (here.healing, here.state) == (True, TableState.CATCHING_UP)
+        assert point_at(lives, lives.index.commit) is None
+        scene.begin_capture()
+        scene.wait_for_capture()
+        applying._advance([here], lives.grow())
+        assert (here.mixed, here.state) == (False, TableState.LIVE)
+        assert point_at(lives, lives.index.commit) is not None
 
 
 def ids(scene: Scene, table: str) -> list[int]:

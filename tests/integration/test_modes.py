@@ -127,6 +127,26 @@ def test_the_past_is_never_taken_away_unasked(database: str, tmp_path: Path) -> 
         assert rows(applying, "h", "id, x, _current") == [(1, 6, True), (2, 2, True), (3, 3, True)]
 
 
+def test_one_word_of_a_person_is_enough_where_the_past_cannot_be_carried_over(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has rows of the new key, and nobody has stopped at them yet."""
+    make(database, "h")
+    with Scene(tmp_path, database).tables_are("mode: history") as scene:
+        with scene.loader() as applying:
+            assert scene.settled(applying)
+        execute(database, "UPDATE h SET x = 5 WHERE id = 1")
+        execute(database, "ALTER TABLE h DROP CONSTRAINT h_pkey, ADD PRIMARY KEY (id, x)")
+        execute(database, "UPDATE h SET x = 6 WHERE id = 1")
+        scene.wait_for_capture()
+        assert scene.pipeline.ask("snapshot", "public.h").returncode == 0
+        monkeypatch.setattr(Local, "by_hand", True)
+        with scene.loader() as applying:
+            wait_for_state(applying, "h", TableState.LIVE, TableState.FAILED)
+            assert life(applying, "h").error is None
+            assert rows(applying, "h", "id, x, _current") == [(1, 6, True), (2, 2, True), (3, 3, True)]
+
+
 def test_another_mode_is_refused_until_a_person_has_the_table_replaced(database: str, tmp_path: Path) -> None:
     make(database, "t")
     with Scene(tmp_path, database) as scene:

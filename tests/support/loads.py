@@ -120,11 +120,11 @@ class Scene:
             patch = undo.enter_context(pytest.MonkeyPatch.context())
             for (module, name), seconds in _WAITS.items():
                 patch.setattr(module, name, seconds)
-            self._begin_capture()
+            self.begin_capture()
             self._undo = undo.pop_all()  # here on, leaving the scene does it
         return self
 
-    def _begin_capture(self) -> None:
+    def begin_capture(self) -> None:
         self._stop.clear()
         capture_side = Capturing(self.settings, until_caught_up=False)
 
@@ -139,10 +139,14 @@ class Scene:
 
     def __exit__(self, *_: object) -> None:
         with self._undo:
-            self._stop.set()
-            assert self._capture is not None
-            self._capture.join(30)
+            self.stop_capture()
         assert not self._failed, self._failed
+
+    def stop_capture(self) -> None:
+        """Nobody writes the log, until `begin_capture`."""
+        self._stop.set()
+        assert self._capture is not None
+        self._capture.join(30)
 
     @contextmanager
     def loader(self, before: Hook | None = None, after: Hook | None = None) -> Iterator[Local]:

@@ -32,7 +32,7 @@ from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.life import Lives, Stretch, TableLife
-from tailrace.pipeline.loading import Loading
+from tailrace.pipeline.loading import WAITED_FOR, Loading
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.pacing import Pace
 from tailrace.pipeline.redelivering import Redelivering
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 REREAD_SECONDS_MAX = 60.0
 NEWLINE = "\n"
 RETRY_SECONDS = 0.5
+SOURCE_SECONDS = 5.0
+"""Until rows are asked for again of a source that did not answer."""
 SWEEP_SECONDS = 2.0
 STOP_SECONDS_MAX = 20.0
 """For what is under way when we are told to stop; then the JVM is ended with it."""
@@ -309,9 +311,10 @@ class Applying:
             self._wake.answer(ahead.end)
 
     def _come_to(self, end: int) -> None:
-        """Bring every loaded table to a commit, and note which of their versions belong together there."""
+        """Bring every loaded table to a commit, and note which of their versions belong together there. One that waits
+        for the source would hold up the others: it is left to the sweep."""
         with self._pace.merging():
-            self._advance(self._loaded(), end)
+            self._advance([life for life in self._loaded() if not life.not_before], end)
         self._called_for = max(self._called_for, end)
         if (point := point_at(self.lives, end)) is not None:
             self._ledger.note(point)
@@ -320,8 +323,8 @@ class Applying:
         return [life for life in list(self.lives.tables.values()) if life.state.going_on]
 
     def sweep(self) -> None:
-        """Tables that a micro-batch has left, because someone else was at work on them, or that were tried again; and
-        such as have caught up, and could not be told so."""
+        """Tables that a micro-batch has left, because someone else was at work on them, or they wait for the source, or
+        that were tried again; and such as have caught up, and could not be told so."""
         for life in self._loaded():
             untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
             if untold or self.lives.pending(life, self._called_for):
@@ -375,6 +378,8 @@ class Applying:
         self._settle(life, outcome)
 
     def _work(self, life: TableLife, end: int) -> ApplyWork | EvolveWork | None:
+        if time.monotonic() < life.not_before:
+            return None
         stretch = self.lives.stretch(life, end)
         return None if stretch is None else self._work_of(life, stretch)
 
@@ -390,7 +395,7 @@ class Applying:
             table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor,
             reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.mixed or life.rereads else None,
-            seed=life.replay, letters=self._settings.tables.sets_aside(life.table), upto=stretch.upto,
+            letters=self._settings.tables.sets_aside(life.table), upto=stretch.upto,
         )  # fmt: skip
 
     def _settle(self, life: TableLife, outcome: Outcome) -> None:
@@ -398,6 +403,8 @@ class Applying:
             assert outcome.cursor is not None, "an apply that did not fail"
             assert outcome.schema is not None, "an apply that did not fail"
             life.moved(outcome.cursor, outcome.schema, outcome.version)
+            if life.healing or life.rereads:  # whoever did this could read rows again
+                self.lives.notice_reread(life)
             life.untended += 1
             life.bytes_changed += outcome.bytes_changed
             life.bytes_written += outcome.bytes_written
@@ -410,6 +417,9 @@ class Applying:
         if isinstance(outcome.error, BaseRowMissing) and self._may_heal(life):
             life.healing, life.state = True, TableState.CATCHING_UP  # what is done next has a reader
             log.warning("a row that changes build on is missing, and is read again", extra={"table": str(life.table)})
+            return
+        if isinstance(outcome.error, WAITED_FOR):  # a row had to be read again
+            life.wait(outcome.error, SOURCE_SECONDS)
             return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)

@@ -239,11 +239,11 @@ class Beginning:
             since = self._lives.since(life.table)
             begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
             cursor = begin if mode == "never" else here
+            # By this name it is on record where rows of it were read that changes build on.
+            cursor = replace(cursor, load=(load := uuid.uuid4().hex[:12]))
+            self._lives.seeds.remember(load, cursor.position)
             letters = Letters(self._lives.log.path, life.table)
             if letters.any:  # of a lake table that was elsewhere, or is no more
-                load = uuid.uuid4().hex[:12]
-                cursor = replace(cursor, load=load)
-                self._lives.seeds.remember(load, cursor.position)
                 letters.before_load(load, whole=True, now=None, seq=cursor.seq)
             land(self._run, life.place, plan.schema, (), cursor)
         except TailraceError as error:

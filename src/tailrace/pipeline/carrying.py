@@ -2,7 +2,8 @@
 
 By the log first, so that every change is in it once, in the shape that each has; then to the load's own shape. What the
 source wrote anew meanwhile comes with the load alone. The table is never in a shape that its rows were not carried
-over to, and one that they cannot be carried over to stops it unless a person has asked for all to be replaced.
+over to. One that they cannot be carried over to, or that a policy says `stop` for, stops the table unless a person has
+asked for the load: then only the first of the two ends what the log brings, and all that the table holds is replaced.
 """
 
 from __future__ import annotations
@@ -25,28 +26,45 @@ Take = Callable[[TableLife, Stretch], None]
 
 def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
     """Bring the table to a load that was read whole; whoever calls holds its lock, and the log has passed the point."""
-    life, schema = load.life, load.seed.plan.schema
+    life, schema, asked = load.life, load.seed.plan.schema, load.seed.wish is not None
     if has_all(lives, load):
-        while (stretch := stretch_to(lives, life, point, schema)) is not None:
+        while (stretch := _next_stretch(lives, life, point, schema, asked=asked)) is not None:
             take(life, stretch)
     if load.where is not None or not life.place.form.retains or life.shape is None or life.cursor is None:
         return
     if _went_past(life.shape, schema):
         raise was_changed(life.table)
-    if (recast := carry_to(lives, life, schema, asked=load.seed.wish is not None)) is not None:
+    if (recast := carry_to(lives, life, schema, asked=asked)) is not None:
         take(life, Stretch((), life.cursor, recast))
 
 
 def has_all(lives: Lives, load: Load) -> bool:
     """Whether the table must come to the load's point by the log, which has all that it takes: of a table that keeps
-    every change, or every version, a load brings only what the log does not tell."""
+    every change, or every version, a load brings only what the log does not tell. One that broke at anything but a
+    change of its shape could not take what came after that."""
     life = load.life
-    return life.halted and not life.once and not load.state_before.broken and not lives.misses(life)
+    takes = not load.state_before.broken or isinstance(load.stopped_by, SchemaChanged)
+    return life.halted and not life.once and takes and not lives.misses(life)
 
 
-def stretch_to(lives: Lives, life: TableLife, point: Lsn, known: TableSchema | None = None) -> Stretch | None:
+def _next_stretch(
+    lives: Lives, life: TableLife, point: Lsn, known: TableSchema, *, asked: bool
+) -> Stretch | None:
+    """None also where a person has asked for the load and the log goes no further: `carry_to` says what then."""
+    try:
+        return stretch_to(lives, life, point, known, asked=asked)
+    except SchemaChanged:
+        if asked:
+            return None
+        raise
+
+
+def stretch_to(
+    lives: Lives, life: TableLife, point: Lsn, known: TableSchema | None = None, *, asked: bool = False
+) -> Stretch | None:
     """The next stretch that brings a halted table to a position, or towards it; None when it is there. The facts of
-    `known` stand for those of rows that have its columns and came without any."""
+    `known` stand for those of rows that have its columns and came without any. If a person has `asked` for it, no
+    policy is in the way."""
     assert life.cursor is not None, "a table that was loaded"
     assert life.shape is not None, "a table that was loaded"
     index = lives.index
@@ -58,7 +76,7 @@ def stretch_to(lives: Lives, life: TableLife, point: Lsn, known: TableSchema | N
     for item in whole or pending:
         if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
             break
-        recast = _recast_before(lives, life, item, known)
+        recast = _recast_before(lives, life, item, known, asked=asked)
         if recast is not None and taken:
             break
         if recast is not None:
@@ -69,16 +87,18 @@ def stretch_to(lives: Lives, life: TableLife, point: Lsn, known: TableSchema | N
     return Stretch(tuple(taken), lives.reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
 
 
-def _recast_before(lives: Lives, life: TableLife, item: Slice, known: TableSchema | None) -> Recast | None:
+def _recast_before(
+    lives: Lives, life: TableLife, item: Slice, known: TableSchema | None, *, asked: bool
+) -> Recast | None:
     """What the table must become to take the slice; None where its rows fit. What a rewrite did to rows at rest the
     load brings; what came after it comes from the log."""
     assert life.shape is not None, "a table that was loaded"
     step = lives.step_before(life, item)
     if step is None or isinstance(step, Recast):
         return step
-    if isinstance(step, SchemaChanged):
-        raise step
     shape = lives.shape_of(life.shape, item)
+    if isinstance(step, SchemaChanged) and (not asked or shape.table != life.table):
+        raise step
     # A row may be sent before the catalogue shows what made it so; a constant of older rows would not be known.
     return _carried(lives, life, known if known is not None and shape.facts is None and shape == known else shape)
 

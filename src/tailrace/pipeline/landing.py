@@ -19,7 +19,6 @@ from tailrace.errors import (
     TableUnusable,
     TailraceError,
     Unsupported,
-    ValueUnfit,
 )
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -94,8 +93,8 @@ def last_seen(lives: Lives, load: Load, start: Lsn) -> Lsn:
     seen = [start, *(staged.seen for staged in load.staged.values())]
     life = load.life
     if load.where is not None and life.cursor is not None:
-        # The rows that stay are as new as the table, and so are those of a load that is still replayed.
-        earlier = lives.seeds.passed(life.replay) if life.replay else None
+        # The rows that stay are as new as the table, or as what was read of it that the log has not passed.
+        earlier = lives.seeds.mixed_until(life.cursor.load, life.cursor.position) if life.cursor.load else None
         seen += [life.cursor.position, earlier or start]
     return max(seen)
 
@@ -146,11 +145,6 @@ def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -
         with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.seed.wish is not None else [])):
             shape = table.shape()
     if shape is not None and shape.same_rows(plan.schema):
-        if life.place.form.soft_delete and load.where is None and any(one.letters for one in load.staged.values()):
-            raise ValueUnfit(
-                "rows do not fit, and would be marked as deleted if the table was loaded again", table=life.table,
-                hint="Mend them at the source. `tailrace dead-letters FILE list` shows those that are letters already.",
-            )  # fmt: skip
         work = RefreshWork(
             schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
             partial=load.where is not None, cursor=cursor, origin=load.origin,

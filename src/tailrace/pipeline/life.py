@@ -21,7 +21,7 @@ from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
 from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies
-from tailrace.model.position import ZERO, Lsn
+from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little
@@ -63,7 +63,7 @@ class TableLife:
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
     healing: bool = False
-    """Whether a row that was missing was read again, and the log has not passed that yet: the same holds then."""
+    """Whether a row was read again that changes build on, and the log has not passed that yet: the same holds then."""
     halted: bool = False
     """Whether it goes no further, because a load is under way that must find it where its own snapshot is."""
     gone: bool = False
@@ -81,6 +81,8 @@ class TableLife:
     failures: int = 0
     failed_at: float = 0.0
     """Of the monotonic clock."""
+    not_before: float = 0.0
+    """When what it waits for is tried again, by the same clock; 0: it waits for nothing."""
     rows_estimated: int | None = None
     rows_loaded: int = 0
     note: str | None = None
@@ -119,6 +121,12 @@ class TableLife:
         else:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
+    def wait(self, error: TailraceError, seconds: float) -> None:
+        """What it needs cannot be had now, however often that is; the table is left alone for a while."""
+        if self.error is None or self.error.code != error.code:
+            log.warning("table waits", extra={"table": str(self.table), "code": error.code, "reason": error.message})
+        self.error, self.not_before = error, time.monotonic() + seconds
+
     def needs_snapshot(self) -> None:
         """What it must be loaded anew for stands; a person decides when."""
         self.state = TableState.NEEDS_SNAPSHOT
@@ -129,6 +137,7 @@ class TableLife:
     def moved(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
         """The table's own commit now says this."""
         self.cursor, self.error, self.failures, self.refresh, self.version = cursor, None, 0, None, version
+        self.not_before = 0.0
         if self.shape is None or not self.shape.same_as(shape):
             self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
 
@@ -214,6 +223,7 @@ class Lives:
         with life.lock:
             life.see(source)
             life.error, life.failures, life.refresh, life.announced, life.gone = None, 0, None, None, False
+            life.not_before = 0.0
             life.state = TableState.NEW
             self._stand(life, source)
 
@@ -244,8 +254,15 @@ class Lives:
                 life.replay, life.loading = seed.id, None  # older ones were before it
             else:
                 life.loading = life.loading or self.cursor_at(seed.floor)
-        if life.cursor is not None and life.cursor.load is not None and not life.once:
-            life.healing = (self.seeds.whole_after(life.cursor.load) or ZERO) > life.cursor.position
+        self.notice_reread(life)
+
+    def notice_reread(self, life: TableLife) -> None:
+        """What is on record of rows that were read again: the table may hold newer ones than its position says."""
+        if life.cursor is None or life.cursor.load is None or life.once:
+            return
+        life.healing = self.seeds.mixed_until(life.cursor.load, life.cursor.position) is not None
+        if life.healing and life.state is TableState.LIVE:
+            life.state = TableState.CATCHING_UP
 
     def _unfinished(self) -> list[Seed]:
         """The loads on record. Tables are added by the hundred, so they are looked up once for all of them."""
@@ -265,9 +282,13 @@ class Lives:
         """Whether the log has passed the last chunk of the load that the table came from, and rows read again since."""
         if not life.mixed or life.cursor is None:
             return True
-        passed = self.seeds.passed(life.replay) if life.replay else self.seeds.whole_after(life.cursor.load or "")
-        reached = life.cursor.position if self.pending(life, self.index.commit) else self.index.position
-        return passed is not None and reached >= passed
+        position = self.index.position  # before we look what there is up to it
+        reached = life.cursor.position if self.pending(life, self.index.commit) else position
+        if life.replay is not None:
+            passed = self.seeds.passed(life.replay)
+            return passed is not None and reached >= passed
+        passed = self.seeds.mixed_until(life.cursor.load or "", life.cursor.position)
+        return passed is None or reached >= passed
 
     def pending(self, life: TableLife, to: int) -> list[Slice]:
         """What the log holds for the table up to a commit and the table has not covered."""

@@ -278,7 +278,7 @@ class Loading:
 
     def _start(self, load: Load) -> None:
         load.found_rows = sum(staged.rows for staged in load.staged.values())
-        load.state_before = load.life.state
+        load.state_before, load.stopped_by = load.life.state, load.life.error
         if load.life.state is TableState.NEW or load.life.state.broken:
             load.life.state = TableState.SEEDING
         load.life.loading = load.life.loading or self._lives.cursor_at(load.seed.floor)
@@ -288,9 +288,7 @@ class Loading:
 
     # Reading.
 
-    def _chunk_failed(
-        self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None
-    ) -> None:
+    def _chunk_failed(self, load: Load, chunk: Chunk, error: TailraceError, shared: Shared | None) -> None:
         if load.dropped:
             return
         if isinstance(error, SourceRewritten):
@@ -465,7 +463,8 @@ class Loading:
             return  # it had begun before something else of its lot failed
         life.loading, life.load, life.halted = None, None, False
         if isinstance(error, WAITED_FOR):
-            life.error, life.failures, life.failed_at = error, min(life.failures + 1, 5), time.monotonic()
+            shown = life.error if life.state.broken else error  # what it stands still for tells how it can be loaded
+            life.error, life.failures, life.failed_at = shown, min(life.failures + 1, 5), time.monotonic()
             return
         if error.remedy is not Remedy.RETRY:
             self._forget_wishes(life.table)

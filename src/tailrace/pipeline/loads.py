@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import ExactSnapshot
-from tailrace.errors import SourceRewritten
+from tailrace.errors import SourceRewritten, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import TableLife
@@ -66,7 +66,9 @@ class Load:
     found_rows: int = 0
     """When it began in this process; the rate counts from here."""
     state_before: TableState = TableState.NEW
-    """What the table goes back to if the load comes to nothing."""
+    """What the table goes back to if the load comes to nothing,"""
+    stopped_by: TailraceError | None = None
+    """and what it stood still for, if it did."""
     at_least: Lsn | None = None
     """What a snapshot of a chunk's own must have reached, once that is known: see `Reading._barred`."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

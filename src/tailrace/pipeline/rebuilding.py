@@ -134,9 +134,8 @@ class _Rebuild:
         base = self._base(from_version)
         with Rebuilding(self._place) as making:
             rows = making.begin(base)
-            if base.position.cursor.load is not None:
-                self._whole_after = self._lives.seeds.whole_after(base.position.cursor.load) or ZERO
             life = self._life(base, making.made_at)
+            self._whole_after = self._mixed_until(life) or ZERO
             changes = self._replay(life, progress)
             cursor = base.position.cursor if life.once else self._cursor(base)
             self._hold(life, cursor)
@@ -188,7 +187,7 @@ class _Rebuild:
             return "it is newer than the position that is asked for"
         if self._to is not None and base.recast and not self._has_come(life):
             return "it has a shape that came after the position that is asked for"
-        if (mixed := self._mixed(base)) is not None:
+        if (mixed := self._mixed(base, life)) is not None:
             return mixed
         if (gone := self._index.lacks_after(self._lives.numbers(life), cursor.seq, cursor.position)) is not None:
             return f"the log no longer holds the changes after it ({gone.why})"
@@ -209,18 +208,27 @@ class _Rebuild:
             return "files of it were removed"
         return None
 
-    def _mixed(self, base: Base) -> str | None:
-        """Why a base will not do that came from a load, some of whose rows are newer than others. Of a seed the log
-        makes them one moment's, as it did when the load had landed; see `_take`."""
-        cursor = base.position.cursor
-        whole_after = None if cursor.load is None else self._lives.seeds.whole_after(cursor.load)
-        if cursor.load is None or (whole_after is not None and cursor.position >= whole_after):
+    def _mixed(self, base: Base, life: TableLife) -> str | None:
+        """Why a base will not do some of whose rows are newer than others, for they were read at different times. Of a
+        seed the log makes them one moment's, as it did when the load had landed; see `_take`."""
+        load = base.position.cursor.load
+        if load is not None and self._lives.seeds.mixed(load) is None:
+            return "it is no longer known whether some of its rows are newer than others"
+        until = self._mixed_until(life)
+        if until is None or (base.seed is not None and until <= (self._to or self._index.position)):
             return None
-        if base.seed is None or whole_after is None:
-            return "its load was still being replayed: some of its rows are newer than others"
-        if whole_after > (self._to or self._index.position):
-            return f"some of its rows are newer than others, up to {whole_after}"
-        return None
+        return f"some of its rows are newer than others, up to {until}"
+
+    def _mixed_until(self, life: TableLife) -> Lsn | None:
+        """What the log must pass for the table to be one moment's; None if it is that. So it also is where the log has
+        passed that, and had nothing for the table on the way."""
+        cursor = life.cursor
+        assert cursor is not None, "a base has one"
+        until = None if cursor.load is None else self._lives.seeds.mixed_until(cursor.load, cursor.position)
+        if until is None or self._index.position < until:
+            return until
+        pending = self._lives.pending(life, self._index.commit)
+        return until if any(self._index.start_of(item.first) < until for item in pending) else None
 
     def _has_come(self, life: TableLife) -> bool:
         """Whether a change of the table's shape is among those that are replayed."""

@@ -10,6 +10,7 @@ import logging
 import time
 from typing import Literal
 
+import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TailraceError
@@ -34,9 +35,14 @@ class SeedKeeping:
         self._due = 0.0
 
     @property
-    def loads(self) -> set[str]:
-        """The loads of which something is kept."""
-        return {load for seed in self._seeds.all() if (load := seed.position.cursor.load) is not None}
+    def loads(self) -> set[str] | None:
+        """The loads that a rebuild may ask about: those that tables come from, and those of which something is kept.
+        None while a table does not say where it stands."""
+        lives = list(self._lives.tables.values())
+        if any(life.cursor is None and life.error is not None for life in lives):
+            return None
+        cursors = [life.cursor for life in lives] + [seed.position.cursor for seed in self._seeds.all()]
+        return {cursor.load for cursor in cursors if cursor is not None and cursor.load is not None}
 
     def keep(self, life: TableLife, load: str) -> None:
         """Keep the version of the table that the load has landed as, if it has; may be repeated."""
@@ -47,7 +53,7 @@ class SeedKeeping:
             if landed is None or landed.position.cursor.load != load:
                 return  # nothing differed, so there was nothing to commit
             made = self._seeds.keep(life.place, landed.version, landed.position, copies=self._how == "copy")
-        except (TailraceError, DeltaError, OSError) as error:
+        except (TailraceError, DeltaError, OSError, ValueError, KeyError, pa.ArrowException) as error:
             hint = "write `keep_seed: copy` where the disk knows no hard links, or `keep_seed: false`"
             log.warning("no seed kept", extra={"table": str(life.table), "why": _reason(error), "hint": hint})
             return

@@ -278,7 +278,7 @@ class TablesSettings(BaseModel):
     @model_validator(mode="after")
     def _settings_go_together(self) -> TablesSettings:
         if self.format == "iceberg":
-            of_format = [*self._engines_but_spark(), *self._unknown_to_iceberg()]
+            of_format = [*self._known_only_to_delta(), *self._unknown_to_iceberg()]
         else:
             of_format = [*self._catalog_of_delta(), *self._features_without_spark()]
         refuse([*of_format, *self._marks_without_mirror()])
@@ -289,7 +289,7 @@ class TablesSettings(BaseModel):
             hint = "Remove it, or write `format: iceberg`."
             yield refusal("is for `format: iceberg`: a Delta table needs no catalog", hint, ("catalog",))
 
-    def _engines_but_spark(self) -> Iterator[PydanticCustomError]:
+    def _known_only_to_delta(self) -> Iterator[PydanticCustomError]:
         if "engine" in self.model_fields_set and self.engine != "spark":
             yield refusal("is for `format: delta`: Iceberg tables are written by Spark", "Remove it.", ("engine",))
         if "keep_seed" in self.model_fields_set and self.keep_seed:

@@ -43,6 +43,7 @@ from tailrace.spark.tasks import (
     advance_table,
     as_ours,
     change_batches,
+    keys_that_stay,
     land_table,
     read_again,
     refresh_table,
@@ -200,7 +201,7 @@ class SparkEngine:
         assert expected is not None, "a table that is refreshed has been loaded"
         applied = table.refresh(
             work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None, origin=work.origin,
+            keys=keys_that_stay(work, chunks), origin=work.origin,
         )  # fmt: skip
         return Outcome(
             table=work.schema.table, rows=applied.upserted + applied.deleted, cursor=applied.cursor, schema=work.schema

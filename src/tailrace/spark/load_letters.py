@@ -60,6 +60,13 @@ class LoadLetters:
         """With their causes; there are some."""
         return pa.concat_tables(self._found)
 
+    def keys(self) -> Iterator[pa.RecordBatch]:
+        """The keys of the rows that have one which a table could hold."""
+        names = [name for name in self.schema.names if name in self.schema.key]
+        for letters in self._found:
+            found = letters.select([change.stored_name(name) for name in names]).rename_columns(names)
+            yield from found.drop_null().to_batches()
+
     def _set_aside(self, rows: pa.RecordBatch, unfit: pa.Array, partition_by: dict[str, str]) -> None:
         size = rows.num_rows
         said = {

@@ -8,7 +8,7 @@
     <id>/letters-<n>.arrow  rows of the chunk that the table cannot hold, where they are set aside
     <id>/landing.json     what the replay must pass, written before their one commit
     <id>/reread-….json    a row was read again during the replay, which is a chunk too
-    landed/<id>.json      what the replay of a load that has landed had to pass, for whoever goes back to that time
+    landed/<id>.json      where a table that came from the load held rows newer than it said, for whoever goes back
 
 A load that died is found here and goes on with the chunks it lacks. Nothing here decides what a table holds: its
 own commit does, and that also says which load it came from.
@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -34,7 +34,7 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import Bundle, encoded_letters, read_letters
 from tailrace.changelog.published import token
 from tailrace.errors import ConfigError
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.staging import StagedFile
@@ -43,6 +43,8 @@ FOLDER = "seed"
 Record = TypeVar("Record")
 REMEMBERED_SECONDS = 90 * 86_400.0
 """Longer than a Delta table's own log remembers its versions."""
+SPANS_MAX = 500
+"""Of one load on record; then the two oldest count as one."""
 
 
 class LoadMode(enum.Enum):
@@ -138,7 +140,8 @@ class StagedChunk:
     chunk: int
     files: tuple[StagedFile, ...]
     keys: tuple[StagedFile, ...] = ()
-    """Of all rows of the chunk, where `files` has only those that fulfil a condition."""
+    """Of all rows of the chunk, where `files` has only those that fulfil a condition; or of rows that were set aside,
+    where what the table has of them is to stay."""
     rows: int
     bytes: int
     seconds: float
@@ -162,6 +165,13 @@ class StagedChunk:
             bytes=stored["bytes"], seconds=stored["seconds"], seen=Lsn.parse(stored["seen"]),
             letters=stored.get("letters", 0),
         )  # fmt: skip
+
+
+class Span(NamedTuple):
+    """From a position on, and before another."""
+
+    start: Lsn
+    end: Lsn
 
 
 class Seeds:
@@ -210,20 +220,35 @@ class Seeds:
         _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
         self.remember(seed, passed)
 
-    def reread(self, seed: str, seen: Lsn) -> None:
-        """A row was read again: the replay must pass this too."""
-        _write(self.folder(seed) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
-        self.remember(seed, seen)
+    def reread(self, load: str, since: Lsn, seen: Lsn) -> None:
+        """A row was read again, for the commit that brings the table to `since`. A replay of the load must pass what
+        was seen, too. Before that commit: whoever finds the table there must know."""
+        if (self.folder(load) / "plan.json").exists():
+            _write(self.folder(load) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
+        self.remember(load, seen, since=since)
 
-    def remember(self, seed: str, passed: Lsn) -> None:
-        """From where on a table that comes from the load holds no row that is newer than it says."""
+    def remember(self, load: str, passed: Lsn, *, since: Lsn = ZERO) -> None:
+        """A table that comes from the load may hold rows newer than it says, from a position on and before another."""
         files.make_folder(self._path / "landed")
-        last = max(passed, self.whole_after(seed) or passed)
-        _write(self._path / "landed" / f"{seed}.json", {"passed": str(last)})
+        spans = _joined([*(self.mixed(load) or ()), Span(since, passed)])
+        last = max(span.end for span in spans)
+        stored = {"passed": str(last), "spans": [[str(span.start), str(span.end)] for span in spans]}
+        _write(self._path / "landed" / f"{load}.json", stored)
+
+    def mixed(self, load: str) -> list[Span] | None:
+        """Where a table that came from a load held rows newer than it said; None: not known."""
+        return next(_read_all(self._path / "landed", f"{load}.json", _spans), None)
 
     def whole_after(self, load: str) -> Lsn | None:
         """From where on a table that came from a load held no row that was newer than it said; None: not known."""
-        return next(_read_all(self._path / "landed", f"{load}.json", _passed), None)
+        spans = self.mixed(load)
+        return None if spans is None else max(span.end for span in spans)
+
+    def mixed_until(self, load: str, position: Lsn) -> Lsn | None:
+        """What the log must pass before a table that came from a load, and stands here, holds no row that is newer than
+        it says; None: it holds none now, or nothing is known of the load."""
+        spans = self.mixed(load) or ()
+        return next((span.end for span in spans if span.start <= position < span.end), None)
 
     def passed(self, seed: str) -> Lsn | None:
         """What the replay of a load must pass; None if it is not about to land."""
@@ -236,13 +261,16 @@ class Seeds:
             (self.folder(seed.id) / "plan.json").unlink()
         files.delete_folder(self.folder(seed.id))
 
-    def sweep(self, kept: Collection[str] = ()) -> None:
-        """Remove what is left of loads that are over, but for those of which a seed is kept. Only for the one who
-        begins loads."""
+    def sweep(self, used: Collection[str] | None = ()) -> None:
+        """Remove what is left of loads that are over. What is known of those that a table comes from, or of which a
+        seed is kept, stays for as long again; None: it is not known which. Only for the one who begins loads."""
         for record in self._path.glob("landed/*.json"):
             with suppress(OSError):
-                old = files.modified_at(record) < time.time() - REMEMBERED_SECONDS
-                if old and record.name.removesuffix(".json") not in kept:
+                if files.modified_at(record) >= time.time() - REMEMBERED_SECONDS:
+                    continue
+                if used is None or record.name.removesuffix(".json") in used:
+                    files.replace_durably(record, record.read_bytes())
+                else:
                     record.unlink()
         for folder in self._path.glob("*/"):
             if folder.name not in ("wishes", "held", "retries", "landed") and not (folder / "plan.json").exists():
@@ -296,6 +324,25 @@ def _write(path: LogPath, content: dict[str, Any]) -> None:
 
 def _passed(stored: dict[str, Any]) -> Lsn:
     return Lsn.parse(stored["passed"])
+
+
+def _spans(stored: dict[str, Any]) -> list[Span]:
+    """Also of a record that says only what was passed last."""
+    found = [Span(Lsn.parse(start), Lsn.parse(end)) for start, end in stored.get("spans", ())]
+    return found or [Span(ZERO, _passed(stored))]
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The same with those that overlap as one, in order."""
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and span.start < found[-1].end:
+            found[-1] = Span(found[-1].start, max(found[-1].end, span.end))
+        else:
+            found.append(span)
+    if len(found) > SPANS_MAX:
+        found[:2] = [Span(found[0].start, found[1].end)]
+    return found
 
 
 def _held(stored: dict[str, Any]) -> tuple[TableId, Hold]:

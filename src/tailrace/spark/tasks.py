@@ -11,7 +11,7 @@ import json
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,8 +114,6 @@ class ApplyWork:
     cursor: Cursor
     reader: SnapshotReader | None = None
     """To read rows again whose large values did not come; None where all of them must be there."""
-    seed: str | None = None
-    """The load whose replay this belongs to."""
     letters: bool = False
     """Whether changes that the table cannot take are set aside."""
     upto: Lsn | None = None
@@ -209,9 +207,11 @@ def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChun
             work.lake, name, stored, own, work.form.partition_by, numbered=work.numbered, file_bytes=work.file_bytes
         )
         keys: tuple[StagedFile, ...] = ()
-        if work.condition is not None:
-            key = _key_shape(work.schema)
-            keys = stage(work.lake, f"{name}-keys", _key_shape(stored), reader.rows(key, work.chunk))
+        stay = reader.rows(_key_shape(work.schema), work.chunk) if work.condition is not None else None
+        if stay is None and work.form.soft_delete and aside.count:
+            stay = aside.keys()  # what a table has of rows that do not fit now is no row that is gone
+        if stay is not None:
+            keys = stage(work.lake, f"{name}-keys", _key_shape(stored), stay)
     if aside.count:
         Seeds(work.log).stage_letters(work.seed, work.chunk.number, work.schema, aside.letters)
     return StagedChunk(
@@ -231,7 +231,7 @@ def refresh_table(work: RefreshWork) -> Outcome:
         assert expected is not None, "a table that is refreshed has been loaded"
         applied = table.refresh(
             work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-            keys=[file for chunk in chunks for file in chunk.keys] if work.partial else None, origin=work.origin,
+            keys=keys_that_stay(work, chunks), origin=work.origin,
         )  # fmt: skip
     except Exception as error:  # the task's boundary
         return Outcome(table=work.schema.table, error=as_ours(error))
@@ -239,6 +239,13 @@ def refresh_table(work: RefreshWork) -> Outcome:
         table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
         cursor=applied.cursor, schema=work.schema,
     )  # fmt: skip
+
+
+def keys_that_stay(work: RefreshWork, chunks: Iterable[StagedChunk]) -> list[StagedFile] | None:
+    """Files with the keys of rows that the table may go on having although they were not staged; None: there are none,
+    for whatever is not staged is gone."""
+    keys = [file for chunk in chunks for file in chunk.keys]
+    return keys if work.partial or keys else None
 
 
 def land_table(work: LandWork) -> Outcome:
@@ -334,16 +341,14 @@ def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
 def read_again(work: ApplyWork, transactions: Sequence[int], keys: pa.Table) -> pa.Table:
     """The rows as the source has them now, these transactions included.
 
-    Whoever waits for the replay to pass the last chunk must hear of it before the commit.
+    That they may be newer than the table will say is on record before the commit.
     """
     assert work.reader is not None, "whoever calls has one"
     form, shape = work.place.form, work.shape
     keys = keys.rename_columns([name for name in shape.names if name in shape.key])
     rows, seen = read_rows(work.reader, shape, keys, transactions)
-    if work.seed is not None:
-        Seeds(work.log).reread(work.seed, seen)
-    elif work.expected.load is not None:
-        Seeds(work.log).remember(work.expected.load, seen)
+    if work.expected.load is not None:
+        Seeds(work.log).reread(work.expected.load, work.cursor.position, seen)
     return rows.rename_columns([form.name_of(name) for name in rows.column_names])
 
 

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
 from tailrace.tables.deltalog import data_path, fsync, stats_of, sync_folders
@@ -28,7 +29,7 @@ def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies
     names = [data_path(path) for path in adds.column("path").to_pylist()]
     parts = parts_of(table)
     stats = stats_of(folder, table.version(), set(names))
-    rows = adds.column("num_records").to_pylist()
+    rows = _counts(folder, names, adds)
     made = []
     for number, (old, count) in enumerate(zip(names, rows, strict=True)):
         values = texts_of(parts.get(old, {}))
@@ -39,6 +40,15 @@ def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies
         made.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
     sync_folders(into, [file.path for file in made])
     return made
+
+
+def _counts(folder: Path, names: list[str], adds: pa.Table) -> list[int]:
+    """The rows of each file. Where whoever wrote it kept no statistics, its own footer says."""
+    told = adds.column("num_records").to_pylist() if "num_records" in adds.column_names else [None] * len(names)
+    return [
+        pq.read_metadata(folder / name).num_rows if count is None else count
+        for name, count in zip(names, told, strict=True)
+    ]
 
 
 def _link(old: Path, new: Path, *, copies: bool) -> None:

@@ -284,12 +284,46 @@ def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
     assert (seed.sound, next(seed.folder.glob("part-*")).stat().st_nlink) == (True, 1)
 
 
+def test_files_without_statistics_are_kept_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Spark writes them where a user has turned statistics off."""
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew(ROWS, "first")
+    commit = lake_table(quiet) / "_delta_log" / f"{0:020d}.json"
+    actions = [json.loads(line) for line in commit.read_text().splitlines()]
+    for action in actions:
+        action.get("add", {}).pop("stats", None)
+    commit.write_text("\n".join(map(json.dumps, actions)))
+    quiet.keep("first")
+    quiet.commit(insert(4, n=4))
+    shutil.rmtree(lake_table(quiet))
+    assert (rebuilt(quiet, capsys)["base_rows"], len(quiet.rows())) == (3, 4)
+
+
+def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew(ROWS, "first")
+
+    def damaged(*_: object) -> None:
+        raise pa.ArrowInvalid("not a Parquet file")
+
+    monkeypatch.setattr(os, "link", damaged)
+    with caplog.at_level(logging.WARNING, "tailrace.pipeline.seedkeeping"):
+        quiet.keep("first")
+    assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["no seed kept"])
+
+
 def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:
     mine = Seeds(quiet.settings.log.path)
     old = quiet.settings.log.path / "seed" / "landed" / "first.json"
     os.utime(str(old), (0.0, 0.0))
     mine.sweep(quiet.seed_keeping().loads)
-    assert mine.whole_after("first") is not None
+    mine.sweep()
+    assert mine.whole_after("first") is not None, "it was of use until now"
+    os.utime(str(old), (0.0, 0.0))
     mine.sweep()
     assert mine.whole_after("first") is None
 

@@ -8,8 +8,9 @@ import pytest
 
 from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, Plan
 from tailrace.capture.postgres.snapshot import Noted
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
+from tailrace.spark import seeds as seeds_module
 from tailrace.spark.seeds import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
 from tailrace.tables.staging import StagedFile
 from tests.support.changes import SHOP
@@ -75,12 +76,12 @@ def test_chunks_that_are_in_are_known_by_their_number(seeds: Seeds) -> None:
 def test_a_load_is_passed_where_its_last_row_was_read(seeds: Seeds) -> None:
     seed = Seed(plan=PLAN, point=None, noted=NOTED)
     seeds.begin(seed)
-    seeds.reread(seed.id, Lsn(50))
+    seeds.reread(seed.id, Lsn(20), Lsn(50))
     assert seeds.passed(seed.id) is None, "it is not about to land"
     seeds.land(seed.id, Lsn(30))
     assert seeds.passed(seed.id) == Lsn(50)
-    seeds.reread(seed.id, Lsn(40))
-    seeds.reread(seed.id, Lsn(70))
+    seeds.reread(seed.id, Lsn(30), Lsn(40))
+    seeds.reread(seed.id, Lsn(30), Lsn(70))
     assert seeds.passed(seed.id) == Lsn(70)
 
 
@@ -130,3 +131,27 @@ def test_a_record_that_is_cut_off_is_none(seeds: Seeds, tmp_path: Path) -> None:
     for path in (tmp_path / FOLDER).rglob("*.json"):
         path.write_bytes(path.read_bytes()[:20])
     assert (seeds.all(), seeds.wishes()) == ([], [])
+
+
+def test_a_row_that_was_read_again_says_nothing_of_versions_before_it(seeds: Seeds) -> None:
+    seeds.remember("load", Lsn(30))
+    for since, seen in ((50, 60), (55, 70), (90, 95)):
+        seeds.reread("load", Lsn(since), Lsn(seen))
+    assert seeds.mixed("load") == [(ZERO, Lsn(30)), (Lsn(50), Lsn(70)), (Lsn(90), Lsn(95))]
+    until = {at: seeds.mixed_until("load", Lsn(at)) for at in (29, 30, 49, 50, 69, 70, 92, 95)}
+    assert until == {29: Lsn(30), 30: None, 49: None, 50: Lsn(70), 69: Lsn(70), 70: None, 92: Lsn(95), 95: None}
+    assert (seeds.whole_after("load"), seeds.mixed("other")) == (Lsn(95), None)
+
+
+def test_what_is_on_record_does_not_grow_for_ever(seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeds_module, "SPANS_MAX", 2)
+    for since in (10, 20, 30, 40):
+        seeds.remember("load", Lsn(since + 1), since=Lsn(since))
+    assert seeds.mixed("load") == [(Lsn(10), Lsn(31)), (Lsn(40), Lsn(41))], "rather too much than too little"
+
+
+def test_a_record_of_before_counts_from_the_beginning(seeds: Seeds, tmp_path: Path) -> None:
+    seeds.remember("load", Lsn(30))
+    (record,) = tmp_path.rglob("load.json")
+    record.write_text('{"passed": "0/1E"}')
+    assert (seeds.mixed_until("load", Lsn(29)), seeds.mixed_until("load", Lsn(30))) == (Lsn(30), None)
