@@ -28,7 +28,6 @@ SPARK_TESTS = (
     "tests/integration/test_table_readers.py", "tests/integration/test_spark_big.py",
     "tests/contract/test_partitions.py", "tests/integration/test_partitions.py",
     "tests/integration/test_spark_partitions.py", "tests/crash/test_kill_the_connector.py",
-    "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
     "tests/integration/test_evolution.py::test_after_an_alter_and_no_row_more",
     "tests/integration/test_evolution.py::test_rows_before_and_after_an_alter",
 )  # fmt: skip
@@ -38,9 +37,10 @@ ICEBERG_TESTS = (
     "tests/integration/test_delta_table.py", "tests/contract/test_table_forms.py", "tests/contract/test_partitions.py",
     "tests/unit/tables/test_refresh.py", "tests/unit/tables/test_evolving.py", "tests/integration/test_delivery.py",
     "tests/unit/spark/test_folding.py", "tests/unit/spark/test_folding_forms.py",
-    "tests/integration/test_stream_format.py", "tests/integration/test_read_format.py",
 )  # fmt: skip
 CONNECT_TESTS = ("tests/integration/test_connect.py", "tests/integration/test_declarative.py")
+DOOR_TESTS = ("tests/integration/test_stream_format.py", "tests/integration/test_read_format.py")
+"""In a process of their own: they start a Spark without a connector, and a process has one."""
 FEATURES = "deletion_vectors column_mapping"
 FEATURED = (
     "tests/unit/tables/test_evolving.py", "tests/unit/tables/test_refresh.py", "tests/integration/test_delivery.py",
@@ -67,6 +67,7 @@ class Engine:
     needs: tuple[str, ...]
     tests: tuple[str, ...]
     featured: tuple[str, ...] = ()
+    door: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     """For pytest."""
     writer: str = "delta-rs"
@@ -83,13 +84,14 @@ ENGINES = {
     for engine in (
         Engine(
             name="spark", title="Spark 4.2, Delta connector", missing=JARS.format("Delta"), writer="spark",
-            needs=("pyspark>=4.2,<4.3",), tests=SPARK_TESTS, featured=FEATURED,
+            needs=("pyspark>=4.2,<4.3",), tests=SPARK_TESTS, featured=FEATURED, door=DOOR_TESTS,
             venv=Path(os.environ.get("TAILRACE_SPARK_VENV", ROOT / ".venv-spark")),
         ),
         Engine(
             name="iceberg", title="Spark 4.1, Iceberg connector", missing=JARS.format("Iceberg"), writer="iceberg",
             needs=("pyspark>=4.1,<4.2", "pyiceberg>=0.12,<0.13"),
             venv=Path(os.environ.get("TAILRACE_ICEBERG_VENV", ROOT / ".venv-iceberg")), tests=ICEBERG_TESTS,
+            door=DOOR_TESTS,
             # PySpark 4.1 leaves the socket of a `collect` to the garbage collector.
             flags=("-W", "ignore:unclosed <socket:ResourceWarning"),
         ),
@@ -119,7 +121,7 @@ def held(engine: Engine, arguments: Sequence[str]) -> str:
     if any(argument.startswith("tests/") for argument in arguments):
         codes = [_test(engine, arguments)]
     else:
-        codes = [_test(engine, [*engine.tests, *arguments])]
+        codes = [_test(engine, [*tests, *arguments]) for tests in (engine.tests, engine.door) if tests]
         if engine.featured:
             codes.append(_test(engine, [*engine.featured, *arguments], TAILRACE_TEST_FEATURES=FEATURES))
     failed = [str(code) for code in codes if code]
@@ -172,7 +174,7 @@ def _environment(engine: Engine) -> dict[str, str]:
 
 
 def _skipped(engine: Engine, why: str) -> str:
-    left = "\n".join(f"  {name}" for name in dict.fromkeys((*engine.tests, *engine.featured)))
+    left = "\n".join(f"  {name}" for name in dict.fromkeys((*engine.tests, *engine.door, *engine.featured)))
     print(f"\nengines: these were not run:\n{left}\nengines: {SKIPPED}: {why}", file=sys.stderr, flush=True)
     return f"{SKIPPED}: {why}"
 
