@@ -41,7 +41,7 @@ def test_a_cell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str])
 def test_every_test_that_an_engine_is_held_to_is_there() -> None:
     root = Path(__file__).parents[2]
     for engine in engines.ENGINES.values():
-        for test in (*engine.tests, *engine.featured):
+        for test in (*engine.tests, *engine.door, *engine.featured):
             assert (root / test.partition("::")[0]).is_file(), test
 
 
