@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pyarrow.parquet as pq
 import pytest
 
@@ -303,6 +304,14 @@ def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: 
         assert letters(scene) == []
 
 
+def temporary_slots(scene: Scene) -> list[Any]:
+    with psycopg.connect(scene.pipeline.url, autocommit=True) as connection:
+        found = connection.execute(
+            "select slot_name from pg_replication_slots where temporary and database = current_database()"
+        )
+        return found.fetchall()
+
+
 def test_a_history_is_not_loaded_without_rows_that_do_not_fit(scene: Scene) -> None:
     execute(scene.pipeline.url, BAD.format(3))
     tables = scene.settings.tables.model_copy(update={"mode": "history"})
@@ -312,6 +321,7 @@ def test_a_history_is_not_loaded_without_rows_that_do_not_fit(scene: Scene) -> N
         error = life(applying, "things").error
         assert error is not None
         assert (error.code, Letters(scene.settings.log.path, THINGS).any) == ("value-unfit", False)
+        assert eventually(lambda: not temporary_slots(scene)), "a load that has failed holds nothing at the source"
 
 
 def test_a_row_that_does_not_fit_is_not_marked_as_deleted_when_its_table_is_loaded_again(scene: Scene) -> None:

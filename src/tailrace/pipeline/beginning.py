@@ -171,15 +171,20 @@ class Beginning:
                     life.halted = life.cursor is not None
         snapshot = self._source.snapshot().__enter__()
         shared = Shared(snapshot, users=1)  # ourselves, until all have begun
+        begun: list[Load] = []
         try:
             self._lives.grow()
             for life, plan, wish in self._as_planned(planned):
                 seed = Seed(plan=plan, point=snapshot.point, wish=wish, form=life.place.form)
                 self._record(life, seed)
                 shared.join()
-                self._begun(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=shared))
+                begun.append(Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=shared))
+                self._begun(begun[-1])
         finally:
             shared.leave()
+            if self._stopping.is_set():  # whoever lets go of snapshots may have done so before these had begun
+                for load in begun:
+                    load.leave_snapshot()
         self._holding.say(now=True)
 
     def _begin_chunked(self, planned: Planned) -> None:
