@@ -18,6 +18,7 @@ rest of it is the same.
 
 from __future__ import annotations
 
+import abc
 import fcntl
 import json
 import os
@@ -73,7 +74,7 @@ class Hold(Protocol):
         """Let go of what the kernel holds for us, if anything."""
 
 
-class Lease:
+class Lease(abc.ABC):
     """Held from construction to `release`, to the end of the process, or until somebody takes it over.
 
     Whoever leases says in its own words what is wrong: it gives the three methods that follow the constructor.
@@ -102,17 +103,17 @@ class Lease:
         if renew_seconds is not None:
             self._renewing.start()
 
+    @abc.abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
         """Turns an error of the operating system into one of the lessee's."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _refuse_busy(self) -> NoReturn:
         """Somebody else holds it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _refuse_fenced(self) -> NoReturn:
         """Somebody took it over."""
-        raise NotImplementedError
 
     def lost(self) -> bool:
         """Whether somebody took the lease over. Costs a look; one that fails proves nothing."""

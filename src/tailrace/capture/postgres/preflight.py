@@ -2,7 +2,8 @@
 
 The order of the first start is publication, then slot: a slot that is older than its publication can never be
 read. A table whose updates the server could not describe never enters a publication that publishes updates:
-the server would then refuse the application's own.
+the server would then refuse the application's own. The file is longer than most because each thing that may be missing
+stands with the words that say how to put it right.
 """
 
 from __future__ import annotations
