@@ -1,6 +1,7 @@
 """Tailrace: change data capture on Spark, in Python.
 
-The public names, imported when they are first used: `import tailrace` costs nothing.
+The public names, imported when they are first used: `import tailrace` costs nothing. Those that need Spark, or a lake
+format, are left out of `__all__`: a program that has neither can still take everything else.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
         SqlServerLsn,
     )
     from tailrace.model.schema import Column, Identity, TableId, TableSchema
-    from tailrace.pipeline.datasource import CdcSource, register
-    from tailrace.pipeline.points import tables_at
+    from tailrace.pipeline.datasource import CdcSource as CdcSource
+    from tailrace.pipeline.datasource import register as register
+    from tailrace.pipeline.points import tables_at as tables_at
     from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
     from tailrace.runtime.control import Control
     from tailrace.runtime.keeping import LogSink
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
         Health,
         Lost,
         Paused,
+        PollFailed,
         Resumed,
         RowsRejected,
         RuleHalted,
@@ -127,6 +130,7 @@ _HOMES = {
     "Nothing": "model.event",
     "Operation": "model.change",
     "Paused": "runtime.observing",
+    "PollFailed": "runtime.observing",
     "PositionType": "model.positions",
     "PostgresCapture": "capture.postgres.source",
     "PostgresSettings": "capture.postgres.settings",
@@ -187,7 +191,6 @@ __all__ = [
     "BinlogPosition",
     "Capabilities",
     "CdcRuntime",
-    "CdcSource",
     "ChangeBatch",
     "ChangeCapture",
     "ChangeLog",
@@ -229,6 +232,7 @@ __all__ = [
     "Nothing",
     "Operation",
     "Paused",
+    "PollFailed",
     "PositionType",
     "PostgresCapture",
     "PostgresSettings",
@@ -275,10 +279,8 @@ __all__ = [
     "Window",
     "batch_of",
     "check_key",
-    "register",
     "rules",
     "seed_checkpoint",
-    "tables_at",
     "to_debezium",
     "to_json",
 ]
@@ -289,4 +291,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("tailrace.transforms.rules")
     if name not in _HOMES:
         raise AttributeError(f"module 'tailrace' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"tailrace.{_HOMES[name]}"), name)
+    try:
+        home = importlib.import_module(f"tailrace.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", __name__):
+            raise
+        raise ImportError(
+            f"`tailrace.{name}` needs the package `{missing}`, which is not installed: `pip install tailrace` brings "
+            "all that pipelines need", name=missing,
+        ) from error  # fmt: skip
+    return getattr(home, name)

@@ -26,7 +26,7 @@ TailraceError
 │   ├── LogFenced               another writer took our commit number
 │   ├── LogForeign              it belongs to another source
 │   ├── LogTrimmed              what was asked for is no longer kept
-│   ├── LogGap                  the source had discarded changes before they were read
+│   ├── LogGap                  changes are missing: discarded by the source unread, or not captured for a while
 │   ├── NotCaptured             tables wait for changes that nobody captures
 │   └── LogCorrupt              a checksum or an invariant does not hold
 ├── StateError              a checkpoint store or a schema history
@@ -41,6 +41,7 @@ TailraceError
 ├── RuntimeRefused          a runtime was asked for what does not go with its state
 │   ├── Unacknowledged          it was to stop, and something was not acknowledged
 │   └── AckRefused              a token that was used, or is of another batch or runtime
+├── RuntimeFailed           what a runtime was given to use has failed in a way nobody foresaw
 ├── SinkError               a sink
 │   ├── SinkUnready             it takes nothing now; retried
 │   └── SinkRejected            it does not take some of the rows
@@ -97,9 +98,14 @@ NEW_LOG_HINT = (
 """The last resort: what is in the log can no longer be trusted or continued."""
 LOST_HINT = (
     "Set `load.mode: when_needed` and start again: every table is loaded anew by itself, and whoever follows the log "
-    "is told."
+    "is told. A program with a checkpoint of its own deletes that, and reads the tables anew (`snapshot_tables`)."
 )
 """The server discarded changes that we had not read."""
+PROGRAM_HINT = (
+    "A program with a checkpoint of its own deletes that, drops its slot (`source.drop()`), and reads the tables anew "
+    "(`snapshot_tables`)."
+)
+"""What those do whom no log keeps the place of."""
 LOAD_ANEW_HINT = "Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 
@@ -298,7 +304,8 @@ class LogTrimmed(LogError):
 
 
 class LogGap(LogError):
-    """Changes are missing between two commits: the source had discarded them before they were read."""
+    """Changes are missing between two commits: the source had discarded them before they were read, or a table was not
+    captured for a while."""
 
     code = "log-gap"
 
@@ -392,6 +399,14 @@ class AckRefused(RuntimeRefused):
     """The token was used before, or is not that of the batch under way. Nothing was acknowledged."""
 
     code = "ack-refused"
+
+
+class RuntimeFailed(TailraceError):
+    """A function, store, source or sink that a runtime uses has raised what is none of our errors. It is told to
+    observers, and stands in the verdict; what is raised is the failure itself, which is its cause."""
+
+    code = "runtime-failed"
+    remedy = Remedy.OPERATOR
 
 
 class SinkError(TailraceError):

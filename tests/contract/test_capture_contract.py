@@ -162,8 +162,11 @@ def test_a_position_before_what_was_confirmed_is_lost_and_that_is_said(
     bench.write(("items", 1))
     stream = streams.open(bench.begin)
     take(stream, bench.begin, 1, confirm=True)
+    deadline = time.monotonic() + COME_SECONDS_MAX
+    while bench.confirmed() == bench.begin:  # a server that still sends when it is left may not read the last word
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     streams.close(stream)
-    assert bench.confirmed() > bench.begin
     with pytest.raises(PositionLost):
         streams.open(bench.begin)
 

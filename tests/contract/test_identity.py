@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tailrace.model.encode import to_debezium, to_json
+from tailrace.model.mirror import Mirror
 from tailrace.model.schema import Identity
 from tests.support.tables import BIG, Scene
 
@@ -28,7 +30,7 @@ def test_by_default_the_primary_key_is_the_identity(scene: Scene) -> None:
     scene.run("insert into t values ('a', 1)", "update t set v = 'b'", "delete from t", "insert into t values ('c', 2)")
     told = scene.told()
     assert {(change.schema.key, change.schema.identity) for change in told} == {(("id",), Identity.KEY)}
-    assert [change.event.before for change in told] == [None] * 4
+    assert [change.event.before for change in told] == [None, None, {"id": 1}, None]
     assert told[2].values == {"v": None, "id": 1}
     assert scene.agreed(told, "t") == [{"v": "c", "id": 2}]
 
@@ -44,6 +46,8 @@ def test_under_full_the_whole_old_row_comes_and_the_key_is_read_from_the_catalog
     ]  # fmt: skip
     assert told[1].event.before == {"v": "a", "id": 1, "w": 7}
     assert told[3].event.moved_from == {"id": 1}
+    for gone, row in ((told[2].event, {"v": "b", "id": 1, "w": 7}), (told[4].event, {"v": "b", "id": 2, "w": 7})):
+        assert gone.before == to_json(gone)["before"] == to_debezium(gone)["before"] == row
     assert scene.agreed(told, "t") == []
 
 
@@ -103,13 +107,21 @@ def test_a_keyless_table_under_full_keeps_equal_rows_apart(scene: Scene) -> None
     scene.run(
         "insert into t values (1, 'x'), (1, 'x'), (1, 'x'), (null, null)",
         "delete from t where ctid = '(0,2)'", "update t set b = 'y' where ctid = '(0,1)'",
-        "update t set a = 0 where a is null",
+        "update t set a = 0 where a is null", "insert into t default values", "delete from t where a is null",
     )  # fmt: skip
     told = scene.told()
     assert [change.short for change in told[4:]] == [
-        ("delete", "t", 1, "x"), ("update", "t", 1, "y"), ("update", "t", 0, None),
+        ("delete", "t", 1, "x"), ("update", "t", 1, "y"), ("update", "t", 0, None), ("insert", "t", None, None),
+        ("delete", "t", None, None),
     ]  # fmt: skip
-    assert [change.event.before for change in told[5:]] == [{"a": 1, "b": "x"}, {"a": None, "b": None}]
+    x, nothing = {"a": 1, "b": "x"}, {"a": None, "b": None}
+    assert [change.event.before for change in told[4:]] == [x, x, nothing, None, nothing]
+    assert [to_json(told[at].event)["before"] for at in (4, 8)] == [x, nothing]
+    assert [to_debezium(told[at].event)["before"] for at in (4, 8)] == [x, nothing]
+    mirror = Mirror()
+    for change in told:
+        mirror.apply(change.event.row_write())
+    assert sorted(mirror.rows.values(), key=str) == [{"a": 0, "b": None}, {"a": 1, "b": "x"}, {"a": 1, "b": "y"}]
     assert scene.agreed(told, "t") == [{"a": 0, "b": None}, {"a": 1, "b": "x"}, {"a": 1, "b": "y"}]
 
 

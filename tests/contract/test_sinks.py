@@ -6,10 +6,11 @@ import json
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from tailrace.errors import ConfigError
 from tailrace.model.encode import to_json_line
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableId, TableSchema
@@ -52,7 +53,7 @@ def stream(folder: Path) -> Open:
 
 def to_two(folder: Path) -> Open:
     """Both have everything."""
-    found, other = files()(folder)().kept, MemorySink()
+    found, other = files()(folder)().seqs, MemorySink()
 
     def at() -> SinkAt:
         return SinkAt(
@@ -76,13 +77,14 @@ def routed(folder: Path) -> Open:
 class SqliteSink:
     """A sink as a user writes one: `_seq` is the key, so a batch is there once however often it comes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, or_else: str = "REPLACE") -> None:
+        self._or_else = or_else
         self._database = sqlite3.connect(path)
         self._database.execute("CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY, line TEXT NOT NULL)")
 
     def write(self, batch: Batch) -> Sequence[Rejected]:
         rows = [(event.seq, to_json_line(event)) for event in batch.events()]
-        self._database.executemany("INSERT OR REPLACE INTO changes VALUES (?, ?)", rows)
+        self._database.executemany(f"INSERT OR {self._or_else} INTO changes VALUES (?, ?)", rows)
         return ()
 
     def flush(self, caught_up: bool) -> None:
@@ -92,16 +94,12 @@ class SqliteSink:
         self._database.close()
 
 
-def sqlite(folder: Path) -> Open:
+def sqlite(folder: Path, or_else: str = "REPLACE") -> Open:
     def kept() -> list[int]:
         with sqlite3.connect(folder / "out.db") as reader:
             return [seq for (seq,) in reader.execute("SELECT seq FROM changes ORDER BY seq")]
 
-    def by_seq() -> dict[int, dict[str, Any]]:
-        with sqlite3.connect(folder / "out.db") as reader:
-            return {seq: json.loads(line)["after"] for seq, line in reader.execute("SELECT seq, line FROM changes")}
-
-    return lambda: SinkAt(SqliteSink(folder / "out.db"), kept=kept, by_seq=by_seq)
+    return lambda: SinkAt(SqliteSink(folder / "out.db", or_else), kept=kept)
 
 
 SINKS = {
@@ -118,9 +116,12 @@ def test_a_sink_promises(check: Check[SinkAt], kind: str, tmp_path: Path) -> Non
         check(SINKS[kind](folder))
 
 
+@pytest.mark.parametrize("or_else", ["REPLACE", "IGNORE"])
 @pytest.mark.parametrize("check", EXACTLY_ONCE, ids=str)
-def test_a_sink_that_stores_the_numbers_takes_each_row_once(check: Check[SinkAt], tmp_path: Path) -> None:
-    check(sqlite(tmp_path))
+def test_a_sink_that_stores_the_numbers_takes_each_row_once(
+    check: Check[SinkAt], or_else: str, tmp_path: Path
+) -> None:
+    check(sqlite(tmp_path, or_else))
 
 
 class Tables:
@@ -153,9 +154,7 @@ def test_a_mirror_promises(check: Check[SinkAt]) -> None:
 def at_new(sink: Callable[[], Any], kept: Callable[[Any], Sequence[int]]) -> Callable[[], Open]:
     def place() -> Open:
         made = sink()
-        return lambda: SinkAt(
-            made, kept=lambda: kept(made), by_seq=lambda: {event.seq: event.values for event in made.events()}
-        )
+        return lambda: SinkAt(made, kept=lambda: kept(made))
 
     return place
 
@@ -180,21 +179,6 @@ def test_a_sink_that_breaks_promises_is_told_all_of_them_at_once() -> None:
     ]
 
 
-class InsertIfAbsent(MemorySink):
-    """Skips a batch whose first number it has."""
-
-    def write(self, batch: Batch) -> tuple[()]:
-        known = {event.seq for event in self.events()}
-        return () if next(batch.events()).seq in known else super().write(batch)
-
-
-def test_a_sink_that_skips_numbers_which_it_has_is_told_so() -> None:
-    with pytest.raises(ContractBroken) as caught:
-        check_sink(at_new(InsertIfAbsent, lambda sink: sorted(event.seq for event in sink.events())), *EXACTLY_ONCE)
-    (line,) = str(caught.value).splitlines()
-    assert line.startswith("a row with the number of one that was not acknowledged takes its place")
-
-
 class DeletesFirst(Tables):
     """Takes every delete for one, as if the row behind it did not need the old one."""
 
@@ -216,3 +200,27 @@ def test_a_mirror_that_loses_a_large_value_is_told_so() -> None:
         except ContractBroken:
             broken.append(str(check))
     assert broken == ["a key that changes takes values along that were not sent, also twice in one batch"]
+
+
+@pytest.mark.parametrize(("place", "said"), [
+    (lambda: 3, "cannot be called"), (lambda: lambda: 3, "not a `SinkAt`"), (lambda: MemorySink, "not a `SinkAt`"),
+    (lambda: lambda: SinkAt(cast("Any", 3), kept=tuple), "`sink` cannot be used as one"),
+    (lambda: lambda: SinkAt(MemorySink()), "what the sink holds cannot be looked at"),
+    (lambda: lambda: SinkAt(MemorySink(), kept=cast("Any", 3)), "`kept` cannot be called"),
+])  # fmt: skip
+def test_a_suite_that_cannot_look_at_a_sink_says_so(place: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        check_sink(place)
+    assert raised.value.hint
+
+
+def test_a_check_is_one_of_ours() -> None:
+    with pytest.raises(ConfigError, match="not a `Check`"):
+        check_sink(lambda: memory(Path()), cast("Any", 3))
+
+
+def test_a_mirror_that_keeps_no_numbers_is_checked_as_one() -> None:
+    with pytest.raises(ContractBroken) as raised:
+        check_sink(lambda: lambda: SinkAt(MemorySink(), rows=lambda _: []))
+    assert str(MIRROR[0]) in str(raised.value)
+    assert str(SINK[1]) not in str(raised.value)

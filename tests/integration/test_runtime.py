@@ -6,7 +6,7 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,55 +15,39 @@ from typing import Any
 import psycopg
 import pytest
 
+from tailrace.capture.postgres.chunks import Cut
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.errors import SourceNotReady, TableUnpublished, Unsupported
-from tailrace.model.mirror import Mirror as TableMirror
+from tailrace.errors import (
+    ConfigError,
+    Remedy,
+    SourceError,
+    SourceNotReady,
+    SourceRewritten,
+    TableUnpublished,
+    Unsupported,
+)
+from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
 from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
+from tailrace.runtime.keeping import NUMBERS_PASSED
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, SnapshotEnded
+from tailrace.runtime.observing import Fact, Lost, SnapshotBegun, SnapshotEnded
 from tailrace.runtime.states import State
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.state.history import MemorySchemaHistory
 from tailrace.transforms.postgres import TransformedCapture
-from tailrace.transforms.rules import Encrypt, Filter, Mask, Rename, Sha256
+from tailrace.transforms.rules import Encrypt, Filter, Mask, Rename, Sha256, Transforms
+from tests.support.served import Mirror, drive, reached, rows_of, sql
 from tests.support.transforms import plan_of
 
 ITEMS, PAIRS, LOOSE = TableId("public", "items"), TableId("public", "pairs"), TableId("public", "loose")
-SECONDS_MAX = 40.0
 TABLES = """
 create table items (id int8 primary key, name text, n int4);
 create table pairs (b text collate "C", a int4, at timestamptz, name text, primary key (a, b, at));
 create table loose (v int4);
 create table apart (id int8 primary key);
 """
-
-
-class Mirror:
-    """A sink that keeps the last state of each key, by what `row_write` says and nothing else."""
-
-    def __init__(self) -> None:
-        self._tables: dict[TableId, TableMirror] = {}
-
-    def write(self, batch: Batch) -> tuple[()]:
-        for event in batch.events():
-            self._tables.setdefault(event.schema.table, TableMirror()).apply(event.row_write())
-        return ()
-
-    def flush(self, caught_up: bool) -> None:
-        """Nothing is durable here."""
-
-    @property
-    def rows(self) -> dict[tuple[Any, ...], dict[str, Any]]:
-        return {(str(name), *key): row for name, table in self._tables.items() for key, row in table.rows.items()}
-
-    def forget(self) -> None:
-        self._tables.clear()
-
-    def of(self, table: TableId) -> list[dict[str, Any]]:
-        found = self._tables.get(table, TableMirror()).rows.values()
-        return sorted(found, key=lambda row: str(row))
 
 
 @pytest.fixture
@@ -82,22 +66,6 @@ def source(database: str, request: pytest.FixtureRequest) -> Iterator[PostgresCa
 @pytest.fixture
 def store() -> MemoryCheckpointStore:
     return MemoryCheckpointStore()
-
-
-def sql(source: PostgresCapture, *statements: str) -> list[tuple[Any, ...]]:
-    with psycopg.connect(source.settings.url, autocommit=True) as connection:
-        for statement in statements[:-1]:
-            connection.execute(statement)
-        found = connection.execute(statements[-1])
-        return found.fetchall() if found.description else []
-
-
-def rows_of(source: PostgresCapture, table: TableId) -> list[dict[str, Any]]:
-    with psycopg.connect(source.settings.url) as connection:
-        connection.execute("set timezone = 'UTC'")
-        found = connection.execute(f"select * from {table}")
-        names = [column.name for column in found.description or ()]
-        return sorted((dict(zip(names, row, strict=True)) for row in found.fetchall()), key=lambda row: str(row))
 
 
 @contextmanager
@@ -122,25 +90,6 @@ def writing(source: PostgresCapture) -> Iterator[None]:
     finally:
         stop.set()
         writer.join()
-
-
-def drive(runtime: CdcRuntime, mirror: Mirror, enough: Callable[[], bool]) -> list[Batch]:
-    """Poll, write and acknowledge until it is enough."""
-    found, deadline = [], time.monotonic() + SECONDS_MAX
-    while not enough():
-        assert time.monotonic() < deadline, runtime.control.status()
-        batch = runtime.poll()
-        if batch.rows:
-            mirror.write(batch)
-            found.append(batch)
-        runtime.commit(batch.ack)
-    return found
-
-
-def reached(runtime: CdcRuntime, source: PostgresCapture) -> Callable[[], bool]:
-    """Whether everything that is committed by now was acknowledged, and no snapshot is under way."""
-    end = source.horizon()
-    return lambda: runtime.position >= end and runtime.control.status().snapshot is None
 
 
 def ended(facts: list[Fact]) -> list[SnapshotEnded]:
@@ -214,14 +163,16 @@ def test_a_snapshot_whose_key_a_rule_hides_goes_on_behind_it_and_the_stream_is_h
     events = [event for batch in seen for event in batch.events()]
     wanted = [hashlib.sha256(str(key).encode()).hexdigest() for key in [*range(2, 401, 2), 1000]]
     assert [event.values["number"] for event in events] == wanted
-    assert [event.seq for event in events] == list(range(201))
+    seqs = [event.seq for event in events]
+    assert seqs == sorted(seqs)
+    assert [seq % NUMBERS_PASSED for seq in seqs] == list(range(201)), "where it went on, numbers were passed over"
     assert all(event.values["name"][:5] == b"\x02\x03new" and b"plain" not in event.values["name"] for event in events)
 
 
 def test_a_source_that_has_rules_streams_nothing_in_plain_and_is_not_scanned(
     source: PostgresCapture, store: MemoryCheckpointStore
 ) -> None:
-    ruled = TransformedCapture(source.settings, plan_of(Mask(columns=("name",))))
+    ruled = TransformedCapture(source.settings, Transforms(rules=(Mask(columns=("name",)),)))
     with pytest.raises(Unsupported, match="through a source that has rules"):
         CdcRuntime(ruled, store, snapshot_tables=(ITEMS,)).start()
     runtime = CdcRuntime(ruled, store)
@@ -294,6 +245,73 @@ def test_a_snapshot_on_demand_can_be_filtered(source: PostgresCapture, store: Me
     runtime.stop()
 
 
+def test_a_condition_that_makes_no_sense_ends_its_snapshot_and_the_stream_goes_on(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    sql(source, "insert into items select i, 'x', i % 10 from generate_series(1, 100) i")
+    heard: list[Fact] = []
+    runtime, mirror = CdcRuntime(source, store, observers=(heard.append,)), Mirror()
+    runtime.start()
+    wrong = {
+        "nmae = 'x'": "column \"nmae\" does not exist", "id in (select id from public.itmes)": "does not exist",
+        "name = 5": "operator does not exist", "true) or (true": "does not stand by itself", "": "it is empty",
+    }  # fmt: skip
+    for number, (where, words) in enumerate(wrong.items()):
+        runtime.control.snapshot(ITEMS, where=where)
+        sql(source, f"insert into items values ({1000 + number}, 'late', 0)")
+        drive(runtime, mirror, lambda n=number: len(ended(heard)) > n)  # type: ignore[misc] # bound
+        drive(runtime, mirror, reached(runtime, source))
+        error = ended(heard)[-1].error
+        assert isinstance(error, ConfigError)
+        assert words in error.message
+    assert sorted(row["id"] for row in mirror.of(ITEMS)) == list(range(1000, 1000 + len(wrong)))
+    assert runtime.progress.reconnects == 0
+    assert not [fact for fact in heard if isinstance(fact, (Lost, SnapshotBegun))], "none of them was begun"
+    runtime.stop()
+
+
+def test_a_condition_that_no_longer_makes_sense_ends_its_snapshot_and_nothing_is_stuck_after_a_restart(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    """What it names went away while it was read; the table itself is as it was."""
+    sql(
+        source, "create table apart_too (id int8)", "insert into apart_too select generate_series(1, 300)",
+        "insert into items select i, repeat('x', 100), 0 from generate_series(1, 300) i",
+    )  # fmt: skip
+    heard: list[Fact] = []
+    for restarted in (False, True):
+        runtime = CdcRuntime(source, store, observers=(heard.append,), limits=Limits(rows=20))
+        runtime.start()
+        if not restarted:
+            runtime.control.snapshot(ITEMS, where="id in (select id from public.apart_too)")
+            drive(runtime, Mirror(), lambda r=runtime: r.rows_committed >= 20)  # type: ignore[misc] # bound
+            runtime.force_stop()
+            assert not ended(heard)
+            sql(source, "drop table apart_too")
+    assert [fact.error.code for fact in ended(heard) if fact.error] == ["config-invalid"]
+    sql(source, "insert into items values (1000, 'late', 0)")
+    mirror = Mirror()
+    drive(runtime, mirror, reached(runtime, source))
+    assert [row["id"] for row in mirror.of(ITEMS)] == [1000]
+    runtime.stop()
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_what_a_condition_does_not_find_is_the_tables_only_if_the_table_was_changed(
+    source: PostgresCapture, altered: bool
+) -> None:
+    sql(source, "insert into items values (1, 'x', 0)")
+    source.prepare(None)
+    plan = source.plan(ITEMS, Cut.KEY, source.scan_chunk_bytes)
+    reader = source.chunk_reader(60.0, ZERO)
+    if altered:
+        sql(source, "alter table items rename n to m")
+    with reader, pytest.raises(SourceError) as failed:
+        list(reader.rows(plan.schema, plan.chunks[0], "nmae = 'x'"))
+    assert isinstance(failed.value, SourceRewritten) == altered
+    assert altered or failed.value.remedy is Remedy.OPERATOR
+
+
 def test_lesson_2_an_open_writer_is_waited_for_and_the_stream_goes_on_meanwhile(
     source: PostgresCapture, store: MemoryCheckpointStore
 ) -> None:
@@ -334,6 +352,26 @@ def test_a_table_without_a_key_is_read_in_one_snapshot_or_not_at_all(
         again.commit(batch.ack)
     assert sorted(found) == list(range(1, 52))
     again.force_stop()
+
+
+def test_a_snapshot_of_which_nothing_is_left_is_over_for_the_next_start_too(
+    source: PostgresCapture, store: MemoryCheckpointStore
+) -> None:
+    """With its last acknowledgement; and where a table without rows comes last, with the poll that finds nothing."""
+    sql(source, "insert into items select i, repeat('x', 100) || i, 0 from generate_series(1, 300) i")
+    for key, tables in (("rows last", (LOOSE, ITEMS)), ("nothing last", (ITEMS, LOOSE))):
+        runtime = CdcRuntime(source, store, key=key, snapshot_tables=tables)
+        runtime.start()
+        while (batch := runtime.poll()).kind is not Kind.EMPTY:
+            runtime.commit(batch.ack)
+            if tables[-1] == ITEMS and runtime.rows_committed == 300:
+                break
+        runtime.stop()
+        again = CdcRuntime(source, store, key=key)
+        again.start()
+        assert again.rows_committed == 300
+        again.stop()
+        source.drop()
 
 
 def test_a_slot_that_no_checkpoint_tells_of_is_not_touched_unless_told(

@@ -1,11 +1,12 @@
 """A program of a user's own that captures with a runtime, in a process that a test kills.
 
 `python -m tests.support.runtime_worker URL FOLDER HOW ROWS …` prints a JSON object for each thing it does. HOW is
-`hold` (take the first batch and never acknowledge it), `one` (acknowledge the first batch, then wait), `all` (poll and
-acknowledge until so many rows are committed), `run` (the loop, into files in FOLDER/out, until the stream has brought
-the row of that id) or `prefix` (the same by hand, and of each batch a half is accepted first). Behind it may stand
-`snapshot` (the tables are read first), `encrypt` (a rule encrypts names, with the key in the environment) and `parts`
-(large transactions come in parts). `forked` is the same in a process that was forked, which costs no start of Python.
+`hold` (take the first batch and never acknowledge it), `one` (acknowledge the first batch, then wait), `two` (the same,
+and take the second one before), `all` (poll and acknowledge until so many rows are committed), `until` (the same until
+the stream has brought the row of that id), `run` (the loop, into files in FOLDER/out, until it has) or `prefix` (the
+same by hand, and of each batch a half is accepted first). Behind it may stand `snapshot` (the tables are read first),
+`encrypt` (a rule encrypts names, with the key in the environment) and `parts` (large transactions come in parts).
+`forked` is the same in a process that was forked, which costs no start of Python.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def told(batch: Batch) -> dict[str, Any]:
     names = [event.values["name"] for event in events]
     return {
         "kind": batch.kind.value, "ids": [event.values["id"] for event in events],
-        "seqs": [event.seq for event in events],
+        "seqs": [event.seq for event in events], "ops": [event.operation.value for event in events],
         "names": [name.hex() if isinstance(name, bytes) else name for name in names],
     }  # fmt: skip
 
@@ -105,7 +106,8 @@ def follow(runtime: CdcRuntime, how: str, rows: int, out: Path) -> None:
             sink.flush(caught_up=False)
             runtime.commit(batch.ack, rows=(batch.rows + 1) // 2)
         return
-    while runtime.rows_committed < rows and time.monotonic() < deadline:
+    came = False
+    while not came and time.monotonic() < deadline:
         batch = runtime.poll()
         if not batch.rows:
             continue
@@ -114,9 +116,15 @@ def follow(runtime: CdcRuntime, how: str, rows: int, out: Path) -> None:
             say(marker="taken")
             time.sleep(SECONDS_MAX)
         runtime.commit(batch.ack)
-        if how == "one":
+        if how == "two":
+            say(**told(runtime.poll()))
+        if how in ("one", "two"):
             say(marker="acknowledged", committed=runtime.rows_committed)
             time.sleep(SECONDS_MAX)
+        if how == "until":
+            came = batch.kind is Kind.STREAM and rows in told(batch)["ids"]
+        else:
+            came = runtime.rows_committed >= rows
     runtime.stop()
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from tailrace import errors
 from tailrace.errors import PositionLost, Remedy, TailraceError
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.report import error_from_json, error_to_json
 
 
@@ -25,11 +27,12 @@ def test_every_code_is_documented_and_leads_back_to_its_class(kind: type[Tailrac
 
 
 def test_an_error_is_the_same_after_pickling_and_as_json() -> None:
-    error = PositionLost("it is gone", hint="Do this.", slot="s")
+    error = PositionLost("it is gone", hint="Do this.", slot="s", at=Lsn(0x18F9C00), table=TableId("a", "b.c"))
+    said = "it is gone (slot=s, at=0/18F9C00, table=a.b.c)"
     for again in (pickle.loads(pickle.dumps(error)), error_from_json(error_to_json(error))):
         assert type(again) is PositionLost
-        assert (again.headline, again.hint) == ("it is gone (slot=s)", "Do this.")
-        assert str(again) == "it is gone (slot=s) [position-lost] | hint: Do this."
+        assert (again.headline, again.hint) == (said, "Do this.")
+        assert str(again) == f"{said} [position-lost] | hint: Do this."
 
 
 def test_a_code_of_a_later_version_is_still_an_error() -> None:

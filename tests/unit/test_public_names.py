@@ -5,29 +5,32 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import tailrace
 
 PUBLIC = {
-    "Ack", "Applied", "Batch", "BinlogPosition", "Capabilities", "CdcRuntime", "CdcSource", "ChangeBatch",
+    "Ack", "Applied", "Batch", "BinlogPosition", "Capabilities", "CdcRuntime", "ChangeBatch",
     "ChangeCapture", "ChangeLog", "Checkpoint", "CheckpointStore", "Column", "Committed", "Control",
     "CustomPosition", "Delete", "Delivered", "Drained", "Event", "ExitCode", "Fact", "Failed", "FanOut",
     "FileCheckpointStore", "FileSchemaHistory", "Health", "Identity", "JsonlSink", "KeySource", "Kind", "Lag",
     "Letter", "Limits", "LogSink", "LogWriter", "Lost", "Lsn", "MariadbGtidSet", "MemoryCapture",
     "MemoryCheckpointStore", "MemorySchemaHistory", "MemorySink", "Merge", "MysqlGtidSet", "Nothing",
-    "Operation", "Paused", "PositionType", "PostgresCapture", "PostgresSettings", "RecordedStream", "Rejected",
-    "Remedy", "Replace", "Resumed", "Retention", "RowsRejected", "Rule", "RuleHalted", "RuleUnmatched",
+    "Operation", "Paused", "PollFailed", "PositionType", "PostgresCapture", "PostgresSettings", "RecordedStream",
+    "Rejected", "Remedy", "Replace", "Resumed", "Retention", "RowsRejected", "Rule", "RuleHalted", "RuleUnmatched",
     "SchemaEvent", "SchemaHistory", "SchemaVersion", "SetAside", "ShapeSeen", "Sink", "SnapshotBegun",
     "SnapshotEnded", "SourceId", "SqlServerLsn", "StartFailed", "Started", "State", "Status", "Stopped",
     "Stream", "StreamOpened", "StreamSink", "TableId", "TableRead", "TableRouter", "TableSchema",
     "TailraceError", "Transactions", "TransformPlan", "TransformedStream", "Transforms", "Truncate",
-    "Unmatched", "Verdict", "Window", "batch_of", "check_key", "register", "rules", "seed_checkpoint", "tables_at",
-    "to_debezium", "to_json",
+    "Unmatched", "Verdict", "Window", "batch_of", "check_key", "rules", "seed_checkpoint", "to_debezium", "to_json",
 }  # fmt: skip
+SPARKS = {"CdcSource", "register", "tables_at"}
+"""Named by whoever wants them: `import *` is for those without Spark, too."""
 
 
 def test_the_public_names_are_these_and_each_can_be_had() -> None:
     assert set(tailrace.__all__) == PUBLIC
-    assert all(getattr(tailrace, name) is not None for name in PUBLIC)
+    assert all(getattr(tailrace, name) is not None for name in PUBLIC | SPARKS)
 
 
 HEAVY = "print({'pyspark', 'numba', 'pyarrow', 'deltalake'} & set(sys.modules))"
@@ -57,23 +60,48 @@ runtime.run(sink, lambda: runtime.rows_committed)
 print({name for name in ('pyspark', 'py4j', 'deltalake', 'numba') if name in sys.modules}, runtime.rows_committed)
 """
     compiled = {"PostgresCapture", "Applied", "Letter", "TransformPlan", "TransformedStream", "Unmatched"}
-    light = PUBLIC - compiled - {"CdcSource", "register", "rules", "tables_at"}
+    light = PUBLIC - compiled - {"rules"}
     names = "from tailrace import " + ", ".join(sorted(light))
     assert printed(code.replace("from tailrace import *", names)) == "set() 1"
 
 
-def test_capture_runs_where_only_the_packages_of_the_librarys_guide_are_installed() -> None:
-    code = """
+MISSING = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"pyspark", "py4j", "deltalake", "yaml", "rich"}:
-            raise ImportError(name)
+        if name.partition(".")[0] in {"pyspark", "py4j", "deltalake", "pandas", "yaml", "rich"}:
+            raise ModuleNotFoundError(name, name=name)
 sys.meta_path.insert(0, Missing())
-import tailrace.testing.faults, tailrace.testing.script, tailrace.testing.sinks, tailrace.testing.wire
 """
-    light = PUBLIC - {"CdcSource", "register", "tables_at"}
-    assert printed(f"{code}from tailrace import {', '.join(sorted(light))}; print('all')") == "all"
+
+
+def test_capture_runs_where_only_the_packages_of_the_librarys_guide_are_installed() -> None:
+    modules = "import tailrace.testing.faults, tailrace.testing.script, tailrace.testing.sinks, tailrace.testing.wire"
+    assert printed(f"{MISSING}{modules}\nfrom tailrace import {', '.join(sorted(PUBLIC))}; print('all')") == "all"
+
+
+def test_everything_at_once_can_be_imported_where_there_is_no_spark() -> None:
+    code = "from tailrace import *\nprint(CdcRuntime.__name__, to_json.__name__)"
+    assert printed(MISSING + code) == "CdcRuntime to_json"
+
+
+def test_everything_at_once_brings_no_spark_where_there_is_one() -> None:
+    code = "import sys\nfrom tailrace import *\nprint({'pyspark', 'py4j', 'deltalake'} & set(sys.modules))"
+    assert printed(code) == "set()"
+
+
+@pytest.mark.parametrize(("name", "needs"), [("register", "pyspark"), ("CdcSource", "pyspark"), ("tables_at", "yaml")])
+def test_a_name_whose_needs_are_not_installed_says_what_to_install(name: str, needs: str) -> None:
+    code = f"""
+try:
+    from tailrace import {name}
+except ImportError as error:
+    print(error)
+"""
+    assert printed(MISSING + code) == (
+        f"`tailrace.{name}` needs the package `{needs}`, which is not installed: `pip install tailrace` brings all "
+        "that pipelines need"
+    )
 
 
 def printed(code: str) -> str:

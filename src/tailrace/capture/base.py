@@ -17,9 +17,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from tailrace.errors import Unsupported
+from tailrace.errors import ConfigError, Unsupported
 from tailrace.model.batch import Window
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
+from tailrace.model.positions import P, Position, type_of
 from tailrace.model.schema import TableId, TableSchema
 
 
@@ -55,17 +56,17 @@ class Lag:
     retained_bytes: int | None
 
 
-class Stream(Protocol):
+class Stream(Protocol[P]):
     """A live stream of windows; one thread uses it."""
 
-    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+    def read(self, after: P, wait_seconds: float) -> Window[P] | None:
         """The next window after the given position; an empty one if only the position moved; None if
         nothing came in time. `after` is the end of the last window that the caller has, durable or held.
 
         An open window does not move that position, so reading on says that it was kept. A caller that could not
         keep it closes the stream and opens another, which begins the transaction again."""
 
-    def confirm(self, position: Lsn) -> None:
+    def confirm(self, position: P) -> None:
         """Everything up to here is durable elsewhere: the source may discard it."""
 
     def close(self) -> None:
@@ -114,13 +115,37 @@ class ChangeCapture(Protocol):
 
 
 @runtime_checkable
-class Anchored(Protocol):
+class Counting(Protocol):
+    """A source that does not count in `Lsn`."""
+
+    @property
+    def beginning(self) -> Position:
+        """Before everything that it has: where a stream begins that is new. All its positions are of this type; each
+        reaches those before it, and a row's `_position` is the text of one."""
+
+
+def beginning_of(source: object) -> Position:
+    """Where a stream of this source begins that is new, if it does not say otherwise when it gets ready."""
+    return source.beginning if isinstance(source, Counting) else ZERO
+
+
+def require_kind(position: Position, beginning: Position) -> None:
+    """Refuse a position of a source that does not count in such."""
+    if type(position) is not type(beginning):
+        raise ConfigError(
+            "a source gave a position of another kind than it counts in", found=type_of(position).value,
+            expected=type_of(beginning).value, hint="Let its `beginning` be of the kind that its windows have.",
+        )  # fmt: skip
+
+
+@runtime_checkable
+class Anchored(Protocol[P]):
     """A source that knows which database it is, and gets ready before it is streamed from."""
 
     def identify(self) -> SourceId:
         """Which database this is."""
 
-    def prepare(self, position: Lsn | None, origin: SourceId | None = None) -> Lsn | None:
+    def prepare(self, position: P | None, origin: SourceId | None = None) -> P | None:
         """Get ready to stream after a position of that origin, and refuse if that cannot be. Without a position: where
         a stream begins that is new."""
 
@@ -159,7 +184,7 @@ class ScanPiece:
     schema: TableSchema
     data: pa.RecordBatch
     """The table's own columns."""
-    position: Lsn
+    position: Position
     """Everything that the rows show ended at or before this."""
     table_done: bool
     """Whether these are the table's last."""
@@ -176,7 +201,9 @@ class Scan(Protocol):
     transactions that `begin` was told of.
     """
 
-    start: Lsn
+    @property
+    def start(self) -> Position:
+        """Where the stream begins."""
 
     def record(self) -> Mapping[str, Any]:
         """What it can be resumed from before any row of it is acknowledged; small, and fit for JSON."""

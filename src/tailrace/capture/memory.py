@@ -29,11 +29,12 @@ import pyarrow as pa
 from tailrace.capture.base import Capabilities, Lag, SourceId, Stream, TableSnapshot
 from tailrace.capture.memory_tables import Cursor, MemoryScan, Tables
 from tailrace.errors import ConfigError, PositionLost, TailraceError, Unsupported
+from tailrace.given import require_instance, require_whole
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import TableId, TableSchema, no_such_column, unfitting
 
 _TRANSACTION_BYTES = 64
 """What a transaction takes in the log beside its rows."""
@@ -41,6 +42,9 @@ _TRANSACTION_BYTES = 64
 
 def batch_of(schema: TableSchema, *rows: tuple[Operation, Mapping[str, Any]]) -> ChangeBatch:
     """A batch from operations and values, in order: `batch_of(orders, (Operation.INSERT, {"id": 1}))`."""
+    require_instance("schema", schema, TableSchema, "Give the table's shape first: `batch_of(orders, …)`.")
+    for row in rows:
+        _require_row(schema, row)
     stored = [
         {field.name: 0 for field in change.ALWAYS}
         | {change.POSITION: "", change.OP: operation.value}
@@ -49,8 +53,24 @@ def batch_of(schema: TableSchema, *rows: tuple[Operation, Mapping[str, Any]]) ->
     ]
     fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL]
     truncates = sum(operation is Operation.TRUNCATE for operation, _ in rows)
-    data = pa.RecordBatch.from_pylist(stored, schema=pa.schema(fields))
+    try:
+        data = pa.RecordBatch.from_pylist(stored, schema=pa.schema(fields))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise unfitting(schema) from error
     return ChangeBatch(schema=schema, data=data, truncates=truncates)
+
+
+def _require_row(schema: TableSchema, row: object) -> None:
+    match row:
+        case (Operation(), Mapping() as values):
+            unknown = [str(name) for name in values if name not in schema.names]
+        case _:
+            raise ConfigError(
+                "a row is no pair of an operation and values", found=type(row).__name__,
+                hint="Give `(Operation.INSERT, {\"id\": 1})` for each.",
+            )  # fmt: skip
+    if unknown:
+        raise no_such_column(schema, unknown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +144,10 @@ class MemoryCapture:
         chunk_rows: int = 100,
     ) -> None:  # fmt: skip
         """With `keep_tables` it knows what its tables hold, and they can be scanned, so many rows to a chunk."""
+        require_whole("window_transactions_max", window_transactions_max, least=1)
+        require_whole("chunk_rows", chunk_rows, least=1)
+        if part_rows_max is not None:
+            require_whole("part_rows_max", part_rows_max, least=1)
         self.identity = SourceId(kind="memory", system=uuid.uuid4().hex, database="", timeline=1)
         self.window_transactions_max, self.part_rows_max = window_transactions_max, part_rows_max
         self._kept: deque[_Transaction] = deque()
@@ -149,6 +173,8 @@ class MemoryCapture:
     def commit(self, *batches: ChangeBatch) -> Lsn:
         """Add one transaction; the position behind it. `_seq`, `_tx` and their like are given here, so what
         stands in those columns of the batches does not matter."""
+        for batch in batches:
+            require_instance("batches", batch, ChangeBatch, "Give what `batch_of(…)` makes.")
         if not batches or not all(len(batch) for batch in batches):
             raise ConfigError("a transaction needs changes", hint="Use `quiet` to move the log without any.")
         size = _TRANSACTION_BYTES + sum(batch.data.nbytes for batch in batches)
@@ -165,12 +191,14 @@ class MemoryCapture:
 
     def quiet(self, size_bytes: int) -> Lsn:
         """Move the log on without a change, as writes to tables nobody captures do; where it ends then."""
+        require_whole("size_bytes", size_bytes, least=0)
         with self._changed:
             self._end = Lsn(self._end.value + size_bytes)
             return self._end
 
     def break_next_read(self, error: TailraceError) -> None:
         """Have the next read, or the one under way, fail with this error. Faults queue up: one a stream."""
+        require_instance("error", error, TailraceError, "Give one of ours: `SourceUnreachable(\"…\")`.")
         with self._changed:
             self._faults.append(error)
             self._changed.notify_all()
@@ -278,7 +306,7 @@ def _window(after: Lsn, picked: list[_Transaction], given: int) -> Window:
         rows += transaction.rows - begin
     return Window(
         start=after, end=picked[-1].end, batches=tuple(batches), transactions=len(picked), rows=rows,
-        last_committed_at=picked[-1].committed_at, continues=given > 0,
+        last_committed_at=max(transaction.committed_at for transaction in picked), continues=given > 0,
         continued_end=picked[0].end if given else None,
     )  # fmt: skip
 

@@ -95,7 +95,8 @@ class MemoryScan:
         self.start = first[1]
         self._view, self._first = view, first if fresh and not cursor.live else None
         for table in cursor.tables[cursor.at :]:
-            if cursor.live and not first[0].get(table).schema.key:
+            schema = first[0].get(table).schema  # one that is missing is told now, not when its turn comes
+            if cursor.live and not schema.key:
                 raise Unsupported(
                     "a table without a key cannot be read beside the stream", table=table,
                     hint="Name it in `snapshot_tables`, or give it a key.",

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeAlias
 
 import pyarrow as pa
 
 from tailrace.model.event import Event, events_of
-from tailrace.model.position import Lsn
+from tailrace.model.positions import P_co, Position, covers, reaches
 from tailrace.model.schema import TableSchema
 
 
@@ -50,7 +51,7 @@ class ChangeBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class Window(Generic[P_co]):
     """Whole transactions, from just after `start` up to and including `end`. May be empty: then only the
     position moves.
 
@@ -60,18 +61,19 @@ class Window:
     nothing says that open windows before it, if they were not finished, will come again from their beginning.
     """
 
-    start: Lsn
-    end: Lsn
+    start: P_co
+    end: P_co
     batches: tuple[ChangeBatch, ...] = ()
     transactions: int = 0
     rows: int = 0
     last_committed_at: int | None = field(default=None)
-    """Of its last transaction, µs since 1970."""
+    """The newest of its transactions' times, µs since 1970. Mostly the last one's; but a server's clock may go back,
+    and those that commit at once are not always in the order of their times."""
     open: bool = False
     """Its one transaction has not ended."""
     continues: bool = False
     """It begins inside the transaction of the open windows before it."""
-    continued_end: Lsn | None = None
+    continued_end: P_co | None = None
     """Where that transaction ends, if it ends here; whole ones may follow."""
 
     def __post_init__(self) -> None:
@@ -85,7 +87,9 @@ class Window:
         elif self.continues != (self.continued_end is not None):
             raise ValueError("a window that continues a transaction finishes it, and says where")
         elif self.continued_end is not None and not (
-            self.start < self.continued_end <= self.end and self.transactions
+            self.transactions
+            and reaches(self.end, self.continued_end)
+            and not covers(self.start, self.continued_end)
         ):
             raise ValueError("a continued transaction ends within its window, and counts there")
 
@@ -93,3 +97,7 @@ class Window:
     def empty(self) -> bool:
         """Whether only the position moves. The rows that a window continues are its own as well."""
         return not self.batches and not self.continues
+
+
+AnyWindow: TypeAlias = Window[Position]
+"""Of whichever source."""

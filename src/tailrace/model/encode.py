@@ -14,14 +14,18 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
 
+from tailrace.errors import ConfigError
+from tailrace.given import require_instance
 from tailrace.model.change import Operation
 from tailrace.model.event import Event, Row
+from tailrace.model.position import Lsn
 
 UNAVAILABLE = "__debezium_unavailable_value"
 _DEBEZIUM_OPS = {
     Operation.INSERT: "c", Operation.UPDATE: "u", Operation.DELETE: "d", Operation.READ: "r", Operation.TRUNCATE: "t",
     Operation.MESSAGE: "m",
 }  # fmt: skip
+_EVENT_HINT = "Give one by one what `batch.events()` gives."
 _EPOCH = date(1970, 1, 1)
 _EXACT_MAX = 1 << 53
 """Whole numbers up to here are the same for every reader of JSON."""
@@ -30,6 +34,7 @@ _EXACT_MAX = 1 << 53
 def to_json(event: Event) -> dict[str, Any]:
     """Our own form. What is not there is left out: absent is not null. `table` is for people: `a.b`.`c` and `a`.`b.c`
     read alike there, so `schema` and `name` say it apart."""
+    require_instance("event", event, Event, _EVENT_HINT)
     table = event.schema.table
     found: dict[str, Any] = {
         "v": event.version, "op": event.operation.value, "table": event.table, "schema": table.schema,
@@ -62,17 +67,17 @@ def to_debezium(event: Event, *, name: str = "tailrace", database: str = "") -> 
     """As Debezium's connectors for PostgreSQL write it without a schema, `decimal.handling.mode` being `string`.
 
     `name` and `database` are what the readers know the server and its database by: an event does not."""
+    require_instance("event", event, Event, _EVENT_HINT)
+    for what, given in (("name", name), ("database", database)):
+        require_instance(what, given, str, f"Give a text: `{what}=\"shop\"`.")
     table = event.schema.table
     at_ms = int(event.committed_at.timestamp() * 1000) if event.committed_at else None
     snapshot = event.operation is Operation.READ
     after = event.after
     if after is not None:
         after = {column: UNAVAILABLE if column in event.unchanged else value for column, value in after.items()}
-    before = event.before
-    if before is None and event.operation is Operation.DELETE:
-        before = event.key
     return {
-        "before": None if before is None else _debezium_row(before),
+        "before": None if event.before is None else _debezium_row(event.before),
         "after": None if after is None or event.operation is Operation.MESSAGE else _debezium_row(after),
         "source": {
             "version": str(event.version), "connector": "tailrace", "name": name, "ts_ms": at_ms,
@@ -96,8 +101,11 @@ def to_debezium_line(event: Event, *, name: str = "tailrace", database: str = ""
 
 
 def _lsn(position: str | None) -> int | None:
-    high, _, low = (position or "").partition("/")
-    return (int(high, 16) << 32) | int(low, 16) if low else None
+    """Positions of other sources may have a slash in them too."""
+    try:
+        return Lsn.parse(position or "").value
+    except ConfigError:
+        return None
 
 
 def _row(row: Row) -> dict[str, Any]:

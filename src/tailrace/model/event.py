@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from tailrace.model import change
 from tailrace.model.change import Operation
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import Identity, TableSchema
 
 ENVELOPE = 1
 """The version of what an event, and its JSON, looks like."""
@@ -94,6 +94,7 @@ class Event:
     unchanged: tuple[str, ...]
     """Columns that the server did not send because they did not change: None in `values`, and not null in the table."""
     before: Row | None
+    """The row as it was, where the source told it. Of a delete what was sent: the whole row, or the key alone."""
     moved_from: Row | None
     """The old key, where it changed; the event before is the delete of that key."""
     kept_for: Row | None = None
@@ -159,6 +160,7 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
     stored = {change.stored_name(name): name for name in names}
     values = zip(*(listed(at) for at in stored), strict=True) if names else iter([()] * count)
     operations = {operation.value: operation for operation in Operation}
+    sent, deleted = _sent_of_deletes(schema), Operation.DELETE.value
     kept = _kept(schema, data) if {change.MOVED_FROM, change.UNCHANGED} <= columns.keys() else [None] * count
     rows = zip(
         kept, listed(change.OP), listed(change.SEQ), listed(change.POSITION), listed(change.TX),
@@ -166,12 +168,21 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
         listed(change.MOVED_FROM), listed(change.UNFIT), values, strict=True,
     )  # fmt: skip
     for kept_for, op, seq, position, tx, index, at, unchanged, before, moved, unfit, row in rows:
+        told, old = dict(zip(names, row, strict=True)), _named(before, stored)
+        if old is None and op == deleted and sent:
+            old = {name: told[name] for name in sent}
         yield Event(
             operation=operations[op], table=table, seq=seq, position=position, transaction=tx, tx_index=index,
-            committed_at=at, values=dict(zip(names, row, strict=True)), unchanged=tuple(unchanged or ()),
-            before=_named(before, stored), moved_from=_keyed(moved, schema), kept_for=kept_for,
+            committed_at=at, values=told, unchanged=tuple(unchanged or ()), before=old,
+            moved_from=_keyed(moved, schema), kept_for=kept_for,
             unfit={cell["column"]: cell["text"] for cell in unfit or ()}, schema=schema,
         )  # fmt: skip
+
+
+def _sent_of_deletes(schema: TableSchema) -> list[str]:
+    """The columns that a delete has: it stands in the row's own, of which the source may send the key alone."""
+    keys = {*schema.key, *schema.former_key}
+    return [name for name in schema.names if schema.identity is Identity.FULL or name in keys]
 
 
 def _kept(schema: TableSchema, data: pa.RecordBatch) -> list[Row | None]:

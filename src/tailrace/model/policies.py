@@ -28,6 +28,8 @@ class Policies:
     rename: Policy = Policy.APPLY
     widen: Policy = Policy.APPLY
     """A type that holds all that the one before did, where the source did not write its rows anew."""
+    narrow: Policy | None = None
+    """A type of the same kind that does not hold all that the one before did; None: see `narrowing`."""
     retype: Policy = Policy.REFRESH
     """Any other type."""
     rewrite: Policy = Policy.REFRESH
@@ -37,6 +39,18 @@ class Policies:
     """The table was dropped, and another of its name made."""
     partition: Policy = Policy.REFRESH
     """A partition came or went with its rows, or was truncated by itself."""
+
+    @property
+    def narrowing(self) -> tuple[str, Policy]:
+        """What to do where a type holds less, and the kind whose policy says so.
+
+        Where nobody has decided, whoever wants to be asked about other types, or about wider ones, is asked.
+        """
+        if self.narrow is not None:
+            return "narrow", self.narrow
+        asked = (kind for kind, policy in (("retype", self.retype), ("widen", self.widen)) if policy is Policy.STOP)
+        kind = next(asked, None)
+        return ("narrow", Policy.REFRESH) if kind is None else (kind, Policy.STOP)
 
 
 POLICIES = Policies()

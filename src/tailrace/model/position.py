@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
+from numbers import Integral
 
 from tailrace.errors import ConfigError
 
+TEXT_SHOWN_MAX = 200
 _LSN = re.compile(r"([0-9A-Fa-f]{1,8})/([0-9A-Fa-f]{1,8})")
 
 
@@ -22,15 +24,18 @@ class Lsn:
     value: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.value < 1 << 64:
-            raise ConfigError("a log sequence number has 64 bits", value=self.value)
+        if not isinstance(self.value, int | Integral) or not 0 <= self.value < 1 << 64:
+            raise ConfigError(
+                "a log sequence number is a whole number of 64 bits", value=repr(self.value)[:TEXT_SHOWN_MAX],
+                hint="Read its text: `Lsn.parse(\"16/B374D848\")`.",
+            )  # fmt: skip
 
     @classmethod
     def parse(cls, text: str) -> Lsn:
         """Read the server's own form, e.g. `16/B374D848`; anything else is an error."""
-        found = _LSN.fullmatch(text)
+        found = _LSN.fullmatch(text) if isinstance(text, str) else None
         if not found:
-            raise ConfigError("not a log sequence number", text=text, hint="It looks like 16/B374D848.")
+            raise refused("a log sequence number", text, "It looks like 16/B374D848.")
         return cls((int(found.group(1), 16) << 32) | int(found.group(2), 16))
 
     def __str__(self) -> str:
@@ -46,3 +51,13 @@ class Lsn:
 
 ZERO = Lsn(0)
 """Before everything: no server uses it."""
+
+
+def refused(what: str, text: object, hint: str) -> ConfigError:
+    """What was given is none. Its text is shown on one line, whatever stands in it."""
+    if not isinstance(text, str):
+        return ConfigError(f"not {what}", found=type(text).__name__, hint=f"Give a text. {hint}")
+    shown = text if text.isprintable() else ascii(text)
+    return ConfigError(
+        f"not {what}", text=shown if len(shown) <= TEXT_SHOWN_MAX else f"{shown[:TEXT_SHOWN_MAX]}…", hint=hint
+    )

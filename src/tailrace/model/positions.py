@@ -1,8 +1,9 @@
 """The positions of every kind of source, as values: each has one text, and reads it back.
 
 A text that is not one is refused, never mended: a position read wrong would skip rows or bring them again. Whether one
-position follows another is asked of `reaches`, never of their texts. Positions of one history have an order; sets of
-GTIDs only a partial one, so of two positions neither may reach the other.
+position follows another is asked of `reaches` and `covers`, never of their texts. Positions of one history have an
+order; sets of GTIDs only a partial one, so of two positions neither may reach the other; texts of a source's own none,
+so that `reaches` lets any follow any, and only of equal ones is it certain that one covers the other.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
+from typing_extensions import TypeVar
+
 from tailrace.errors import ConfigError
-from tailrace.model.position import Lsn
+from tailrace.model.position import Lsn, refused
 
 TEXT_CHARACTERS_MAX = 1 << 20
 """A set of GTIDs can be long; this is far beyond any."""
 _BINLOG_BEGIN = 4
 """Below it lie the file's magic bytes."""
 _SIGNED_64_MAX = (1 << 63) - 1
-_32_MAX, _64_MAX = (1 << 32) - 1, (1 << 64) - 1
+_16_MAX, _32_MAX, _64_MAX = (1 << 16) - 1, (1 << 32) - 1, (1 << 64) - 1
 
 _BINLOG = re.compile(r"([^\s/\\:\x00-\x1f\x7f]+)\.([0-9]{6,10}):([0-9]{1,19})")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
@@ -55,17 +58,18 @@ class BinlogPosition:
 
     def __post_init__(self) -> None:
         found = _BINLOG.fullmatch(str(self))
-        if not found or not int(found.group(2)) or not _BINLOG_BEGIN <= self.offset <= _SIGNED_64_MAX:
-            raise _refused(
+        is_number = isinstance(self.offset, int)
+        if not found or not is_number or not int(found.group(2)) or not _BINLOG_BEGIN <= self.offset <= _SIGNED_64_MAX:
+            raise refused(
                 "a binary log position", str(self),
                 f"It looks like mysql-bin.000042:1547, with an offset of {_BINLOG_BEGIN} or more.",
             )  # fmt: skip
 
     @classmethod
     def parse(cls, text: str) -> BinlogPosition:
-        found = _BINLOG.fullmatch(text)
+        found = _BINLOG.fullmatch(text) if isinstance(text, str) else None
         if not found:
-            raise _refused("a binary log position", text, "It looks like mysql-bin.000042:1547.")
+            raise refused("a binary log position", text, "It looks like mysql-bin.000042:1547.")
         return cls(f"{found.group(1)}.{found.group(2)}", int(found.group(3)))
 
     def __str__(self) -> str:
@@ -90,7 +94,7 @@ class MysqlGtidSet:
     def __post_init__(self) -> None:
         ordered = {key: _joined(self.taken[key]) for key in sorted(self.taken)}
         if not ordered:
-            raise _refused("a set of GTIDs", "", "An empty set says nothing: is `gtid_mode` on at the server?")
+            raise refused("a set of GTIDs", "", "An empty set says nothing: is `gtid_mode` on at the server?")
         for (uuid, tag), intervals in ordered.items():
             fits = all(1 <= first <= last < _SIGNED_64_MAX for first, last in intervals)
             if not (intervals and fits and _UUID.fullmatch(uuid) and (not tag or _TAG.fullmatch(tag))):
@@ -101,6 +105,8 @@ class MysqlGtidSet:
     def parse(cls, text: str) -> MysqlGtidSet:
         """As `gtid_executed` shows it, with spaces or line breaks between servers, and with tags (MySQL 8.3)."""
         found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        if not isinstance(text, str):
+            raise _not_gtids(text)
         for part in text.lower().split(","):
             uuid, *items = part.strip().split(":")
             tag, told = "", 0
@@ -171,20 +177,20 @@ class MariadbGtidSet:
             for domain, (server, number) in self.last.items()
         )
         if not self.last or not fits:
-            raise _refused("a GTID position of MariaDB", str(self), "It looks like 0-1-100 or 0-1-100,7-2-5.")
+            raise refused("a GTID position of MariaDB", str(self), "It looks like 0-1-100 or 0-1-100,7-2-5.")
         object.__setattr__(self, "last", MappingProxyType({domain: self.last[domain] for domain in sorted(self.last)}))
 
     @classmethod
     def parse(cls, text: str) -> MariadbGtidSet:
         """As `gtid_binlog_pos` shows it; a domain stands in it once."""
         found: dict[int, tuple[int, int]] = {}
-        for part in text.split(","):
+        for part in text.split(",") if isinstance(text, str) else ("",):
             one = _MARIADB.fullmatch(part.strip())
             if not one:
-                raise _refused("a GTID position of MariaDB", text, "It looks like 0-1-100 or 0-1-100,7-2-5.")
+                raise refused("a GTID position of MariaDB", text, "It looks like 0-1-100 or 0-1-100,7-2-5.")
             domain, server, number = map(int, one.groups())
             if domain in found:
-                raise _refused(
+                raise refused(
                     "a GTID position of MariaDB", text,
                     f"Domain {domain} stands in it twice: take `gtid_binlog_pos`, not `gtid_binlog_state`.",
                 )  # fmt: skip
@@ -218,10 +224,15 @@ class SqlServerLsn:
     slot: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.file <= _32_MAX and 0 <= self.block <= _32_MAX and 0 <= self.slot < 1 << 16):
-            raise ConfigError("a log sequence number of SQL Server has 80 bits", position=str(self))
+        parts = (self.file, self.block, self.slot)
+        limits = (_32_MAX, _32_MAX, _16_MAX)
+        if not all(isinstance(part, int) and 0 <= part <= limit for part, limit in zip(parts, limits, strict=True)):
+            raise ConfigError(
+                "a log sequence number of SQL Server has 80 bits", parts=parts,
+                hint="Read its text: `SqlServerLsn.parse(\"0000002d:00000048:0003\")`.",
+            )  # fmt: skip
         if not (self.file or self.block or self.slot):
-            raise _refused(
+            raise refused(
                 "a log sequence number of SQL Server", str(self),
                 "Zero is what `sys.fn_cdc_get_min_lsn` answers for a capture instance that is not there.",
             )  # fmt: skip
@@ -229,9 +240,10 @@ class SqlServerLsn:
     @classmethod
     def parse(cls, text: str) -> SqlServerLsn:
         """Both forms the server knows: `0x0000002D000000480003` and `0000002d:00000048:0003`."""
-        found = _SQLSERVER.fullmatch(text) or _SQLSERVER_BINARY.fullmatch(text)
+        is_text = isinstance(text, str)
+        found = (_SQLSERVER.fullmatch(text) or _SQLSERVER_BINARY.fullmatch(text)) if is_text else None
         if not found:
-            raise _refused(
+            raise refused(
                 "a log sequence number of SQL Server", text,
                 "It looks like 0000002d:00000048:0003 or 0x0000002D000000480003.",
             )  # fmt: skip
@@ -253,8 +265,9 @@ class CustomPosition:
     text: str
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.text) <= TEXT_CHARACTERS_MAX or not self.text.isprintable():
-            raise _refused("a position", self.text, "It is printable text, and not empty.")
+        is_text = isinstance(self.text, str)
+        if not is_text or not 0 < len(self.text) <= TEXT_CHARACTERS_MAX or not self.text.isprintable():
+            raise refused("a position", self.text, "It is printable text, and not empty.")
 
     def __str__(self) -> str:
         return self.text
@@ -273,6 +286,11 @@ class CustomPosition:
 
 
 Position: TypeAlias = Lsn | BinlogPosition | MysqlGtidSet | MariadbGtidSet | SqlServerLsn | CustomPosition
+
+P = TypeVar("P", bound=Position, default=Lsn)
+"""What a source counts in; where nobody says, as PostgreSQL does."""
+P_co = TypeVar("P_co", bound=Position, default=Lsn, covariant=True)
+"""The same of what a source gives."""
 
 _TYPES: dict[type, PositionType] = {
     Lsn: PositionType.POSTGRESQL_LSN,
@@ -296,11 +314,19 @@ _PARSERS: dict[PositionType, Callable[[str], Position]] = {
 
 def type_of(position: Position) -> PositionType:
     """How this position counts."""
-    return _TYPES[type(position)]
+    kind = _TYPES.get(type(position))
+    if kind is None:
+        raise ConfigError(
+            "that is no position", found=type(position).__name__,
+            hint="Make one of its text: `Lsn.parse(\"16/B374D848\")`, `CustomPosition(\"42\")`, `Checkpoint.parse(…)`.",
+        )  # fmt: skip
+    return kind
 
 
 def parse_position(kind: PositionType, text: str) -> Position:
     """The position that this text is; anything else is refused."""
+    if not isinstance(text, str):
+        raise ConfigError("a position's text is none", type=kind.value, found=type(text).__name__, hint="Give a text.")
     if len(text) > TEXT_CHARACTERS_MAX:
         raise ConfigError(
             "a position is not that long", type=kind.value, characters=len(text),
@@ -316,9 +342,16 @@ def reaches(new: Position, old: Position) -> bool:
     return type(new) is type(old) and new.reaches(old)  # type: ignore[arg-type] # both are of the one type
 
 
-def _not_gtids(text: str) -> ConfigError:
-    return _refused("a set of GTIDs", text, "It looks like 3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77.")
+def covers(position: Position, other: Position) -> bool:
+    """Whether everything up to `other` certainly lies at or before `position`: a source that gives it again repeats
+    itself, and a target that it is was reached."""
+    return position == other or (reaches(position, other) and not reaches(other, position))
 
 
-def _refused(what: str, text: str, hint: str) -> ConfigError:
-    return ConfigError(f"not {what}", text=text if len(text) <= 200 else f"{text[:200]}…", hint=hint)
+def bytes_between(start: Position, end: Position) -> int:
+    """How much of the source's log lies between two positions; 0 where they do not tell."""
+    return end - start if isinstance(start, Lsn) and isinstance(end, Lsn) else 0
+
+
+def _not_gtids(text: object) -> ConfigError:
+    return refused("a set of GTIDs", text, "It looks like 3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77.")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from tailrace.errors import ConfigError
+from tailrace.given import require_instance
 from tailrace.model import change
 from tailrace.model.facts import UNKNOWN, Facts
 
@@ -26,6 +28,13 @@ class TableId:
 
     schema: str
     name: str
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.schema, str) and isinstance(self.name, str)):
+            raise ConfigError(
+                "that is no name of a table", schema=ascii(self.schema), name=ascii(self.name),
+                hint="Give schema and name, two texts: `TableId(\"public\", \"orders\")`.",
+            )  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.schema}.{self.name}" if self.schema else self.name
@@ -47,6 +56,13 @@ class Identity(enum.Enum):
     """Nothing: only inserts and truncates can be published."""
 
 
+MARK = " · "
+"""In a column's `source_type`, before each rule that has worked on its values or on which rows there are."""
+
+
+COLUMNS_HINT = "Name each column once."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Column:
     """One column: its name verbatim, the source's type, and the Arrow type its values arrive as."""
@@ -54,6 +70,16 @@ class Column:
     name: str
     source_type: str
     type: pa.DataType
+
+    def __post_init__(self) -> None:
+        require_instance("name", self.name, str, "Give the column's name, as the source has it.")
+        require_instance("source_type", self.source_type, str, "Give what the source calls it: `\"bigint\"`.")
+        require_instance("type", self.type, pa.DataType, "Give Arrow's own: `pa.int64()`.")
+
+    @property
+    def marks(self) -> list[str]:
+        """The rules that have worked on it."""
+        return self.source_type.split(MARK)[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +98,13 @@ class TableSchema:
     """What the catalogue told of it; None: unknown. Not part of the shape."""
     origin: TableSchema | None = field(default=None, compare=False, repr=False)
     """What it is at the source, where rules made this of it; None: this is what it is there."""
+
+    def __post_init__(self) -> None:
+        require_instance("table", self.table, TableId, "Give `TableId(\"public\", \"orders\")`.")
+        # The key may name columns that are not here: a view of some columns, or of those in a partition's files.
+        if len(set(self.names)) < len(self.columns):
+            twice = next(name for name in self.names if self.names.count(name) > 1)
+            raise ConfigError("a table has two columns of one name", table=self.table, column=twice, hint=COLUMNS_HINT)
 
     @property
     def at_source(self) -> TableSchema:
@@ -154,3 +187,17 @@ class TableSchema:
             facts=Facts.from_json(stored["facts"]) if stored.get("facts", UNKNOWN) != UNKNOWN else None,
             origin=cls.from_json(stored["origin"]) if "origin" in stored else None,
         )
+
+
+def no_such_column(schema: TableSchema, columns: list[str]) -> ConfigError:
+    """Rows of a shape that name others."""
+    return ConfigError(
+        "the table has no such column", table=schema.table, columns=", ".join(sorted(columns)),
+        hint=f"It has {', '.join(schema.names)}. Another version of the shape has others.",
+    )  # fmt: skip
+
+
+def unfitting(schema: TableSchema) -> ConfigError:
+    """Rows with a value of another type than its column's; Arrow's words, which hold it, are chained."""
+    kinds = ", ".join(f"{column.name} {column.type}" for column in schema.columns)
+    return ConfigError("a value is none of its column's type", table=schema.table, hint=f"There are {kinds}.")

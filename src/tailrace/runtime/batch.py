@@ -19,12 +19,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.errors import AckRefused, ConfigError
+from tailrace.errors import AckRefused
+from tailrace.given import require_instance, require_seconds, require_whole
 from tailrace.model import change
-from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
-from tailrace.model.position import Lsn
+from tailrace.model.positions import Position, parse_position, type_of
 
 
 class Transactions(enum.Enum):
@@ -50,8 +51,12 @@ class Limits:
     """The largest transaction that is gathered to be handed out whole."""
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.bytes < 1 or self.seconds < 0 or self.transaction_bytes < 1:
-            raise ConfigError("the limits of a batch are too small", hint="It has room for a row, at least.")
+        for what in ("rows", "bytes", "transaction_bytes"):
+            require_whole(what, getattr(self, what), least=1)
+        require_seconds("seconds", self.seconds)
+        require_instance(
+            "transactions", self.transactions, Transactions, "Give `Transactions.WHOLE` or `Transactions.SPLIT`."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +67,14 @@ class Ack:
     number: int
 
 
-def refused(ack: Ack, runtime: uuid.UUID) -> AckRefused:
+def refused(ack: object, runtime: uuid.UUID) -> AckRefused:
     """Why a token does not count."""
-    mine = "the token was used, or its batch is not the one under way"
-    why = mine if ack.runtime == runtime else "the token is of another runtime"
+    if not isinstance(ack, Ack):
+        why = "that is no token"
+    elif ack.runtime != runtime:
+        why = "the token is of another runtime"
+    else:
+        why = "the token was used, or its batch is not the one under way"
     return AckRefused(why, hint="Acknowledge each batch once, with its own `ack`, before the next `poll()`.")
 
 
@@ -88,7 +97,7 @@ class Batch:
     """
 
     kind: Kind
-    window: Window
+    window: AnyWindow
     ack: Ack | None = field(default=None, repr=False)
     """None where there is nothing to acknowledge."""
 
@@ -116,7 +125,7 @@ class Batch:
         return not self.window.continues
 
     @property
-    def end(self) -> Lsn:
+    def end(self) -> Position:
         """The position behind it."""
         return self.window.end
 
@@ -135,16 +144,16 @@ class Batch:
         return heapq.merge(*(batch.events() for batch in self.batches), key=lambda event: event.seq)
 
 
-def empty(at: Lsn) -> Batch:
+def empty(at: Position) -> Batch:
     """Nothing came."""
     return Batch(kind=Kind.EMPTY, window=Window(start=at, end=at))
 
 
-def bytes_of(window: Window) -> int:
+def bytes_of(window: AnyWindow) -> int:
     return sum(batch.data.nbytes for batch in window.batches)
 
 
-def numbered(window: Window, first: int) -> Window:
+def numbered(window: AnyWindow, first: int) -> AnyWindow:
     """The window with `_seq` counting from `first`."""
     by = first - first_seq(window) if window.batches else 0
     if not by:
@@ -161,8 +170,18 @@ def numbered(window: Window, first: int) -> Window:
     return replace(window, batches=tuple(moved))
 
 
-def joined(windows: Sequence[Window]) -> Window:
-    """Windows that follow each other as one; only the first may continue a transaction, and none is open."""
+def following(windows: Sequence[AnyWindow], first: int) -> list[AnyWindow]:
+    """The windows with `_seq` counting from `first` through all of them."""
+    found = []
+    for window in windows:
+        found.append(numbered(window, first))
+        first += window.rows
+    return found
+
+
+def joined(windows: Sequence[AnyWindow]) -> AnyWindow:
+    """Windows that follow each other, in their numbers too, as one; only the first may continue a transaction, and
+    none is open."""
     if len(windows) == 1:
         return windows[0]
     first, last = windows[0], windows[-1]
@@ -170,16 +189,17 @@ def joined(windows: Sequence[Window]) -> Window:
     return replace(
         first, end=last.end, batches=tuple(batch for window in windows for batch in window.batches),
         transactions=sum(window.transactions for window in windows), rows=sum(window.rows for window in windows),
-        last_committed_at=ended[-1] if ended else None,
+        last_committed_at=max(ended, default=None),
     )  # fmt: skip
 
 
-def gathered(parts: Sequence[Window], last: Window) -> Window:
+def gathered(parts: Sequence[AnyWindow], last: AnyWindow) -> AnyWindow:
     """A transaction that came in parts, with all that came with its end, as a window that continues nothing."""
     if not parts:
         return last
     assert last.continued_end is not None, "what finishes a transaction says where it ended"
     position = str(last.continued_end)
+    *parts, last = following([*parts, last], 0)
     batches = [_placed(batch, position) for part in parts for batch in part.batches]
     return replace(
         last, continues=False, continued_end=None, batches=(*batches, *last.batches),
@@ -187,10 +207,10 @@ def gathered(parts: Sequence[Window], last: Window) -> Window:
     )  # fmt: skip
 
 
-def parted(window: Window) -> tuple[Window, ...]:
+def parted(window: AnyWindow) -> tuple[AnyWindow, ...]:
     """The window in two, where nothing of the transaction that it finishes is left but the news that it has ended."""
     ended = window.continued_end
-    if ended is None or not window.rows or _said_of(window, first_seq(window))[0] == ended:
+    if ended is None or not window.rows or _position_of(window, first_seq(window)) == ended:
         return (window,)
     rest = replace(window, start=ended, transactions=window.transactions - 1, continues=False, continued_end=None)
     return replace(window, end=ended, batches=(), rows=0, transactions=1, last_committed_at=None), rest
@@ -204,7 +224,7 @@ def _placed(batch: ChangeBatch, position: str) -> ChangeBatch:
     return replace(batch, data=batch.data.add_column(at, change.ALWAYS[at], column))
 
 
-def split(window: Window, limits: Limits, size: int) -> tuple[Window, Window | None]:
+def split(window: AnyWindow, limits: Limits, size: int) -> tuple[AnyWindow, AnyWindow | None]:
     """As much of the window, which has so many bytes, as a batch holds, and the rest."""
     room = max(1, min(limits.rows, limits.bytes * window.rows // max(size, 1)))
     if window.rows <= room:
@@ -220,7 +240,7 @@ def split(window: Window, limits: Limits, size: int) -> tuple[Window, Window | N
     return cut(window, int(ends[0]))
 
 
-def _beside_moves(window: Window, rows: int) -> int:
+def _beside_moves(window: AnyWindow, rows: int) -> int:
     """So many rows, or one less, or more: the delete of an old key stays with the row that was moved."""
     seq = first_seq(window) + rows
     for batch in window.batches:
@@ -230,7 +250,7 @@ def _beside_moves(window: Window, rows: int) -> int:
     return rows
 
 
-def cut(window: Window, rows: int) -> tuple[Window, Window | None]:
+def cut(window: AnyWindow, rows: int) -> tuple[AnyWindow, AnyWindow | None]:
     """The first rows of a window and the rest: whole transactions, or an open window with a part of the first one."""
     if rows >= window.rows:
         return window, None
@@ -244,19 +264,17 @@ def cut(window: Window, rows: int) -> tuple[Window, Window | None]:
     ends = _ends(window)
     done = int(np.searchsorted(ends, rows, side="right"))
     if done and ends[done - 1] == rows:
-        position, committed_at = _said_of(window, first + rows - 1)
-        continued = window.continued_end
+        position = _position_of(window, first + rows - 1)
         begun = replace(
-            window, end=position, batches=head, rows=rows, transactions=done, last_committed_at=committed_at,
-            continued_end=continued,
+            window, end=position, batches=head, rows=rows, transactions=done, last_committed_at=_newest(head),
         )  # fmt: skip
         rest = replace(
-            window, start=position, batches=tail, rows=window.rows - rows,
+            window, start=position, batches=tail, rows=window.rows - rows, last_committed_at=_newest(tail),
             transactions=max(window.transactions - done, 1), continues=False, continued_end=None,
         )  # fmt: skip
         return begun, rest
     assert not done, "whole transactions are cut off first"
-    ended, _ = _said_of(window, first + int(ends[0]) - 1)
+    ended = _position_of(window, first + int(ends[0]) - 1)
     begun = replace(
         window, end=window.start, batches=tuple(map(_unplaced, head)), rows=rows, transactions=0, open=True,
         last_committed_at=None, continued_end=None,
@@ -267,7 +285,7 @@ def cut(window: Window, rows: int) -> tuple[Window, Window | None]:
     return begun, rest
 
 
-def some_of(window: Window, begin: int, end: int) -> Window:
+def some_of(window: AnyWindow, begin: int, end: int) -> AnyWindow:
     """Some rows of a window that is of no transaction."""
     if not begin and end >= window.rows:
         return window
@@ -276,13 +294,13 @@ def some_of(window: Window, begin: int, end: int) -> Window:
     return replace(window, batches=batches, rows=end - begin)
 
 
-def accepted(window: Window, rows: int) -> tuple[list[Window], Window]:
+def accepted(window: AnyWindow, rows: int) -> tuple[list[AnyWindow], AnyWindow]:
     """The first rows of a window, fewer than all: whole transactions, then a part of one; and the rest."""
     ends = _ends(window) if not window.open else np.empty(0, np.int64)
     done = int(np.searchsorted(ends, rows, side="right"))
     whole = int(ends[done - 1]) if done else 0
-    found: list[Window] = []
-    rest: Window | None = window
+    found: list[AnyWindow] = []
+    rest: AnyWindow | None = window
     for count in (whole, rows - whole):
         if count and rest is not None:
             part, rest = cut(rest, count)
@@ -296,12 +314,12 @@ def _unplaced(batch: ChangeBatch) -> ChangeBatch:
     return replace(batch, data=batch.data.select(kept))
 
 
-def first_seq(window: Window) -> int:
+def first_seq(window: AnyWindow) -> int:
     """`_seq` of its first row."""
     return min(int(_seqs(batch)[0]) for batch in window.batches)
 
 
-def last_transaction(window: Window, otherwise: int | None) -> int | None:
+def last_transaction(window: AnyWindow, otherwise: int | None) -> int | None:
     """Of its last row, if it has rows."""
     last = max(window.batches, key=lambda batch: int(_seqs(batch)[-1]), default=None)
     return otherwise if last is None else int(last.data.column(change.TX)[-1].as_py())
@@ -312,7 +330,7 @@ def _seqs(batch: ChangeBatch) -> npt.NDArray[np.int64]:
     return found
 
 
-def _ends(window: Window) -> npt.NDArray[np.int64]:
+def _ends(window: AnyWindow) -> npt.NDArray[np.int64]:
     """After how many rows each transaction of a window ends. Rows of one are neighbours."""
     first = first_seq(window)
     numbers = np.empty(window.rows, np.int64)
@@ -326,15 +344,19 @@ def _ends(window: Window) -> npt.NDArray[np.int64]:
     return np.append(np.flatnonzero(begins) + 1, window.rows)
 
 
-def _said_of(window: Window, seq: int) -> tuple[Lsn, int]:
-    """The position of a row's transaction, and when that was committed."""
+def _position_of(window: AnyWindow, seq: int) -> Position:
+    """Where a row's transaction ended."""
     for batch in window.batches:
         seqs = _seqs(batch)
         at = int(np.searchsorted(seqs, seq))
         if at < len(seqs) and seqs[at] == seq:
-            position = batch.data.column(change.POSITION)[at].as_py()
-            return Lsn.parse(position), int(batch.data.column(change.COMMITTED_AT)[at].value)
+            return parse_position(type_of(window.end), batch.data.column(change.POSITION)[at].as_py())
     raise AssertionError("rows are numbered without a gap")
+
+
+def _newest(batches: Sequence[ChangeBatch]) -> int:
+    """When the newest of these rows was committed."""
+    return max(int(pc.max(batch.data.column(change.COMMITTED_AT)).value) for batch in batches)
 
 
 def _before(batches: Sequence[ChangeBatch], seq: int) -> tuple[ChangeBatch, ...]:

@@ -1,17 +1,20 @@
-"""What was read from the stream and not handed out yet: windows, in order, numbered, as large as a batch may be.
+"""What was read from the stream and not handed out yet: windows, in order, as large as a batch may be.
 
 Nothing here moves a position. What is here stays at the source too, so it can be forgotten at any time, and comes
-again. A transaction that is to be handed out whole is gathered here; one that may come in parts is cut.
+again. A transaction that is to be handed out whole is gathered here; one that may come in parts is cut. Rows are
+numbered when they leave: a snapshot may take numbers while they wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from tailrace.errors import ConfigError
-from tailrace.model.batch import Window
-from tailrace.model.position import ZERO, Lsn
-from tailrace.runtime.batch import Limits, Transactions, bytes_of, gathered, joined, numbered, parted, split
+from tailrace.model.batch import AnyWindow
+from tailrace.model.position import ZERO
+from tailrace.model.positions import Position
+from tailrace.runtime.batch import Limits, Transactions, bytes_of, following, gathered, joined, parted, split
 
 
 class Buffer:
@@ -20,23 +23,22 @@ class Buffer:
     def __init__(self, limits: Limits, *, as_they_come: bool) -> None:
         self._limits = limits
         self._as_they_come = as_they_come
-        self._windows: deque[Window] = deque()
+        self._windows: deque[AnyWindow] = deque()
         self._sizes: deque[int] = deque()
         """In bytes, of each; asking Arrow for it is not free."""
-        self._parts: list[Window] = []
+        self._parts: list[AnyWindow] = []
         """Of a transaction that has not ended and is to be handed out whole."""
-        self._next_seq = 0
-        self.upto = ZERO
+        self.upto: Position = ZERO
         """Everything that ended up to here was taken."""
 
-    def forget(self, position: Lsn, rows: int) -> None:
-        """Begin anew at a position, behind so many rows."""
+    def forget(self, position: Position) -> None:
+        """Begin anew at a position."""
         self._windows.clear()
         self._sizes.clear()
         self._parts.clear()
-        self.upto, self._next_seq = position, rows
+        self.upto = position
 
-    def take(self, window: Window) -> None:
+    def take(self, window: AnyWindow) -> None:
         """Keep a window that has rows, or finishes a transaction."""
         if not window.continues and not self._as_they_come:
             self._drop_unfinished()  # they come again with it
@@ -44,9 +46,6 @@ class Buffer:
         if self._as_they_come:
             self._keep(window)
             return
-        first = self._next_seq
-        self._next_seq += window.rows
-        window = numbered(window, first)
         if self._limits.transactions is Transactions.SPLIT:
             for part in parted(window):
                 self._keep(part)
@@ -57,7 +56,7 @@ class Buffer:
             self._keep(gathered(self._parts, window))
             self._parts.clear()
 
-    def _keep(self, window: Window) -> None:
+    def _keep(self, window: AnyWindow) -> None:
         self._windows.append(window)
         self._sizes.append(0 if self._as_they_come else bytes_of(window))
 
@@ -69,8 +68,8 @@ class Buffer:
                 hint="Take it in parts (`Limits(transactions=Transactions.SPLIT)`), or raise `transaction_bytes`.",
             )  # fmt: skip
 
-    def next(self) -> Window | None:
-        """As much as a batch holds."""
+    def next(self, first_seq: int) -> AnyWindow | None:
+        """As much as a batch holds, its first row with this number."""
         if not self._windows:
             return None
         picked, size = [self._windows.popleft()], self._sizes.popleft()
@@ -80,12 +79,12 @@ class Buffer:
         while self._windows and not picked[0].open and self._joins(self._windows[0], rows, size + self._sizes[0]):
             picked.append(self._windows.popleft())
             rows, size = rows + picked[-1].rows, size + self._sizes.popleft()
-        found, rest = split(joined(picked), self._limits, size)
+        found, rest = split(joined(following(picked, first_seq)), self._limits, size)
         if rest is not None:
             self.put_back(rest)
         return found
 
-    def _joins(self, window: Window, rows: int, size: int) -> bool:
+    def _joins(self, window: AnyWindow, rows: int, size: int) -> bool:
         if window.open or window.continues:
             return False
         return rows + window.rows <= self._limits.rows and size <= self._limits.bytes
@@ -110,7 +109,7 @@ class Buffer:
         """Whether a transaction is under way here."""
         return bool(self._parts) or bool(self._windows and self._windows[-1].open)
 
-    def put_back(self, window: Window) -> None:
+    def put_back(self, window: AnyWindow) -> None:
         """The rest of what was handed out comes next."""
         self._windows.appendleft(window)
         self._sizes.appendleft(bytes_of(window))
@@ -120,27 +119,29 @@ class Buffer:
         self._windows.popleft()
         self._sizes.popleft()
 
-    def lose(self, position: Lsn, rows: int) -> bool:
+    def lose(self, position: Position) -> bool:
         """The stream is gone, while nothing of it was handed out and not acknowledged: what has not come whole comes
         again, and what has is kept. Whether nothing is left."""
         self._drop_unfinished()
         if not self._windows or self._as_they_come:
-            self.forget(position, rows)
+            self.forget(position)
             return True
         self.upto = self._windows[-1].end
         return False
 
     def _drop_unfinished(self) -> None:
-        for part in self._parts:
-            self._next_seq -= part.rows
         self._parts.clear()
         while self._windows and self._windows[-1].open:
-            self._next_seq -= self._windows.pop().rows
+            self._windows.pop()
             self._sizes.pop()
 
-    def drain(self) -> tuple[tuple[Window, ...], tuple[Window, ...]]:
-        """All that is here: what could be handed out, and parts of a transaction that has not ended."""
-        whole, parts = tuple(self._windows), tuple(self._parts)
+    def drain(self, first_seq: int) -> tuple[tuple[AnyWindow, ...], tuple[AnyWindow, ...]]:
+        """All that is here, numbered as it would come: what could be handed out, and parts of a transaction that has
+        not ended."""
+        all_of_it: Sequence[AnyWindow] = [*self._windows, *self._parts]
+        if not self._as_they_come:
+            all_of_it = following(all_of_it, first_seq)
+        whole, parts = tuple(all_of_it[: len(self._windows)]), tuple(all_of_it[len(self._windows) :])
         self._windows.clear()
         self._sizes.clear()
         self._parts.clear()

@@ -6,10 +6,11 @@ Nothing is done here: wishes are noted, and the runtime's own thread does them w
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tailrace.errors import ConfigError, RuntimeRefused, Unsupported
@@ -18,6 +19,7 @@ from tailrace.runtime.observing import Health, Status
 
 WISHES_MAX = 100
 """Snapshots that wait for the one under way."""
+ID = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,32 @@ class Wish:
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
 
 
+def named(tables: Iterable[TableId]) -> tuple[TableId, ...]:
+    """The tables, if each is named once, and by a `TableId`: a dot in a text could stand anywhere in the name."""
+    if not isinstance(tables, Iterable):
+        raise ConfigError("that is no list of tables", found=type(tables).__name__, hint="Give `[TableId(…)]`.")
+    found = tuple(tables)
+    for table in found:
+        if not isinstance(table, TableId):
+            raise ConfigError(
+                "a table is not named by a `TableId`", found=type(table).__name__,
+                hint="Give schema and name apart: `[TableId(\"public\", \"orders\")]`.",
+            )  # fmt: skip
+    twice = next((table for table in found if found.count(table) > 1), None)
+    if twice is not None:
+        raise ConfigError("a table is named twice", table=twice, hint="Name it once: all its rows would come twice.")
+    return found
+
+
 class Control:
     """Usable from any thread, for as long as its runtime lives."""
 
-    def __init__(self, status: Callable[[], Status], *, snapshots: bool) -> None:
-        self._status, self._snapshots = status, snapshots
+    def __init__(
+        self, status: Callable[[], Status], *, snapshots: bool, under_way: Callable[[], str | None] = lambda: None
+    ) -> None:  # fmt: skip
+        self._status, self._snapshots, self._under_way = status, snapshots, under_way
+        self._beginning: str | None = None
+        """It waits no more, and is not under way yet."""
         self._changed = threading.Condition()
         self._paused = False
         self._wishes: deque[Wish] = deque()
@@ -67,7 +90,9 @@ class Control:
             raise ConfigError("a snapshot needs tables", hint="Name them: `control.snapshot(TableId(…))`.")
         if where is not None and len(tables) > 1:
             raise ConfigError("a condition is for one table", hint="Ask for a snapshot of each table.")
-        wish = Wish(tables=tables, where=where)
+        if where is not None and not isinstance(where, str):
+            raise ConfigError("a condition is a text", hint="It is what would follow WHERE: `where=\"id > 7\"`.")
+        wish = Wish(tables=named(tables), where=where)
         with self._changed:
             if len(self._wishes) >= WISHES_MAX:
                 raise RuntimeRefused(
@@ -77,10 +102,16 @@ class Control:
             self._changed.notify_all()
         return wish.id
 
-    def stop_snapshot(self, snapshot: str | None = None) -> None:
-        """Give up a snapshot, or the one under way and all that wait now. What was read of it stays delivered. Where it
-        came before the stream, the stream goes on from its moment."""
+    def stop_snapshot(self, snapshot: str | None = None) -> bool:
+        """Give up a snapshot, or the one under way and all that wait now; whether there was one. What was read of it
+        stays delivered. Where it came before the stream, the stream goes on from its moment."""
+        if snapshot is not None and not (isinstance(snapshot, str) and ID.fullmatch(snapshot)):
+            raise ConfigError(
+                "that is no snapshot's id", found=type(snapshot).__name__,
+                hint="Give what `control.snapshot(…)` has returned, or `SnapshotBegun.id`. Nothing gives up all.",
+            )  # fmt: skip
         with self._changed:
+            going = {wish.id for wish in self._wishes} | ({self._under_way(), self._beginning} - {None})
             if snapshot is None:
                 self._wishes.clear()
                 self._stop_under_way = True
@@ -88,6 +119,7 @@ class Control:
                 self._wishes = deque(wish for wish in self._wishes if wish.id != snapshot)
                 self._stopped.add(snapshot)
             self._changed.notify_all()
+            return bool(going) if snapshot is None else snapshot in going
 
     def status(self) -> Status:
         return self._status()
@@ -106,7 +138,14 @@ class Control:
         """The next snapshot that was asked for, while none is under way: there is nothing to stop any more."""
         with self._changed:
             self._forget_stops()
-            return self._wishes.popleft() if self._wishes else None
+            wish = self._wishes.popleft() if self._wishes else None
+            self._beginning = None if wish is None else wish.id
+            return wish
+
+    def begun(self) -> None:
+        """What was asked for is under way now, or waits again, or is given up."""
+        with self._changed:
+            self._beginning = None
 
     def put_back(self, wish: Wish) -> None:
         """It could not be begun now."""

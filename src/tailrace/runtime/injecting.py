@@ -1,8 +1,9 @@
 """Changes of the caller's own, on their way to the next batches.
 
 They pass the same rules as everything else, in the order of their coming, and one that a rule halts at is passed by
-nothing. They carry no position and are not kept, so they are not counted among the rows that are: their `_seq` is a
-number below zero, which no change of the source has. It grows, and stays the same when a sink is given them again.
+nothing. They carry no position, whatever they had, and are not kept, so they are not counted among the rows that are:
+their `_seq` is a number below zero, which no change of the source has. It grows, and stays the same when a sink is
+given them again.
 Both rows of a key that changed come in one batch, or not at all.
 """
 
@@ -15,11 +16,14 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
+from tailrace.capture.windows import require_batch
 from tailrace.errors import ConfigError, RuntimeRefused
+from tailrace.given import require_instance
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
+from tailrace.model.schema import TableSchema, no_such_column, unfitting
 from tailrace.runtime.ruling import Ruling
 from tailrace.transforms.numbering import numbered_anew
 
@@ -42,7 +46,13 @@ class Injected:
             raise RuntimeRefused("too much was injected and not polled", hint="Poll before injecting more.")
         if isinstance(changes, Event):
             _require_whole(changes)
+        elif not isinstance(changes, ChangeBatch):
+            raise ConfigError(
+                "neither a batch of a table nor an event was injected", found=type(changes).__name__,
+                hint="Give an `Event`, what `batch_of(…)` makes, or one by one what `batch.batches` has.",
+            )  # fmt: skip
         batch = batch_of_event(changes) if isinstance(changes, Event) else changes
+        require_batch(batch, placed=True)
         if len(batch):
             self._waiting.append(self._numbered(batch))
 
@@ -52,11 +62,10 @@ class Injected:
         else:
             first = max(self._next_seq, FIRST_SEQ + time.time_ns())
             self._next_seq = first + len(batch)
-        place = batch.data.schema.get_field_index(change.SEQ)
-        seqs = pa.array(np.arange(first, first + len(batch)))
-        return replace(
-            batch, data=batch.data.set_column(place, change.ALWAYS[1], seqs), ends=(first, first + len(batch) - 1)
-        )
+        data = _with(batch.data, change.SEQ, pa.array(np.arange(first, first + len(batch))))
+        if not self._as_they_come:
+            data = _with(data, change.POSITION, pa.repeat(pa.scalar("", pa.string()), len(batch)))
+        return replace(batch, data=data, ends=(first, first + len(batch) - 1))
 
     def next(self) -> tuple[ChangeBatch, ...]:
         """The rows that are handed out next, as the rules show them; none if there are none."""
@@ -86,6 +95,12 @@ class Injected:
         return sum(map(len, tuple(self._waiting)))
 
 
+def _with(data: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
+    """The rows with other values in a column, if they have it."""
+    place = data.schema.get_field_index(name)
+    return data if place < 0 else data.set_column(place, data.schema.field(place), column)
+
+
 def _require_whole(event: Event) -> None:
     """What the server did not send of a row that moved is taken from the old row, which only a batch of both keeps."""
     if event.kept_for is not None or (event.moved_from is not None and event.unchanged):
@@ -99,20 +114,35 @@ def _require_whole(event: Event) -> None:
 def batch_of_event(event: Event) -> ChangeBatch:
     """One change as a batch."""
     schema = event.schema
+    require_instance("schema", schema, TableSchema, "An event has the shape of its table.")
+    require_instance("operation", event.operation, Operation, "Give `Operation.INSERT`, or another of them.")
+    if unknown := [str(name) for name in event.values if name not in schema.names]:
+        raise no_such_column(schema, unknown)
     row: dict[str, object] = {
         change.OP: event.operation.value, change.SEQ: event.seq, change.POSITION: event.position or "",
         change.TX: event.transaction, change.TX_INDEX: event.tx_index, change.COMMITTED_AT: event.committed_at or 0,
-        change.UNCHANGED: list(event.unchanged) or None, change.BEFORE: _stored(event.before),
+        change.UNCHANGED: list(event.unchanged) or None, change.BEFORE: _stored(_old_row(event)),
         change.MOVED_FROM: _stored(event.moved_from),
         change.UNFIT: [{"column": name, "text": text} for name, text in event.unfit.items()] or None,
         **{change.stored_name(name): event.values.get(name) for name in schema.names},
     }  # fmt: skip
     fields = [one for one in schema.change_schema() if one.name not in change.OPTIONAL or row[one.name] is not None]
+    try:
+        data = pa.RecordBatch.from_pylist([row], pa.schema(fields))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise unfitting(schema) from error
     return ChangeBatch(
-        schema=schema, data=pa.RecordBatch.from_pylist([row], pa.schema(fields)),
+        schema=schema, data=data,
         moves=int(event.moved_from is not None),
         truncates=int(event.operation is Operation.TRUNCATE), unfit=len(event.unfit),
     )  # fmt: skip
+
+
+def _old_row(event: Event) -> dict[str, object] | None:
+    """What stands beside the row. A delete is the old row itself: what it lacks there would be taken for null."""
+    old = event.before
+    itself = old is not None and event.operation is Operation.DELETE and old.items() <= event.values.items()
+    return None if itself else old
 
 
 def _stored(values: dict[str, object] | None) -> dict[str, object] | None:

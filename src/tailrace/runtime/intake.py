@@ -1,8 +1,9 @@
 """The source's stream, opened again when it breaks, for as long as waiting makes sense.
 
 What was read and not acknowledged is never lost with a stream: the next one is opened at a position before it. A loss
-is an outage until the source answers; a sink, or a log, that fails is one until it has taken something. Waits grow from
-try to try. An error that only a person can mend, and an outage that lasts too long, is raised.
+is an outage until the source answers; a sink, or a log, that fails is one until it has taken something. A snapshot that
+is only taken up again has answered nothing. Waits grow from try to try. An error that only a person can mend, and an
+outage that lasts too long, is raised.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tailrace.capture.base import Stream
+from tailrace.capture.windows import require_stream, require_window
 from tailrace.errors import LogError, Remedy, SinkError, StateError, TailraceError
-from tailrace.model.batch import Window
-from tailrace.model.position import Lsn
+from tailrace.model.batch import AnyWindow
+from tailrace.model.positions import P, Position, covers
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +27,10 @@ OURS = (LogError, SinkError, StateError)
 """What is about the side that takes, not about the source: that the source answers does not end it."""
 
 
-class Streams(Protocol):
+class Streams(Protocol[P]):
     """Who opens streams: a source, or a pipeline that looks at more than the source before."""
 
-    def live(self, after: Lsn) -> Stream:
+    def live(self, after: P) -> Stream[P]:
         """Stream what committed after the position."""
 
 
@@ -49,19 +51,31 @@ class Outage:
     pause: float
     again_at: float
 
+    @classmethod
+    def after(cls, last: Outage | None, error: TailraceError) -> Outage:
+        """The last one, which goes on with this error; or one that begins with it."""
+        now = time.monotonic()
+        pause = min(last.pause * 2, RETRY_SECONDS_MAX) if last else RETRY_SECONDS_FIRST
+        return cls(error, last.since if last else now, pause, now + pause)
+
+    def ends(self, seconds_max: float) -> bool:
+        """Whether waiting any longer makes no sense."""
+        return self.error.remedy is not Remedy.RETRY or time.monotonic() - self.since > seconds_max
+
 
 class Intake:
     """Windows of one source, one after the other, whatever becomes of its connection."""
 
     def __init__(
-        self, source: Streams, retry_seconds_max: float, *, through: Callable[[Stream], Stream],
+        self, source: Streams[Any], retry_seconds_max: float, *, through: Callable[[Stream[Any]], Stream[Any]],
         dropped: Callable[[], None], lost: Callable[[TailraceError, float], None],
-        opened: Callable[[Stream, Lsn], None],
+        opened: Callable[[Stream[Any], Position], None],
     ) -> None:  # fmt: skip
         self._source = source
+        """Of any kind: it is told the positions that it gave, and those of its kind that are on record."""
         self._retry_seconds_max = retry_seconds_max
         self._through, self._dropped, self._lost, self._opened = through, dropped, lost, opened
-        self._stream: Stream | None = None
+        self._stream: Stream[Any] | None = None
         self._holding: Holding | None = None
         self.outage: Outage | None = None
         self.reconnects = 0
@@ -75,23 +89,28 @@ class Intake:
         """Whether the stream is known to have read more than it was asked for."""
         return self._holding is not None and self._holding.held_bytes > 0
 
-    def read(self, after: Lsn, durable: Lsn, wait_seconds: float) -> Window | None:
+    def read(self, after: Position, durable: Position, wait_seconds: float) -> AnyWindow | None:
         """The next window after the position; None if none came in time. `durable` is what may be confirmed."""
         if not self.may_try(wait_seconds):
             return None
         try:
             if self._stream is None:
-                self._stream = self._through(self._source.live(after))
+                stream = self._source.live(after)
+                require_stream(stream)
+                self._stream = self._through(stream)
                 self._holding = self._stream if isinstance(self._stream, Holding) else None
                 self._opened(self._stream, after)
                 self._stream.confirm(durable)
             window = self._stream.read(after, wait_seconds)
+            if window is not None:
+                require_window(window, after)
         except TailraceError as error:
             self.fail(error)
             return None
-        if self.outage is not None and not isinstance(self.outage.error, OURS):
-            self.outage = None  # it answers, even if it has nothing to say
-        if window is not None and not window.open and window.end <= after:
+        self.answered()  # even if it has nothing to say
+        if window is None:
+            return None
+        if not window.open and covers(after, window.end):
             return None  # a source that repeats itself: all of it was taken
         return window
 
@@ -106,7 +125,7 @@ class Intake:
             time.sleep(left)
         return True
 
-    def confirm(self, position: Lsn) -> None:
+    def confirm(self, position: Position) -> None:
         """Let the source discard what lies before. If it is gone, the next stream tells it."""
         if self._stream is None:
             return
@@ -115,9 +134,15 @@ class Intake:
         except TailraceError as error:
             self.fail(error)
 
-    def taken(self) -> None:
-        """Something became durable: whatever was wrong with that side is over."""
-        self.outage = None
+    def answered(self) -> None:
+        """The source did: whatever was wrong with it is over."""
+        if self.outage is not None and not isinstance(self.outage.error, OURS):
+            self.outage = None
+
+    def taken(self, *, moved: bool) -> None:
+        """Something became durable: whatever was wrong with that side is over; and with all else if it has `moved`."""
+        if moved or (self.outage is not None and isinstance(self.outage.error, OURS)):
+            self.outage = None
 
     def fail(self, error: TailraceError, *, keep: bool = False) -> None:
         """Close the stream, and wait before it is opened again; raise what waiting does not mend. With `keep` only
@@ -125,19 +150,17 @@ class Intake:
         if not keep:
             self.close()
             self._dropped()
-        now = time.monotonic()
-        since = self.outage.since if self.outage else now
-        if error.remedy is not Remedy.RETRY or now - since > self._retry_seconds_max:
+        outage = Outage.after(self.outage, error)
+        if outage.ends(self._retry_seconds_max):
             raise error
-        pause = min(self.outage.pause * 2, RETRY_SECONDS_MAX) if self.outage else RETRY_SECONDS_FIRST
-        self.outage = Outage(error, since, pause, now + pause)
+        self.outage = outage
         self.reconnects += 1
-        said = {"code": error.code, "reason": error.message, "wait": pause}
+        said = {"code": error.code, "reason": error.message, "wait": outage.pause}
         if isinstance(error, OURS):
             log.error("the log or sink takes nothing, trying again", extra=said | {"hint": error.hint})
         else:
             log.warning("source lost, trying again", extra=said)
-        self._lost(error, pause)
+        self._lost(error, outage.pause)
 
     def close(self) -> None:
         """Let go of the source; nothing is confirmed that was not."""

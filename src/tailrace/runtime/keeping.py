@@ -8,18 +8,23 @@ whose commit holds the rows and the place in one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, cast, runtime_checkable
 
 from tailrace.capture.base import SourceId
-from tailrace.errors import StateCorrupt, StateForeign
+from tailrace.errors import ConfigError, StateCorrupt
+from tailrace.given import require_instance, require_methods
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
+from tailrace.model.positions import Position, type_of
 from tailrace.runtime.batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
 
-FORMAT = 1
-"""Of what stands in a checkpoint's metadata."""
+FORMAT = 2
+"""Of what stands in a checkpoint's metadata. Format 1 has passed no numbers over, and is read as that."""
+NUMBERS_PASSED = 100_000_000_000
+"""So many numbers are passed over at once: more than were handed out behind any place. That is one batch, or one
+transaction in parts, and one of so many rows would be several terabytes of a server's log."""
 _NAMES = {"postgres": "postgresql"}
 
 
@@ -27,9 +32,9 @@ _NAMES = {"postgres": "postgresql"}
 class Place:
     """How far a runtime is: everything up to here was acknowledged."""
 
-    position: Lsn
+    position: Position
     rows: int = 0
-    """How many rows were acknowledged, ever; the next one has this `_seq`."""
+    """How many rows were acknowledged, ever."""
     transactions: int = 0
     source: SourceId | None = None
     """The history that the position is of; None: nobody said."""
@@ -37,6 +42,18 @@ class Place:
     """The last one that is in it, where that is known."""
     scan: Mapping[str, Any] | None = None
     """The snapshot under way, as its source wrote it down."""
+    passed: int = 0
+    """How many numbers were passed over: no row has them, or one that was not acknowledged."""
+
+    @property
+    def next_seq(self) -> int:
+        """`_seq` of the next row."""
+        return self.rows + self.passed
+
+    def renumbered(self) -> Place:
+        """The same place, with numbers to come that no row was ever handed out with, whoever did that and died. To be
+        saved before they are used. Where a snapshot goes on or begins, other rows may come next than before."""
+        return replace(self, passed=self.passed + NUMBERS_PASSED)
 
 
 @runtime_checkable
@@ -67,14 +84,11 @@ class StoreKeeper:
         checkpoint = self._store.load(self._key)
         if checkpoint is None:
             return None
+        hint = "`load` gives back what was saved, `Checkpoint.from_json(…)` of it, or None if nothing ever was."
+        require_instance("load(…)", checkpoint, Checkpoint, hint)
         self._kind = checkpoint.source_type
-        if not isinstance(checkpoint.position, Lsn):
-            raise StateForeign(
-                "the checkpoint counts in positions that this source does not have", key=self._key,
-                found=checkpoint.position_type.value, hint="Give each source a key of its own.",
-            )  # fmt: skip
         try:
-            return _place(checkpoint.position, checkpoint)
+            return _place(checkpoint)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateCorrupt(
                 "the checkpoint's metadata is not what a runtime writes", key=self._key,
@@ -93,15 +107,15 @@ class StoreKeeper:
 def _metadata(place: Place) -> dict[str, Any]:
     return {
         "runtime": FORMAT, "rows": place.rows, "transactions": place.transactions,
-        "source": asdict(place.source) if place.source else None, "snapshot": place.scan,
+        "source": asdict(place.source) if place.source else None, "snapshot": place.scan, "passed": place.passed,
     }  # fmt: skip
 
 
-def _place(position: Lsn, checkpoint: Checkpoint) -> Place:
-    stored = checkpoint.metadata
-    if not stored:  # seeded by hand
+def _place(checkpoint: Checkpoint) -> Place:
+    position, stored = checkpoint.position, checkpoint.metadata
+    if "runtime" not in stored:  # seeded by hand, whatever else it says
         return Place(position=position)
-    if stored["runtime"] != FORMAT:
+    if stored["runtime"] not in (1, FORMAT):
         raise ValueError("a format that this version does not know")
     source = SourceId(**stored["source"]) if stored["source"] else None
     scan = stored["snapshot"]
@@ -110,6 +124,7 @@ def _place(position: Lsn, checkpoint: Checkpoint) -> Place:
     return Place(
         position=position, rows=int(stored["rows"]), transactions=int(stored["transactions"]), source=source,
         transaction=None if checkpoint.transaction is None else int(checkpoint.transaction), scan=scan,
+        passed=int(stored["passed"]) if stored["runtime"] > 1 else 0,
     )  # fmt: skip
 
 
@@ -122,7 +137,7 @@ class DurableLog(Protocol):
 
     position: Lsn
 
-    def append(self, window: Window) -> object: ...
+    def append(self, window: Window[Lsn]) -> object: ...
 
 
 class LogSink:
@@ -131,10 +146,12 @@ class LogSink:
     takes_windows = True
 
     def __init__(self, log: DurableLog) -> None:
+        require_methods("log", log, ("append",), "Give `LogWriter(\"changes\", source.identify())`.")
         self._log = log
 
     def write(self, batch: Batch) -> tuple[()]:
-        self._log.append(batch.window)  # data and position in one atomic commit
+        _lsn(batch.end)
+        self._log.append(cast("Window[Lsn]", batch.window))  # data and position in one atomic commit
         return ()
 
     def flush(self, caught_up: bool) -> None:
@@ -145,5 +162,15 @@ class LogSink:
 
     def save(self, place: Place) -> None:
         """Nothing to do for what was appended; a position that moved without changes is an empty commit."""
-        if place.position > self._log.position:
-            self._log.append(Window(start=self._log.position, end=place.position))
+        position = _lsn(place.position)
+        if position > self._log.position:
+            self._log.append(Window(start=self._log.position, end=position))
+
+
+def _lsn(position: Position) -> Lsn:
+    if not isinstance(position, Lsn):
+        raise ConfigError(
+            "a change log keeps PostgreSQL's positions, and no others yet", found=type_of(position).value,
+            hint="Give the runtime a checkpoint store, and a sink of another kind.",
+        )  # fmt: skip
+    return position

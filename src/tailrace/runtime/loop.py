@@ -12,12 +12,13 @@ list of what must stay true. The file is long because all that holds the order, 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeAlias, cast
 
 from tailrace import failpoints
 from tailrace.capture.base import OfTimeline, Scannable, Stream
@@ -32,9 +33,11 @@ from tailrace.errors import (
     TransformFailed,
     Unacknowledged,
 )
-from tailrace.model.batch import ChangeBatch, Window
+from tailrace.given import require_function, require_seconds, require_whole
+from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.event import Event
-from tailrace.model.position import ZERO, Lsn
+from tailrace.model.position import ZERO
+from tailrace.model.positions import P, Position, bytes_between, covers
 from tailrace.model.schema import TableId
 from tailrace.runtime import observing as facts
 from tailrace.runtime.batch import (
@@ -49,56 +52,71 @@ from tailrace.runtime.batch import (
     refused,
 )
 from tailrace.runtime.buffer import Buffer
-from tailrace.runtime.control import Control
+from tailrace.runtime.control import Control, named
 from tailrace.runtime.injecting import Injected
 from tailrace.runtime.intake import Intake, Streams
 from tailrace.runtime.keeping import Keeper, Place, StoreKeeper
-from tailrace.runtime.observing import Health, Observer, Status, Telling, judge
+from tailrace.runtime.observing import Health, Observer, Status, Telling, as_ours, judge
 from tailrace.runtime.ruling import Ruling
 from tailrace.runtime.shapes import Shapes
-from tailrace.runtime.sinks import Rejected, Sink
+from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
 from tailrace.runtime.snapshots import Snapshots
-from tailrace.runtime.starting import begin
+from tailrace.runtime.starting import begin, require_parts
 from tailrace.runtime.states import Drained, Progress, State
 from tailrace.runtime.transforming import Transform, transformed
 from tailrace.state.checkpoint import CheckpointStore
 from tailrace.state.history import SchemaHistory
-from tailrace.transforms.rules import Transforms
+from tailrace.transforms.rules import RulesGiven
 
 if TYPE_CHECKING:
     from tailrace.transforms.plan import OnLetter, TransformPlan
 
+log = logging.getLogger(__name__)
+
 IDLE_SECONDS_MAX = 10.0
 IDLE_BYTES_MAX = 16 << 20
-"""A quiet source's position is recorded at least this often, so that it can discard its log."""
+"""A quiet source's position is recorded at least this often."""
 READ_SECONDS = 0.25
 RETRY_SECONDS = 300.0
 STALLED_SECONDS = 60.0
 SCAN_SECONDS = 0.05
 """Between two looks for whether a snapshot may begin."""
+INJECTED_LEFT = "rows that were injected were not delivered: they are lost unless this runtime is started again"
 OnRejected: TypeAlias = Callable[[Sequence[Rejected]], None]
 
 
-class CdcRuntime:
+class CdcRuntime(Generic[P]):
     """Captures the changes of a source for a sink. One thread drives it; `control` is for the others."""
 
     def __init__(
-        self, source: Streams, checkpoint: CheckpointStore | Keeper, schema_history: SchemaHistory | None = None, *,
+        self, source: Streams[P], checkpoint: CheckpointStore | Keeper, schema_history: SchemaHistory | None = None, *,
         key: str = "default", snapshot_tables: Sequence[TableId] = (),
-        incremental_snapshot: Sequence[TableId] = (), limits: Limits | None = None, target: Lsn | None = None,
-        transforms: Transforms | TransformPlan | None = None, on_letter: OnLetter | None = None,
+        incremental_snapshot: Sequence[TableId] = (), limits: Limits | None = None, target: P | None = None,
+        transforms: RulesGiven | TransformPlan | None = None, on_letter: OnLetter | None = None,
         transform: Transform | None = None, observers: Sequence[Observer] = (),
         retry_seconds_max: float = RETRY_SECONDS, stalled_seconds: float = STALLED_SECONDS,
+        idle_seconds_max: float | None = None,
     ) -> None:  # fmt: skip
-        """`transforms` are declared rules; `on_letter` takes the rows that they set aside. `transform` comes after."""
+        """`transforms` are declared rules; `on_letter` takes the rows that they set aside. `transform` comes after. A
+        quiet source's position is recorded after `idle_seconds_max` (10), so that it can discard its log."""
+        idle_seconds = IDLE_SECONDS_MAX if idle_seconds_max is None else idle_seconds_max
+        require_parts(
+            source, checkpoint, schema_history, limits=limits, target=target, observers=observers,
+            functions={"on_letter": on_letter, "transform": transform},
+            seconds={
+                "retry_seconds_max": retry_seconds_max, "stalled_seconds": stalled_seconds,
+                "idle_seconds_max": idle_seconds,
+            },
+        )  # fmt: skip
         self._source = source
         self._keeper = checkpoint if isinstance(checkpoint, Keeper) else StoreKeeper(checkpoint, key)
-        self._snapshot_tables, self._incremental = tuple(snapshot_tables), tuple(incremental_snapshot)
+        self._snapshot_tables, self._incremental = named(snapshot_tables), named(incremental_snapshot)
         if self._keeper.takes_windows and (snapshot_tables or incremental_snapshot):
             raise ConfigError("a log does not keep a snapshot's place", hint="Use a checkpoint store beside the sink.")
         self._limits = limits or Limits()
         self._target = target
         self._stalled_seconds = stalled_seconds
+        self._idle_seconds = idle_seconds
         self._id, self._number = uuid.uuid4(), 0
         self._tell = Telling(observers)
         self._rules = Ruling(transforms, on_letter, self._tell)
@@ -110,33 +128,42 @@ class CdcRuntime:
         self._buffer = Buffer(self._limits, as_they_come=self._raw)
         self._history = schema_history
         self._shapes = Shapes(schema_history, self._tell)
-        self._snapshots = Snapshots(source, self._rules, self._tell)
+        self._snapshots = Snapshots(
+            source, self._rules, self._tell, retry_seconds_max=retry_seconds_max,
+            stream_lost=lambda: self._intake.outage is not None,
+        )  # fmt: skip
         self._injected = Injected(self._rules, as_they_come=self._raw)
         self._place: Place | None = None
         self._given: Batch | None = None
-        self._taken = Window(start=ZERO, end=ZERO)
+        self._taken: AnyWindow = Window(start=ZERO, end=ZERO)
         """What was given, as the source had it."""
         self._raised: TailraceError | None = None
         """What the last poll has failed at."""
-        self._halted: tuple[Kind, Window] | None = None
-        """What the schema history, or the transform, has failed at."""
+        self._held: tuple[Kind, AnyWindow] | None = None
+        """What is handed out next: the schema history, or the transform, has failed at it, or the first rows of it
+        are acknowledged."""
         self._transform = transform
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
         self._part_rows = 0
         """Acknowledged, of a transaction of which the rest is to come."""
         self._rest_rows = 0
         """Handed out, and not among the first rows that were acknowledged: they are handed out again."""
+        self._begins_again = False
+        """Whether a transaction that was handed out in part is to come again: no chunk takes its numbers."""
         self._was_paused = False
         self.state = State.IDLE
         self.progress = Progress()
-        self.control = Control(self._status, snapshots=isinstance(source, Scannable) and not self._raw)
+        self.control = Control(
+            self._status, snapshots=isinstance(source, Scannable) and not self._raw,
+            under_way=lambda: self._snapshots.id,
+        )  # fmt: skip
 
     # The place.
 
     @property
-    def position(self) -> Lsn:
+    def position(self) -> P:
         """Everything up to here was acknowledged, and is durable."""
-        return self._here.position
+        return cast("P", self._here.position)  # it is of the source's kind: `begin` and `Intake` refuse another
 
     @property
     def rows_committed(self) -> int:
@@ -149,13 +176,18 @@ class CdcRuntime:
         if self._target is None:
             return False
         place = self._place if not self._raw else self._keeper.load()
-        return place is not None and place.position >= self._target
+        return place is not None and covers(place.position, self._target)
 
     @property
     def _here(self) -> Place:
         if self._place is None:
             raise RuntimeRefused("it was not started", hint="Call `start()` first.")
         return self._place
+
+    @property
+    def _next_seq(self) -> int:
+        """`_seq` of the next row that is handed out."""
+        return self._here.next_seq + self._part_rows
 
     # Starting and stopping.
 
@@ -164,17 +196,19 @@ class CdcRuntime:
         if self.state in (State.RUNNING, State.STOPPING):
             raise RuntimeRefused(f"it is {self.state.value}", hint="Wait until it is stopped.")
         try:
+            self._rules.require_ready()
             place, resumed = begin(
                 self._source, self._keeper, self._history, self._snapshots, self._snapshot_tables, self._incremental
             )
         except BaseException as error:
             self._snapshots.close()
             self.state = State.IDLE
-            if isinstance(error, TailraceError):
-                self._tell(facts.StartFailed(error=error))
+            if isinstance(error, Exception):
+                self._tell(facts.StartFailed(error=as_ours(error)))
             raise
         self._place, self._given, self._part_rows, self._rest_rows = place, None, 0, 0
-        self._buffer.forget(place.position, place.rows)
+        self._begins_again = False
+        self._buffer.forget(place.position)
         self._intake.outage = self._raised = None
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
         self.state = State.RUNNING
@@ -193,18 +227,21 @@ class CdcRuntime:
                 hint="Acknowledge the batch, or call `drain_and_stop()` or `force_stop()`, which give back what is "
                 "not delivered.",
             )  # fmt: skip
+        self._snapshots.finish(self._here, self._save)
         self._let_go()
 
     def force_stop(self) -> Drained:
         """Stop now; what is not acknowledged."""
         self._require_running()
-        if self._halted is not None:
-            self._buffer.put_back(self._halted[1])
-        whole, parts = self._buffer.drain()
+        if self._held is not None:
+            self._buffer.put_back(self._held[1])
+        whole, parts = self._buffer.drain(self._next_seq + (self._given.rows if self._given is not None else 0))
         drained = Drained(
             in_flight=self._given, buffered=whole, pending=parts, injected=self._injected.drain()
         )
-        self._let_go()
+        # What was injected comes nowhere else: whoever stops gets it, whatever fails meanwhile.
+        self._attempt(lambda: self._snapshots.finish(self._here, self._save))
+        self._attempt(self._let_go)
         return drained
 
     def drain_and_stop(self) -> Drained:
@@ -218,15 +255,26 @@ class CdcRuntime:
         self.state = State.STOPPING
         left = self._handed_out
         try:
-            self._snapshots.close()
-            self._intake.close()
+            try:
+                self._snapshots.close()
+            finally:
+                self._intake.close()
         finally:
             self.progress.rows -= self._part_rows  # they come again
-            self._given, self._halted, self._part_rows, self._rest_rows = None, None, 0, 0
+            self._given, self._held, self._part_rows, self._rest_rows = None, None, 0, 0
             self.state = State.STOPPED
         self._rules.tell_unmatched()
-        place = self._here
-        self._tell(facts.Stopped(position=place.position, rows=place.rows, unacknowledged=left))
+        place, injected = self._here, self._injected.rows
+        if injected:
+            log.warning(INJECTED_LEFT, extra={"rows": injected})
+        self._tell(facts.Stopped(position=place.position, rows=place.rows, unacknowledged=left, injected=injected))
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Where something else matters more than that it fails: that is told."""
+        try:
+            step()
+        except Exception as error:  # a boundary: what is under way goes on
+            self._tell(facts.Failed(error=as_ours(error)))
 
     @property
     def _handed_out(self) -> int:
@@ -243,16 +291,18 @@ class CdcRuntime:
     def poll(self, wait_seconds: float | None = None) -> Batch:
         """The next batch, or the same one while it is not acknowledged; an empty one if nothing came in time."""
         self._require_running()
+        wait = READ_SECONDS if wait_seconds is None else require_seconds("wait_seconds", wait_seconds)
         self._polled_at = time.monotonic()
         if self._given is not None:
             return self._given
         try:
-            batch = self._next_batch(READ_SECONDS if wait_seconds is None else wait_seconds)
-        except TailraceError as error:
-            self._raised = error
+            batch = self._next_batch(wait)
+        except Exception as error:  # whatever it is, and whoever's: nothing is handed out
+            self._raised = as_ours(error)
             if isinstance(error, (TransformFailed, RuleInvalid)):
                 said = {name: str(error.fields.get(name, "")) for name in ("rule", "table")}
                 self._tell(facts.RuleHalted(**said, error=error))
+            self._tell(facts.PollFailed(error=self._raised))
             raise
         if not self._was_paused:
             self._raised = None
@@ -261,8 +311,8 @@ class CdcRuntime:
     def _next_batch(self, wait: float) -> Batch:
         if self._is_paused(wait):
             return empty(self.position)
-        if self._halted is not None:
-            return self._give(*self._halted)
+        if self._held is not None:
+            return self._give(*self._held)
         if injected := self._injected.next():
             return self._injection(injected)
         if (scanned := self._next_scanned(wait)) is not None:
@@ -298,13 +348,13 @@ class CdcRuntime:
         self._tell(facts.Delivered(kind=batch.kind.value, rows=batch.rows, end=batch.end))
         return batch
 
-    def _give(self, kind: Kind, window: Window) -> Batch:
+    def _give(self, kind: Kind, window: AnyWindow) -> Batch:
         if not self._raw and window.batches:
-            window = numbered(window, self._here.rows + self._part_rows)
-        self._halted = kind, window  # and it stays so if the history or the transform fails: nothing passes it
+            window = numbered(window, self._next_seq)
+        self._held = kind, window  # and it stays so if the history or the transform fails: nothing passes it
         self._shapes.see(window)
         shown = transformed(window, self._transform)
-        self._halted, self._taken = None, window
+        self._held, self._taken = None, window
         self._number += 1
         self._given = Batch(kind=kind, window=shown, ack=Ack(self._id, self._number))
         self._given_at = time.monotonic()
@@ -312,28 +362,39 @@ class CdcRuntime:
             self._tell(facts.Delivered(kind=kind.value, rows=window.rows, end=window.end))
         return self._given
 
-    def _next_scanned(self, wait_seconds: float) -> Window | None:
-        """Rows that a snapshot reads; one that breaks is taken up again like a stream."""
-        if self._part_rows or self._rest_rows:
-            return None  # a batch is half acknowledged: whatever came now would have the numbers of its other half
+    def _next_scanned(self, wait_seconds: float) -> AnyWindow | None:
+        """Rows that a snapshot reads. One that breaks before the stream is taken up again like a stream; one beside it
+        waits by itself."""
+        if self._part_rows or self._rest_rows or self._begins_again:
+            return None  # whatever came now would have the numbers of what was handed out and comes again
         if not self._intake.may_try(wait_seconds):
             return None
         try:
-            saved = self._snapshots.settle(self._here, self.control, self._save)
-            if saved and not self._buffer and not self._buffer.gathering:
-                self._buffer.forget(self.position, self._here.rows)  # a snapshot that begins again moves it
-            return self._snapshots.next(self._here, self._limits, wait_seconds)
+            self._settle_snapshots()
+            scanned = self._snapshots.next(self._here, self._limits, wait_seconds)
+            if self._snapshots.is_over:
+                self._settle_snapshots()  # whoever stops once nothing comes has it on record
         except (TransformFailed, RuleInvalid, SinkError, StateError) as error:  # not the source's: tried again
             self._intake.fail(error, keep=True)
+            return None
         except TailraceError as error:
-            if not self._snapshots.broke(error):
+            self._snapshots.broke()
+            if not self._snapshots.live:
                 self._intake.fail(error)
-                return None
-            self._save(replace(self._here, scan=None))
-            self._snapshots.give_up(error)
-        return None
+            elif not self._snapshots.waits(error):
+                self._save(replace(self._here, scan=None), moved=False)
+                self._snapshots.give_up(error)
+            return None
+        if scanned is not None:
+            self._intake.answered()
+        return scanned
 
-    def _next_window(self, wait_seconds: float) -> Window | None:
+    def _settle_snapshots(self) -> None:
+        saved = self._snapshots.settle(self._here, self.control, self._save)
+        if saved and not self._buffer and not self._buffer.gathering:
+            self._buffer.forget(self.position)  # a snapshot that begins again moves it
+
+    def _next_window(self, wait_seconds: float) -> AnyWindow | None:
         """What the next batch holds: what has come, and what comes while there is room and time."""
         until = time.monotonic() + (0.0 if self._buffer else wait_seconds)
         while not self._buffer.full:
@@ -349,7 +410,7 @@ class CdcRuntime:
                 until = time.monotonic() + self._limits.seconds
             elif not self._buffer and time.monotonic() >= until:
                 break  # a transaction is gathered that has not ended
-        found = self._buffer.next()
+        found = self._buffer.next(self._next_seq)
         if found is not None and not found.rows and not self._raw:
             try:
                 self._settle(found)  # a transaction of which all rows were acknowledged has ended
@@ -360,13 +421,14 @@ class CdcRuntime:
             return None
         return found
 
-    def _read(self, wait_seconds: float) -> Window | None:
+    def _read(self, wait_seconds: float) -> AnyWindow | None:
         """Take one window from the source into the buffer; None if there was none with anything in it."""
         window = self._intake.read(self._buffer.upto, self.position, wait_seconds)
         if window is None:
             return None
         failpoints.hit("capture.piece_read" if window.open else "capture.window_read")
-        self.progress.source_end = max(self.progress.source_end, window.end)
+        if not covers(self.progress.source_end, window.end):
+            self.progress.source_end = window.end
         if not window.empty:
             self._buffer.take(window)
             return window
@@ -375,10 +437,11 @@ class CdcRuntime:
             self._buffer.upto = window.end
         return None
 
-    def _idle_due(self, window: Window) -> bool:
-        reached = self._target is not None and window.start < self._target <= window.end
-        long_ago = time.monotonic() - self._last_commit >= IDLE_SECONDS_MAX
-        return reached or long_ago or window.end - window.start >= IDLE_BYTES_MAX
+    def _idle_due(self, window: AnyWindow) -> bool:
+        target = self._target
+        reached = target is not None and covers(window.end, target) and not covers(window.start, target)
+        long_ago = time.monotonic() - self._last_commit >= self._idle_seconds
+        return reached or long_ago or bytes_between(window.start, window.end) >= IDLE_BYTES_MAX
 
     # Acknowledging.
 
@@ -393,8 +456,8 @@ class CdcRuntime:
         given = self._given
         if given is None or ack != given.ack:
             raise refused(ack, self._id)
-        count = given.rows if rows is None else rows
-        if not 0 <= count <= given.rows or (self._raw and count != given.rows):
+        count = given.rows if rows is None else require_whole("rows", rows, least=0)
+        if count > given.rows or (self._raw and count != given.rows):
             raise ConfigError(
                 "so many rows of the batch cannot be accepted", rows=count, batch=given.rows,
                 hint="All of them, or, where no log keeps the place, fewer.",
@@ -412,12 +475,13 @@ class CdcRuntime:
         self.progress.rows += rows
         self._given = None
         rest = self._snapshots.acknowledged(rows)
+        self._held = None if rest is None else (Kind.SNAPSHOT, rest)
+        self._rest_rows = 0 if rest is None else rest.rows
         if self._tell:
             self._tell(facts.Committed(position=self.position, rows=self._here.rows))
-        if rest is not None:
-            self._give(Kind.SNAPSHOT, rest)
+        self._snapshots.end_if_acknowledged()
 
-    def _settle_first(self, window: Window, rows: int) -> None:
+    def _settle_first(self, window: AnyWindow, rows: int) -> None:
         """Acknowledge the first rows of a window: whole transactions move the position, a part of one does not."""
         if rows >= window.rows:
             self._settle(window)
@@ -436,13 +500,13 @@ class CdcRuntime:
         if not taken[0].open:
             self._release(taken[0].end)
 
-    def _settle(self, window: Window) -> None:
+    def _settle(self, window: AnyWindow) -> None:
         """What the sink has, on record; then the source may forget it."""
         self._record(window)
         if not window.open:
             self._release(window.end)
 
-    def _record(self, window: Window) -> None:
+    def _record(self, window: AnyWindow) -> None:
         """Make it durable that the sink has it. A part of a transaction moves no position: it is only counted."""
         if window.open:
             self._part_rows += window.rows
@@ -454,22 +518,23 @@ class CdcRuntime:
                 transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
             ))  # fmt: skip
             self._part_rows = 0
+            self._begins_again &= window.empty
             self._last_commit = time.monotonic()
         self._count(window)
 
-    def _release(self, position: Lsn) -> None:
+    def _release(self, position: Position) -> None:
         failpoints.hit("capture.before_confirm")
         self._intake.confirm(position)  # only now may the server drop its log
         failpoints.hit("capture.after_confirm")
         if self._tell:
             self._tell(facts.Committed(position=position, rows=self._here.rows))
 
-    def _save(self, place: Place) -> None:
+    def _save(self, place: Place, *, moved: bool = True) -> None:
         self._keeper.save(place)
         self._place = place
-        self._intake.taken()
+        self._intake.taken(moved=moved)
 
-    def _count(self, window: Window) -> None:
+    def _count(self, window: AnyWindow) -> None:
         self._given = None
         self._rest_rows = max(0, self._rest_rows - window.rows)
         self.progress.transactions += window.transactions
@@ -480,7 +545,7 @@ class CdcRuntime:
 
     # What happens to the stream.
 
-    def _on_opened(self, stream: Stream, after: Lsn) -> None:
+    def _on_opened(self, stream: Stream, after: Position) -> None:
         self._shapes.reopened()
         place = self._here
         if place.source is not None and isinstance(stream, OfTimeline):
@@ -489,8 +554,8 @@ class CdcRuntime:
 
     def _on_dropped(self) -> None:
         """The stream is closed: what had not come whole comes again."""
-        place = self._here
-        if self._buffer.lose(place.position, place.rows):
+        if self._buffer.lose(self.position):
+            self._begins_again |= bool(self._part_rows or self._rest_rows)
             self.progress.rows -= self._part_rows
             self._part_rows = self._rest_rows = 0
 
@@ -506,6 +571,11 @@ class CdcRuntime:
     ) -> None:  # fmt: skip
         """Poll, write, flush, commit, until told to stop; a source that is lost, and a sink that takes nothing for a
         while, are waited out. Rows that the sink does not take go to `on_rejected`, or end it."""
+        require_sink("sink", sink)
+        stopping = stop.is_set if isinstance(stop, threading.Event) else stop
+        require_function("stop", stopping, "Give a `threading.Event`, or a function that says whether to stop.")
+        if on_rejected is not None:
+            require_function("on_rejected", on_rejected, "Give a function of the rows: `on_rejected=function`.")
         keeps: object = self._keeper
         if self._raw and sink is not keeps:
             raise ConfigError(
@@ -513,15 +583,15 @@ class CdcRuntime:
             )
         if self.state is not State.RUNNING:
             self.start()
-        stopping = stop.is_set if isinstance(stop, threading.Event) else stop
         try:
             while not stopping():
                 self._turn(sink, on_rejected)
         except BaseException as error:
-            self._let_go()
-            if isinstance(error, TailraceError):
-                self._tell(facts.Failed(error=error))
+            self._attempt(self._let_go)
+            if isinstance(error, Exception):
+                self._tell(facts.Failed(error=as_ours(error)))
             raise
+        self._snapshots.finish(self._here, self._save)
         self._let_go()
 
     def _turn(self, sink: Sink, on_rejected: OnRejected | None) -> None:
@@ -540,14 +610,14 @@ class CdcRuntime:
                 self._injected.put_back()
             if not isinstance(error, TailraceError):
                 raise
-            waits = self._given is not None or self._halted is not None
+            waits = self._given is not None or self._held is not None
             keep = waits or bool(self._injected)  # it is not the stream that has failed
             if waits and self._raw:  # of a transaction that came in parts the log may have some: it begins again
-                self._given, self._halted, keep = None, None, False
+                self._given, self._held, keep = None, None, False
             self._intake.fail(error, keep=keep)
 
     def _deliver(self, batch: Batch, sink: Sink, on_rejected: OnRejected | None) -> None:
-        rejected = sink.write(batch)
+        rejected = rejected_of(sink.write(batch))
         failpoints.hit("runtime.sink_written")
         if rejected:
             tables = tuple(dict.fromkeys(row.table for row in rejected))
@@ -580,11 +650,18 @@ class CdcRuntime:
         given = self._given
         return judge(
             state=None if self.state is State.RUNNING else self.state.value, paused=self.control.paused,
-            error=self._intake.outage.error if self._intake.outage else self._raised,
+            error=self._trouble,
             unacknowledged=given.rows if given else None, given_seconds=now - self._given_at,
             polled_seconds=now - self._polled_at, quiet_seconds=now - self._last_commit,
             reading=self._snapshots.under_way, limit_seconds=self._stalled_seconds,
         )  # fmt: skip
+
+    @property
+    def _trouble(self) -> TailraceError | None:
+        outage = self._intake.outage
+        if outage is None and self._raised is None:
+            outage = self._snapshots.outage
+        return outage.error if outage is not None else self._raised
 
     def _status(self) -> Status:
         place = self._place

@@ -1,19 +1,21 @@
 """What a runtime tells of itself: facts as they happen, to observers; a verdict and a status, to whoever asks.
 
 An observer can not disturb the runtime: what it raises is logged, and the others are told all the same. Facts hold
-names, counts and positions; never a row's values.
+names, counts and positions; never a row's values. Whatever fails is told, be it an error of ours or not.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
-from tailrace.errors import TailraceError
-from tailrace.model.position import Lsn
+from tailrace.errors import RuntimeFailed, TailraceError
+from tailrace.model.positions import Position
 from tailrace.model.schema import TableId
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 class Started:
     """It runs. A new one, one that goes on, or one that goes on with a snapshot."""
 
-    position: Lsn
+    position: Position
     rows: int
     """Committed by it and by those before it."""
     resumed: bool
@@ -38,10 +40,17 @@ class StartFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PollFailed:
+    """A poll has raised this, and handed nothing out: the next one tries the same again."""
+
+    error: TailraceError
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamOpened:
     """The source streams what committed after this."""
 
-    after: Lsn
+    after: Position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +76,14 @@ class Delivered:
 
     kind: str
     rows: int
-    end: Lsn
+    end: Position
 
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
     """An acknowledgement is durable, and the source was told if the position has moved."""
 
-    position: Lsn
+    position: Position
     rows: int
     """All, ever."""
 
@@ -165,18 +174,36 @@ class Failed:
 class Stopped:
     """It has let go of the source."""
 
-    position: Lsn
+    position: Position
     rows: int
     unacknowledged: int
     """Rows that were handed out, and come again."""
+    injected: int = 0
+    """Rows of `enqueue` that were not delivered. They are in memory alone: the next `start()` of this runtime has
+    them."""
 
 
 Fact: TypeAlias = (
-    Started | StartFailed | StreamOpened | Lost | ShapeSeen | Delivered | Committed | RowsRejected | RuleHalted
-    | SetAside | RuleUnmatched | SnapshotBegun | TableRead | SnapshotEnded | Paused | Resumed | Failed | Stopped
+    Started | StartFailed | PollFailed | StreamOpened | Lost | ShapeSeen | Delivered | Committed | RowsRejected
+    | RuleHalted | SetAside | RuleUnmatched | SnapshotBegun | TableRead | SnapshotEnded | Paused | Resumed | Failed
+    | Stopped
 )  # fmt: skip
 Observer: TypeAlias = Callable[[Fact], None]
 """Called in the runtime's own thread: what takes long holds the changes up."""
+
+
+def as_ours(error: Exception) -> TailraceError:
+    """Any failure as an error that can be told."""
+    if isinstance(error, TailraceError):
+        return error
+    # Only where it happened: the text of an error that nobody foresaw may hold a row's values.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    made = RuntimeFailed(
+        f"unexpected {type(error).__name__} in {frame.name} ({Path(frame.filename).name}:{frame.lineno})",
+        hint="Mend what has raised it. Nothing was passed: the same is tried again.",
+    )
+    made.__cause__ = error
+    return made
 
 
 class Telling:
@@ -193,7 +220,7 @@ class Telling:
             try:
                 observer(fact)
             except Exception as error:  # an observer's own business
-                log.warning("an observer failed", extra={"fact": type(fact).__name__, "kind": type(error).__name__})
+                log.warning("an observer failed", extra={"fact": type(fact).__name__, "reason": as_ours(error).message})
 
 
 class Verdict(enum.Enum):

@@ -8,14 +8,15 @@ nothing is handed out, and nothing behind it: the same rows are tried again. Row
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tailrace.capture.base import Stream
 from tailrace.errors import ConfigError, SinkError, TailraceError
 from tailrace.model.batch import ChangeBatch
+from tailrace.model.positions import P
 from tailrace.runtime.observing import RuleUnmatched, SetAside, Telling
-from tailrace.transforms.rules import Transforms
+from tailrace.transforms.rules import RulesGiven, Transforms
 
 if TYPE_CHECKING:
     from tailrace.transforms.plan import Letter, OnLetter, TransformPlan
@@ -27,9 +28,9 @@ class Ruling:
     """The rules of a runtime; or none, which lets everything pass."""
 
     def __init__(
-        self, rules: Transforms | TransformPlan | None, on_letter: OnLetter | None, tell: Telling
+        self, rules: RulesGiven | TransformPlan | None, on_letter: OnLetter | None, tell: Telling
     ) -> None:
-        self._plan = (_made_ready(rules) if rules else None) if isinstance(rules, Transforms) else rules
+        self._plan = None if rules is None else _made_ready(rules)
         self._on_letter, self._tell = on_letter, tell
         for rule in self._plan.transforms.rules if self._plan is not None else ():
             if rule.on_error == "dead-letter" and on_letter is None:
@@ -38,7 +39,12 @@ class Ruling:
                     hint="Give the runtime `on_letter`, a function that stores them; or let the rule halt.",
                 )  # fmt: skip
 
-    def stream(self, stream: Stream) -> Stream:
+    def require_ready(self) -> None:
+        """Refuse to start without what rules need, rather than halt at the first row."""
+        if self._plan is not None:
+            self._plan.require_keys()
+
+    def stream(self, stream: Stream[P]) -> Stream[P]:
         """The stream as the rules show it."""
         if self._plan is None:
             return stream
@@ -71,8 +77,10 @@ class Ruling:
             self._tell(RuleUnmatched(rule=idle.rule, why=idle.why))
 
 
-def _made_ready(rules: Transforms) -> TransformPlan:
+def _made_ready(rules: RulesGiven | TransformPlan) -> TransformPlan | None:
     """Only a runtime that has rules loads what they are computed with."""
+    if not rules and isinstance(rules, Transforms | list | tuple | Mapping):
+        return None
     from tailrace.transforms.plan import TransformPlan
 
-    return TransformPlan(rules)
+    return rules if isinstance(rules, TransformPlan) else TransformPlan(rules)

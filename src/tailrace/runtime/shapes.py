@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.model.batch import Window
+from tailrace.model.batch import AnyWindow
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system
 from tailrace.runtime.observing import ShapeSeen, Telling
@@ -23,7 +23,7 @@ class Shapes:
         if self._history is not None:
             self._feed = SchemaFeed(self._history)
 
-    def see(self, window: Window) -> None:
+    def see(self, window: AnyWindow) -> None:
         """To be called before anyone is given the window."""
         if self._feed is not None:
             self._feed.take(window)

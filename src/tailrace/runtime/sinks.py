@@ -1,30 +1,40 @@
 """Where batches go: the port, and sinks for memory, a text stream and files; to several at once, or each table apart.
 
 What a sink must promise: `write` takes a batch whole or raises; it may keep it in memory. When `flush` has returned,
-everything written before is as durable as the sink ever makes it. A batch may come again, and then comes with the same
-`_seq`; one that comes again before it was flushed takes its own place, for it was somebody else that failed. Beside a
-snapshot another batch may come with the numbers of one that was not acknowledged: it takes that one's place. A row that
-the sink will never take is told by `write` and is not an error; one that it could not take now is. `testing.sinks` has
-these promises as checks.
+everything written before is as durable as the sink ever makes it. Rows may come again, and then come with the same
+`_seq`, which no other row ever has; where a snapshot was under way they may also come under new ones. A batch that
+comes again before it was flushed takes its own place, for it was somebody else that failed. A row that the sink will
+never take is told by `write` and is not an error; one that it could not take now is. `testing.sinks` has these
+promises as checks.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TextIO
+from typing import Literal, Protocol, Self, TextIO
 
 from tailrace.errors import ConfigError, SinkError, SinkUnready
+from tailrace.given import (
+    folder_named,
+    require_function,
+    require_instance,
+    require_methods,
+    require_seconds,
+    require_whole,
+)
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.encode import to_json_line
 from tailrace.model.event import Event
 from tailrace.model.schema import TableId
 from tailrace.runtime.batch import Batch, first_seq
+from tailrace.runtime.control import named
 
 Encode = Callable[[Event], str]
 """An event as one line of text."""
@@ -47,6 +57,25 @@ class Sink(Protocol):
 
     def flush(self, caught_up: bool) -> None:
         """Make durable what was written. `caught_up`: nothing more is waiting, so there is time for more than that."""
+
+
+def rejected_of(answer: object) -> Sequence[Rejected]:
+    """What a sink said of a batch; nothing at all means that it took every row."""
+    if answer is None:
+        return ()
+    rows = tuple(answer) if isinstance(answer, Iterable) else (answer,)
+    for row in rows:
+        if not isinstance(row, Rejected):
+            raise SinkError(
+                f"`write` of the sink returned {type(row).__name__} where rows that it rejects are meant",
+                hint="Return `Rejected(table=…, seq=…, reason=…)` for each such row, or `()`.",
+            )
+    return rows
+
+
+def require_sink(what: str, sink: object) -> None:
+    """Refuse what takes no batches."""
+    require_methods(what, sink, ("write", "flush"), "Give a sink such as `JsonlSink(\"out\")`, or one of your own.")
 
 
 class MemorySink:
@@ -90,6 +119,7 @@ class _Lines:
     """Lines that were written and not flushed; a batch that comes again takes its own place."""
 
     def __init__(self, encode: Encode) -> None:
+        require_function("encode", encode, "Give a function of an event that gives a line: `encode=to_json_line`.")
         self._encode = encode
         self._held: list[tuple[Batch, list[str]]] = []
 
@@ -112,6 +142,12 @@ class StreamSink:
     """Lines to standard output, or another text stream: one JSON object for each change."""
 
     def __init__(self, stream: TextIO | None = None, *, encode: Encode = to_json_line) -> None:
+        if stream is not None:
+            hint = "Give one that is open for text: `open(\"changes.jsonl\", \"a\")`, or nothing for standard output."
+            require_methods("stream", stream, ("write", "flush"), hint)
+            given: object = stream
+            if isinstance(given, io.RawIOBase | io.BufferedIOBase):
+                raise ConfigError("`stream` takes bytes, not text", found=type(stream).__name__, hint=hint)
         self._stream, self._lines = stream or sys.stdout, _Lines(encode)
 
     def write(self, batch: Batch) -> tuple[()]:
@@ -126,6 +162,10 @@ class StreamSink:
             self._stream.flush()
         except OSError as error:
             raise _failed(error, "the stream") from error
+        except ValueError as error:
+            if self._stream.closed:
+                raise SinkError("the stream is closed", hint="Give the sink one that is open.") from error
+            raise
 
 
 class JsonlSink:
@@ -136,7 +176,10 @@ class JsonlSink:
     them; one of the machine costs what was not synced, and what was acknowledged of it does not come again.
 
     After a crash the files hold whole lines, for one that was torn is cut off when the folder is opened again. Lines of
-    a batch that was not acknowledged may be there; it comes again with the same `seq`.
+    a batch that was not acknowledged may be there: its rows come again, with the same `seq`, or, where a snapshot was
+    under way, with new ones.
+
+    Once it is closed it takes nothing. What was written and not flushed until then was delivered to nobody.
     """
 
     def __init__(
@@ -146,12 +189,16 @@ class JsonlSink:
     ) -> None:  # fmt: skip
         if fsync not in ("always", "interval", "never"):
             raise ConfigError("there is no such `fsync`", hint="It is `always`, `interval` or `never`.")
-        self._folder, self._bytes_max, self._fsync = Path(folder), bytes_max, fsync
+        require_whole("bytes_max", bytes_max, least=1)
+        require_whole("fsync_bytes", fsync_bytes, least=1)
+        require_seconds("fsync_seconds", fsync_seconds, endless=True)
+        self._folder, self._bytes_max, self._fsync = folder_named(folder, "the files"), bytes_max, fsync
         self._fsync_seconds, self._fsync_bytes = fsync_seconds, fsync_bytes
         self._lines = _Lines(encode)
         self._unsynced, self._synced_at = 0, time.monotonic()
         self._torn = False
         """Whether there may be something behind what was flushed."""
+        self._closed = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             numbers = sorted(int(path.stem) for path in self._folder.glob("*.jsonl") if path.stem.isdigit())
@@ -161,7 +208,10 @@ class JsonlSink:
             self._file = self._open(self._number)
             self._size = os.fstat(self._file).st_size
         except OSError as error:
-            raise _failed(error, "the folder") from error
+            raise SinkError(
+                f"the folder cannot be used: {os.strerror(error.errno or 0)}", folder=self._folder,
+                hint="Give one that this program may make and write to.",
+            ) from error  # fmt: skip
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.jsonl"
@@ -178,10 +228,12 @@ class JsonlSink:
         return file
 
     def write(self, batch: Batch) -> tuple[()]:
+        self._require_open()
         self._lines.add(batch)
         return ()
 
     def flush(self, caught_up: bool) -> None:
+        self._require_open()
         text = self._lines.text().encode()
         self._lines.clear()  # if it fails, all of it comes again
         try:
@@ -225,12 +277,30 @@ class JsonlSink:
         self._number, self._size = self._number + 1, 0
         os.close(old)
 
+    def _require_open(self) -> None:
+        """The number of a file that was closed may be that of anybody's by now."""
+        if self._closed:
+            raise SinkError("the sink is closed", folder=self._folder, hint="Make another one of the same folder.")
+
     def close(self) -> None:
+        """Let go of the file; a second time does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         try:
-            if self._fsync == "interval" and self._unsynced:
-                self._sync()
-        finally:
-            os.close(self._file)
+            try:
+                if self._fsync == "interval" and self._unsynced:
+                    self._sync()
+            finally:
+                os.close(self._file)
+        except OSError as error:
+            raise _failed(error, "the file") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -271,10 +341,14 @@ class FanOut:
     """Every batch to every sink. A batch is delivered once all have it; if one fails, it comes again to all."""
 
     def __init__(self, *sinks: Sink) -> None:
+        if not sinks:
+            raise ConfigError("a batch would go nowhere", hint="Name the sinks: `FanOut(JsonlSink(…), MemorySink())`.")
+        for sink in sinks:
+            require_sink("sink", sink)
         self._sinks = sinks
 
     def write(self, batch: Batch) -> Sequence[Rejected]:
-        return [rejected for sink in self._sinks for rejected in sink.write(batch)]
+        return [rejected for sink in self._sinks for rejected in rejected_of(sink.write(batch))]
 
     def flush(self, caught_up: bool) -> None:
         for sink in self._sinks:
@@ -285,6 +359,12 @@ class TableRouter:
     """Each table to its own sink; what no route names goes to `otherwise`, or is rejected."""
 
     def __init__(self, routes: Mapping[TableId, Sink], otherwise: Sink | None = None) -> None:
+        require_instance("routes", routes, Mapping, "Give `{TableId(\"public\", \"orders\"): sink}`.")
+        if not routes and otherwise is None:
+            raise ConfigError("every row would be rejected", hint="Name a sink for a table, or `otherwise`.")
+        named(routes)
+        for sink in (*routes.values(), *([otherwise] if otherwise is not None else [])):
+            require_sink("sink", sink)
         self._routes, self._otherwise = dict(routes), otherwise
 
     def write(self, batch: Batch) -> Sequence[Rejected]:
@@ -299,7 +379,7 @@ class TableRouter:
             else:
                 parts.setdefault(id(sink), (sink, []))[1].append(rows)
         for sink, some in parts.values():
-            rejected += sink.write(batch.with_rows(some))
+            rejected += rejected_of(sink.write(batch.with_rows(some)))
         return rejected
 
     def flush(self, caught_up: bool) -> None:

@@ -6,7 +6,8 @@ are, nothing else is. Whatever a row shows that the stream has not told yet, the
 
 Rows go through the rules after the cursor was taken of them: it is a key of the source, whatever rules make of keys.
 The cursor is part of the place: it moves when rows are acknowledged. A snapshot that breaks goes on behind it, or
-begins again where its source cannot do that.
+begins again where its source cannot do that. One beside the stream never holds the stream up: it waits by itself, and
+is given up if that lasts too long, or if waiting does not help. An order to stop it is heard before it is taken up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,16 +25,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.capture.base import Scan, Scannable, ScanPiece
-from tailrace.errors import ConfigError, Remedy, SourceSlow, SourceUnreachable, TailraceError, Unsupported
+from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError, Unsupported
 from tailrace.model import change
-from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
-from tailrace.model.position import Lsn
+from tailrace.model.positions import Position
 from tailrace.model.schema import TableId
 from tailrace.runtime.batch import Limits, bytes_of, some_of
 from tailrace.runtime.control import Control, Wish
+from tailrace.runtime.intake import Outage
+from tailrace.runtime.jobs import Job
 from tailrace.runtime.keeping import Place
-from tailrace.runtime.observing import SnapshotBegun, SnapshotEnded, TableRead, Telling
+from tailrace.runtime.observing import Lost, SnapshotBegun, SnapshotEnded, TableRead, Telling
 from tailrace.runtime.ruling import Ruling
 from tailrace.transforms.numbering import numbered_anew
 
@@ -47,30 +50,11 @@ PASSED_SECONDS = 10.0
 """How often the cursor is saved while rules leave nothing of what is read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A snapshot: what is read, and how far it is."""
+class Save(Protocol):
+    """Makes a place durable."""
 
-    id: str
-    tables: tuple[TableId, ...]
-    live: bool
-    where: str | None
-    rows: int = 0
-    cursor: Mapping[str, Any] | None = None
-    """The source's own record."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "id": self.id, "tables": [[table.schema, table.name] for table in self.tables], "live": self.live,
-            "where": self.where, "rows": self.rows, "cursor": self.cursor,
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Job:
-        return cls(
-            id=stored["id"], tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"],
-            where=stored["where"], rows=stored["rows"], cursor=stored["cursor"],
-        )  # fmt: skip
+    def __call__(self, place: Place, *, moved: bool) -> None:
+        """`moved`: whether the source has given something since the place before, and not only a promise."""
 
 
 @dataclass
@@ -78,13 +62,13 @@ class Given:
     """A piece on its way out: its rows as the rules show them, and how many are handed out and acknowledged."""
 
     piece: ScanPiece
-    window: Window
+    window: AnyWindow
     sources: npt.NDArray[np.int64]
     """Which row of the piece each was, in order."""
     done: int = 0
     upto: int = 0
 
-    def hand_out(self, limits: Limits) -> Window:
+    def hand_out(self, limits: Limits) -> AnyWindow:
         """As many of the rows as a batch holds."""
         size = max(1, bytes_of(self.window))
         room = max(1, min(limits.rows, limits.bytes * self.window.rows // size))
@@ -92,7 +76,7 @@ class Given:
         return some_of(self.window, self.done, self.upto)
 
     @property
-    def handed_out(self) -> Window | None:
+    def handed_out(self) -> AnyWindow | None:
         """What of it is handed out and not acknowledged."""
         return some_of(self.window, self.done, self.upto) if self.done < self.upto else None
 
@@ -109,8 +93,13 @@ class Given:
 class Snapshots:
     """The snapshot under way, if there is one."""
 
-    def __init__(self, source: object, rules: Ruling, tell: Telling) -> None:
+    def __init__(
+        self, source: object, rules: Ruling, tell: Telling, *, retry_seconds_max: float, stream_lost: Callable[[], bool]
+    ) -> None:  # fmt: skip
         self._source, self._rules, self._tell = source, rules, tell
+        self._retry_seconds_max, self._stream_lost = retry_seconds_max, stream_lost
+        self.outage: Outage | None = None
+        """What one beside the stream waits for, or one that was asked for."""
         self._job: Job | None = None
         self._scan: Scan | None = None
         self._piece: ScanPiece | None = None
@@ -120,6 +109,8 @@ class Snapshots:
         """Since when rows were read of which nothing is left, and that is not on record."""
         self._in_chunk = False
         self._streams_turn = False
+        self._ended = False
+        """Whether its last rows are acknowledged, and that is on record."""
         self._delivered: set[int] = set()
         """Transactions handed out since a snapshot was last seen to see all of them."""
         self._tables_done = 0
@@ -129,9 +120,24 @@ class Snapshots:
         return self._job is not None
 
     @property
+    def id(self) -> str | None:
+        """Of the one under way."""
+        return job.id if (job := self._job) is not None else None
+
+    @property
+    def live(self) -> bool:
+        """Whether one is under way beside the stream."""
+        return self._job is not None and self._job.live
+
+    @property
     def blocks_stream(self) -> bool:
         """Whether the stream waits until it is over, or until its chunk is."""
         return self._job is not None and (not self._job.live or self._in_chunk)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to read, and all that was read is acknowledged."""
+        return self._scan is not None and not self._in_chunk and self._scan.done
 
     @property
     def told(self) -> str | None:
@@ -201,52 +207,89 @@ class Snapshots:
 
     # Going on.
 
-    def settle(self, place: Place, control: Control, save: Callable[[Place], None]) -> bool:
+    def settle(self, place: Place, control: Control, save: Save) -> bool:
         """Save the place because a snapshot is over, was given up, or is about to begin; whether it was. If it cannot
         be saved, nothing of that has happened, and it is tried again."""
-        if self._job is None:
-            wish = control.next_wish()
-            return wish is not None and self._fulfil(place, wish, control, save)
-        if self._scan is None:
-            self._take_up(place, save)
-        elif (stopped := control.is_given_up(self._job.id)) or (not self._in_chunk and self._scan.done):
-            save(replace(place, scan=None))
+        stopped = self._job is not None and control.is_given_up(self._job.id)
+        if stopped or self.is_over:
+            save(replace(place, scan=None), moved=False)
             self._end(stopped=stopped)
+        elif self._job is None:
+            return self._next_wish(place, control, save)
+        elif self._scan is None and not self._waiting:
+            self._take_up(place, save)
         elif self._passed_since is not None and time.monotonic() - self._passed_since >= PASSED_SECONDS:
-            save(self._recorded(place))
-            self._passed_since = None
+            save(self._recorded(place), moved=True)
+            self._passed_since, self.outage = None, None
         else:
             return False
         return True
 
-    def _fulfil(self, place: Place, wish: Wish, control: Control, save: Callable[[Place], None]) -> bool:
-        """Begin what was asked for. What cannot be begun does not disturb the stream."""
-        try:
-            begun = self._begun(place, wish.tables, live=True, where=wish.where, named=wish.id)
-        except WAITED_FOR:
-            control.put_back(wish)
-            raise
-        except TailraceError as error:
-            self.close()
-            self._say_failed(wish.id, 0, error)
+    @property
+    def _waiting(self) -> bool:
+        return self.outage is not None and time.monotonic() < self.outage.again_at
+
+    def _next_wish(self, place: Place, control: Control, save: Save) -> bool:
+        if self._waiting:
+            return False
+        wish = control.next_wish()
+        if wish is None:
+            self.outage = None  # whoever waited was told to stop
             return False
         try:
-            save(begun)
+            return self._fulfil(place, wish, control, save)
+        finally:
+            control.begun()
+
+    def _fulfil(self, place: Place, wish: Wish, control: Control, save: Save) -> bool:
+        """Begin what was asked for. What cannot be begun does not disturb the stream."""
+        try:
+            # The stream's rows that a process before this one has handed out are not to come under a chunk's numbers.
+            begun = self._begun(place.renumbered(), wish.tables, live=True, where=wish.where, named=wish.id)
+        except TailraceError as error:
+            self._let_go()
+            self._job = None
+            if isinstance(error, WAITED_FOR) and self.waits(error):
+                control.put_back(wish)
+            else:
+                self.close()
+                self._say_failed(wish.id, 0, error)
+            return False
+        try:
+            save(begun, moved=False)
         except BaseException:
             self.close()
             control.put_back(wish)
             raise
+        self.outage = None
         self._tell_begun(resumed=False)
         return True
 
-    def _take_up(self, place: Place, save: Callable[[Place], None]) -> None:
+    def _take_up(self, place: Place, save: Save) -> None:
         found, resumed = self._resumed(place)
         try:
-            save(found)
+            save(found, moved=False)
         except BaseException:
             self._let_go()  # one that began anew is not the one on record
             raise
         self._tell_begun(resumed=resumed)
+
+    def finish(self, place: Place, save: Save) -> None:
+        """Have it on record before a stop if it is over: the next start need not know of it."""
+        if not self.is_over:
+            return
+        try:
+            save(replace(place, scan=None), moved=False)
+        except TailraceError as error:
+            said = {"code": error.code, "reason": error.message}
+            log.warning("the end of a snapshot could not be saved: the next start goes on with it", extra=said)
+            return
+        self._end(stopped=False)
+
+    def end_if_acknowledged(self) -> None:
+        """Forget it if its last rows were just acknowledged."""
+        if self._ended:
+            self._end(stopped=False)
 
     def _end(self, *, stopped: bool) -> None:
         assert self._job is not None, "one is under way"
@@ -254,12 +297,21 @@ class Snapshots:
         self.close()
         self._tell(SnapshotEnded(id=job.id, rows=job.rows, stopped=stopped))
 
-    def broke(self, error: TailraceError) -> bool:
-        """What it is read with is gone: it goes on behind what was acknowledged. Whether it does not: one beside the
-        stream is to be given up where trying again would not help."""
+    def broke(self) -> None:
+        """What it is read with is gone: it goes on behind what was acknowledged."""
         self._let_go()
         self._forget_rows()
-        return self._job is not None and self._job.live and error.remedy is not Remedy.RETRY
+
+    def waits(self, error: TailraceError) -> bool:
+        """Whether one that does not hold up the stream is tried again after the error; else it is to be given up. While
+        the stream is lost too, only that decides how long to wait."""
+        self.outage = Outage.after(self.outage, error)
+        if self.outage.ends(self._retry_seconds_max) and not (self._stream_lost() and isinstance(error, WAITED_FOR)):
+            return False
+        said = {"code": error.code, "reason": error.message, "wait": self.outage.pause}
+        log.warning("a snapshot is broken, trying again; the stream goes on", extra=said)
+        self._tell(Lost(code=error.code, reason=error.message, wait_seconds=self.outage.pause))
+        return True
 
     def give_up(self, error: TailraceError) -> None:
         """Forget it because of the error; the place does not tell of it any more."""
@@ -273,7 +325,7 @@ class Snapshots:
         log.error("a snapshot failed, the stream goes on", extra=said)
         self._tell(SnapshotEnded(id=snapshot, rows=rows, stopped=True, error=error))
 
-    def next(self, place: Place, limits: Limits, wait_seconds: float) -> Window | None:
+    def next(self, place: Place, limits: Limits, wait_seconds: float) -> AnyWindow | None:
         """Rows to hand out now; None if the stream is to be asked, or nothing is there yet. Rows that the rules leave
         nothing of are passed, for so long."""
         until = time.monotonic() + wait_seconds
@@ -283,6 +335,7 @@ class Snapshots:
             self._sift(place)
             if self._given is None and time.monotonic() >= until:
                 return None
+        self.outage = None
         return self._given.hand_out(limits)
 
     def _read(self, rows_max: int) -> bool:
@@ -329,7 +382,7 @@ class Snapshots:
             self._tables_done += 1
             self._tell(TableRead(id=self._job.id, table=piece.schema.table))
 
-    def delivering(self, window: Window) -> None:
+    def delivering(self, window: AnyWindow) -> None:
         """Transactions that are about to be handed out, by which the next chunk's snapshot is to be judged."""
         if self._job is not None and self._job.live:
             for batch in window.batches:
@@ -338,15 +391,23 @@ class Snapshots:
     def place_after(self, place: Place, rows: int) -> Place:
         """The place to save for the first rows of what was handed out to be acknowledged."""
         job = self._job_after(rows)
-        return replace(place, rows=place.rows + rows, scan=job.to_json())
+        return replace(place, rows=place.rows + rows, scan=None if self._ends_with(rows) else job.to_json())
+
+    def _ends_with(self, rows: int) -> bool:
+        """Whether these are known to be the last of all: where nothing comes behind them, only reading on tells."""
+        assert self._job is not None, "rows of it were handed out"
+        assert self._given is not None, "these"
+        last = self._given.piece.table_done and self._given.piece.schema.table == self._job.tables[-1]
+        return last and self._given.done + rows >= self._given.window.rows
 
     def _job_after(self, rows: int) -> Job:
         assert self._job is not None, "rows of it were handed out"
         assert self._given is not None, "these"
         return replace(self._job, rows=self._job.rows + rows, cursor=self._given.record(rows))
 
-    def acknowledged(self, rows: int) -> Window | None:
+    def acknowledged(self, rows: int) -> AnyWindow | None:
         """That place is saved; the rest of what was handed out."""
+        self._ended = self._ends_with(rows)
         self._job, given = self._job_after(rows), self._given
         assert given is not None, "rows of it were handed out"
         given.done += rows
@@ -359,7 +420,8 @@ class Snapshots:
     def close(self) -> None:
         """Forget it; the place still tells of it."""
         self._let_go()
-        self._job = None
+        self._job = self.outage = None
+        self._ended = False
         self._forget_rows()
         self._delivered.clear()
 
@@ -372,7 +434,7 @@ class Snapshots:
             scan.close()
 
 
-def _window(piece: ScanPiece, at: Lsn) -> Window:
+def _window(piece: ScanPiece, at: Position) -> AnyWindow:
     """Rows that were read as changes: `read`, of no transaction, at the position that they were seen at."""
     count, now = len(piece.data), time.time_ns() // 1000
     always = {
@@ -390,32 +452,3 @@ def _window(piece: ScanPiece, at: Lsn) -> Window:
     )
     batch = ChangeBatch(schema=piece.schema, data=data)
     return Window(start=at, end=at, batches=(batch,), rows=count)
-
-
-def require_sound(place: Place | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
-    """Refuse settings that do not go together, or not with the snapshot that the place tells of."""
-    if bulk and live:
-        raise ConfigError(
-            "`snapshot_tables` and `incremental_snapshot` do not go together",
-            hint="Read tables before the stream, or beside it: give one of the two.",
-        )
-    if place is None or place.scan is None:
-        return
-    job = Job.from_json(place.scan)
-    if job.live:
-        return
-    if live:
-        raise ConfigError(
-            "the checkpoint is in the middle of a snapshot that comes before the stream, and goes on as one",
-            hint="Give `snapshot_tables` until it is over, then `control.snapshot` for an incremental one.",
-        )
-    if not bulk:
-        raise ConfigError(
-            "the checkpoint is in the middle of a snapshot, and no snapshot tables are named",
-            tables=", ".join(map(str, job.tables)), hint="Name the same `snapshot_tables` until it is over.",
-        )  # fmt: skip
-    if set(bulk) != set(job.tables):
-        raise ConfigError(
-            "the checkpoint is in the middle of a snapshot of other tables",
-            tables=", ".join(map(str, job.tables)), hint="Name the same `snapshot_tables` until it is over.",
-        )  # fmt: skip

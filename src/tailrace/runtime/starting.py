@@ -1,24 +1,53 @@
 """How a runtime begins: it finds its place, gets the source ready for it, and takes up a snapshot that was under way.
 
 In that order. A place that cannot be read is an error, never "none". What is new is on record before its first row;
-what was made at a source for a start that failed is taken back.
+what was made at a source for a start that failed is taken back. A snapshot beside the stream keeps no start from
+succeeding: it is taken up later, or given up.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tailrace.capture.base import Anchored, Remembering, SourceId, Undoing
-from tailrace.errors import StateCorrupt, StateForeign, TailraceError
-from tailrace.model.position import ZERO
+from tailrace.capture.base import Anchored, Remembering, SourceId, Undoing, beginning_of, require_kind
+from tailrace.errors import ConfigError, StateCorrupt, StateForeign, TailraceError
+from tailrace.given import require_function, require_instance, require_methods, require_seconds
+from tailrace.model.positions import Position, type_of
 from tailrace.model.schema import TableId
+from tailrace.runtime.batch import Limits
+from tailrace.runtime.jobs import require_sound
 from tailrace.runtime.keeping import Keeper, Place
-from tailrace.runtime.snapshots import Snapshots, require_sound
+from tailrace.runtime.snapshots import Snapshots
 from tailrace.state.history import SchemaEvent, SchemaHistory
 
 log = logging.getLogger(__name__)
+
+
+def require_parts(
+    source: object, checkpoint: object, history: object, *, limits: object, target: object, observers: object,
+    functions: dict[str, object], seconds: dict[str, object],
+) -> None:  # fmt: skip
+    """Refuse what a runtime cannot be made of."""
+    require_methods("source", source, ("live",), "Give `PostgresCapture(…)`, or one of your own with `live(after)`.")
+    require_methods("checkpoint", checkpoint, ("load", "save"), "Give a store: `FileCheckpointStore(\"state\")`.")
+    if history is not None:
+        hint = "Give `FileSchemaHistory(\"shapes\")`, or nothing."
+        require_methods("schema_history", history, ("record", "latest", "versions", "tables"), hint)
+    if limits is not None:
+        require_instance("limits", limits, Limits, "Give `Limits(rows=…, bytes=…, seconds=…)`.")
+    if target is not None:
+        type_of(target)  # type: ignore[arg-type] # that is what it finds out
+    for what, function in functions.items():
+        if function is not None:
+            require_function(what, function, f"Give a function: `{what}=function`, without calling it.")
+    if not isinstance(observers, Collection):
+        raise ConfigError("`observers` is not a list", found=type(observers).__name__, hint="Give `[function]`.")
+    for observer in observers:
+        require_function("observers", observer, "Give functions, each of one fact: `observers=[function]`.")
+    for what, value in seconds.items():
+        require_seconds(what, value, endless=True)
 
 
 def begin(
@@ -33,17 +62,22 @@ def begin(
         raise StateCorrupt(
             "the snapshot in the checkpoint cannot be read", hint="Restore the checkpoint from a copy, or `delete` it."
         ) from error
+    beginning = beginning_of(source)
+    _require_kind(place, beginning)
     _learn(source, history)
     if not isinstance(source, Anchored):
-        found = place or Place(position=ZERO)
+        found = place or Place(position=beginning)
     else:
         identity = source.identify()
         _require_same(place, identity)
         origin = place.source if place is not None and place.source is not None else identity
         begun = source.prepare(place.position if place is not None else None, origin)
-        found = replace(place or Place(position=begun if begun is not None else ZERO), source=origin)
+        found = replace(place or Place(position=begun if begun is not None else beginning), source=origin)
+    if found.scan is not None:
+        found = found.renumbered()
     try:
         found = _scanning(found, place, snapshots, bulk, live)
+        require_kind(found.position, beginning)
         if found != place:
             keeper.save(found)
     except BaseException:
@@ -62,8 +96,11 @@ def _scanning(
         try:
             return snapshots.resume(found)
         except TailraceError as error:
-            if not snapshots.broke(error):
+            if not snapshots.live:
                 raise
+            snapshots.broke()
+            if snapshots.waits(error):
+                return found
             snapshots.give_up(error)
             return replace(found, scan=None)
     if place is None and (bulk or live):
@@ -93,6 +130,16 @@ def _learn(source: object, history: SchemaHistory | None) -> None:
             for version in newest
             if version is not None and version.event is not SchemaEvent.DROP
         ])  # fmt: skip
+
+
+def _require_kind(place: Place | None, beginning: Position) -> None:
+    if place is not None and type(place.position) is not type(beginning):
+        raise StateForeign(
+            "the checkpoint counts in positions that this source does not have",
+            found=type_of(place.position).value, expected=type_of(beginning).value,
+            hint="Give each source a key of its own. A source that does not count as PostgreSQL does says so by its "
+            "`beginning`.",
+        )  # fmt: skip
 
 
 def _require_same(place: Place | None, identity: SourceId) -> None:

@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass
 
 from tailrace.errors import TailraceError
-from tailrace.model.batch import ChangeBatch, Window
-from tailrace.model.position import ZERO, Lsn
+from tailrace.model.batch import AnyWindow, ChangeBatch
+from tailrace.model.position import ZERO
+from tailrace.model.positions import Position
 from tailrace.runtime.batch import Batch
 
 
@@ -32,7 +33,7 @@ class Progress:
     rows: int = 0
     """Those of a transaction that has come in part are counted as they come."""
     reconnects: int = 0
-    source_end: Lsn = ZERO
+    source_end: Position = ZERO
     """The furthest position the source has shown."""
     last_error: TailraceError | None = None
 
@@ -42,8 +43,8 @@ class Drained:
     """What was not acknowledged when a runtime stopped. All of it but what was injected comes again."""
 
     in_flight: Batch | None
-    buffered: tuple[Window, ...]
+    buffered: tuple[AnyWindow, ...]
     """Read, and not handed out."""
-    pending: tuple[Window, ...]
+    pending: tuple[AnyWindow, ...]
     """Parts of a transaction that has not ended."""
     injected: tuple[ChangeBatch, ...]

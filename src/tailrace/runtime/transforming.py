@@ -12,14 +12,14 @@ from typing import TypeAlias
 
 from tailrace.errors import ConfigError
 from tailrace.model import change
-from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.batch import AnyWindow, ChangeBatch
 from tailrace.model.system import is_system
 
 Transform: TypeAlias = Callable[[ChangeBatch], ChangeBatch]
 _OWN = (change.OP, change.SEQ, change.TX, change.TX_INDEX, change.COMMITTED_AT)
 
 
-def transformed(window: Window, transform: Transform | None) -> Window:
+def transformed(window: AnyWindow, transform: Transform | None) -> AnyWindow:
     """The window as the function makes it."""
     if transform is None:
         return window
@@ -30,6 +30,11 @@ def _applied(batch: ChangeBatch, transform: Transform) -> ChangeBatch:
     if is_system(batch.schema):
         return batch
     made = transform(batch)
+    if not isinstance(made, ChangeBatch):
+        raise ConfigError(
+            "a transform gave no batch", table=batch.schema.table, found=type(made).__name__,
+            hint="Return what it was given with other values: `dataclasses.replace(rows, data=…)`.",
+        )  # fmt: skip
     names = set(made.data.schema.names)
     missing = [column for column in made.schema.names if change.stored_name(column) not in names]
     if len(made) != len(batch) or missing or any(not _same(batch, made, name) for name in _OWN):

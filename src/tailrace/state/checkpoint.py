@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from tailrace.errors import ConfigError, PositionRewound, StateError, StateForeign
+from tailrace.errors import ConfigError, PositionRewound, StateCorrupt, StateError, StateForeign
 from tailrace.model.positions import Position, PositionType, parse_position, reaches, type_of
 
 KEY_BYTES_MAX = 150
@@ -54,16 +54,16 @@ class Checkpoint:
     """What else whoever saves it must know again: a JSON object, kept as it is."""
 
     def __post_init__(self) -> None:
-        _require_name("source_type", self.source_type)
+        _require_name("source_type", self.source_type, "postgresql")
         if self.transaction is not None:
-            _require_name("transaction", self.transaction)
+            _require_name("transaction", self.transaction, "731")
         if self.position_type not in _COUNTS.get(self.source_type, set(PositionType)):
             raise ConfigError(
                 "this source does not count in such positions", source_type=self.source_type,
                 position_type=self.position_type.value,
                 hint=f"It has {' or '.join(sorted(kind.value for kind in _COUNTS[self.source_type]))}.",
             )  # fmt: skip
-        if self.time.tzinfo is None:
+        if not isinstance(self.time, datetime) or self.time.tzinfo is None:
             raise ConfigError("a checkpoint's time needs a zone", hint="For example `datetime.now(UTC)`.")
         object.__setattr__(self, "time", self.time.astimezone(UTC))
         object.__setattr__(self, "metadata", _copied(self.metadata))
@@ -124,12 +124,35 @@ class Checkpoint:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Checkpoint:
-        """What `to_json` gave; ValueError, and what goes with it, or ConfigError for anything else."""
-        return cls.parse(
-            source_type=stored["source_type"], position_type=stored["position_type"], position=stored["position"],
-            time=datetime.fromisoformat(stored["time"]), transaction=stored["transaction"],
-            metadata=stored["metadata"],
-        )  # fmt: skip
+        """What `to_json` gave. Anything else is damage: it is never taken for no checkpoint."""
+        try:
+            return read_stored(stored)
+        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
+            raise StateCorrupt(
+                f"a checkpoint cannot be read: {reason_of(error)}",
+                hint="Restore it from a copy. Without one, `delete` it and seed it with a position that the sink "
+                "certainly has.",
+            ) from error  # fmt: skip
+
+
+def read_stored(stored: Mapping[str, Any]) -> Checkpoint:
+    """What `to_json` gave; ConfigError, or ValueError and what goes with it, for anything else."""
+    return Checkpoint.parse(
+        source_type=stored["source_type"], position_type=stored["position_type"], position=stored["position"],
+        time=datetime.fromisoformat(stored["time"]), transaction=stored["transaction"], metadata=stored["metadata"],
+    )  # fmt: skip
+
+
+def reason_of(error: Exception) -> str:
+    """Why a record cannot be read, in words."""
+    match error:
+        case ConfigError():
+            return error.message
+        case KeyError():
+            return f"it lacks `{error.args[0]}`"
+        case TypeError() | AttributeError():
+            return "something in it is of another type"
+    return str(error)
 
 
 class CheckpointStore(Protocol):
@@ -154,6 +177,10 @@ class CheckpointStore(Protocol):
 
 def check_key(key: str) -> str:
     """The key, if it can be one."""
+    if not isinstance(key, str):
+        raise ConfigError(
+            "a checkpoint's key is no text", found=type(key).__name__, hint="For example: `shop-orders`."
+        )
     wrong = ""
     if not key:
         wrong = "is empty"
@@ -172,8 +199,18 @@ def check_key(key: str) -> str:
     return key
 
 
+def require_checkpoint(given: object) -> None:
+    """Refuse to save what is none. Every `save` may ask this first."""
+    if not isinstance(given, Checkpoint):
+        raise ConfigError(
+            "that is no checkpoint", found=type(given).__name__,
+            hint="Give `Checkpoint(source_type=…, position=…)`, or `Checkpoint.parse(…)` of texts.",
+        )  # fmt: skip
+
+
 def seed_checkpoint(store: CheckpointStore, key: str, checkpoint: Checkpoint) -> None:
     """Save the first checkpoint by hand, as when another tool's place is taken. Refused where there is one."""
+    require_checkpoint(checkpoint)
     saved = store.load(check_key(key))
     if saved is not None:
         raise StateError(
@@ -201,11 +238,11 @@ def _copied(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _require_name(what: str, name: str) -> None:
+def _require_name(what: str, name: str, example: str) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
         raise ConfigError(
             f"a checkpoint's {what} is printable text of 1 to {_NAME_CHARACTERS_MAX} characters",
-            hint="For example `postgresql`.",
+            hint=f"For example `\"{example}\"`.",
         )
 
 

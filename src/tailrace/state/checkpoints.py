@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 
 from tailrace.errors import ConfigError
 from tailrace.state import records
-from tailrace.state.checkpoint import Checkpoint, check_key
+from tailrace.state.checkpoint import Checkpoint, check_key, read_stored, reason_of, require_checkpoint
 from tailrace.state.folder import StateFolder
 
 FORMAT = 1
@@ -32,6 +31,7 @@ class MemoryCheckpointStore:
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         check_key(key)
+        require_checkpoint(checkpoint)
         with self._one_at_a_time:
             checkpoint.require_follows(self._saved.get(key))
             self._saved[key] = _copy(checkpoint)
@@ -62,7 +62,7 @@ class FileCheckpointStore:
 
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, take_over: bool = False) -> None:
         """`take_over` takes it from an owner on another host, which must be gone: nobody here can see whether it is."""
-        self._folder = StateFolder(Path(path), "the checkpoint store", read_only=read_only, take_over=take_over)
+        self._folder = StateFolder(path, "the checkpoint store", read_only=read_only, take_over=take_over)
         self._durable: dict[str, tuple[bytes, Checkpoint | None]] = {}
         """What we have made durable ourselves: the file, and what we wrote in it, if it was us."""
         self._one_at_a_time = threading.Lock()
@@ -79,6 +79,7 @@ class FileCheckpointStore:
 
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         check_key(key)
+        require_checkpoint(checkpoint)
         with self._one_at_a_time:
             self._folder.require_owner()
             found = self._folder.read(key + _SUFFIX)
@@ -127,8 +128,6 @@ class FileCheckpointStore:
             stored = records.decode(content, FORMAT)
             if stored["key"] != key:
                 raise ValueError("it is the checkpoint of another key, or of one that differs in case only")
-            return Checkpoint.from_json(stored)
-        except ConfigError as error:
-            raise self._folder.corrupt(name, error.message, _HINT) from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._folder.corrupt(name, error, _HINT) from error
+            return read_stored(stored)
+        except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._folder.corrupt(name, reason_of(error), _HINT) from error

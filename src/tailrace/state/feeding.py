@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Generic
 
 from tailrace.capture.base import OfTimeline, Stream
+from tailrace.capture.windows import require_stream
+from tailrace.given import require_methods
 from tailrace.model import change
-from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.evolution import same_version
-from tailrace.model.position import Lsn
-from tailrace.model.positions import Position, parse_position, reaches, type_of
+from tailrace.model.positions import P, Position, parse_position, reaches, type_of
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system
 from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
@@ -29,14 +31,14 @@ class SchemaFeed:
         """What rows of each table had last; a stream gives the same object again and again."""
         self._at: dict[TableId, SchemaVersion] = {}
 
-    def take(self, window: Window) -> None:
+    def take(self, window: AnyWindow) -> None:
         """Have every shape of the window in the history. To be called before anyone is given the window."""
         for batch in window.batches:
             if self._shapes.get(batch.schema.table) is not batch.schema and not is_system(batch.schema):
                 self._tell(batch, window.start)
                 self._shapes[batch.schema.table] = batch.schema
 
-    def _tell(self, batch: ChangeBatch, start: Lsn) -> None:
+    def _tell(self, batch: ChangeBatch, start: Position) -> None:
         shape = batch.schema
         chain = self._history.versions(shape.table)
         known = self._at.get(shape.table)
@@ -50,7 +52,7 @@ class SchemaFeed:
         self._at[shape.table] = self._history.record(shape, time=time, position=position)
 
 
-def _place(chain: Sequence[SchemaVersion], start: Lsn) -> int:
+def _place(chain: Sequence[SchemaVersion], start: Position) -> int:
     """The version that rows after `start` begin with: the newest, unless they are rows that came before.
 
     Where it began is not known of one that came in a part of a transaction. It counts as begun: then a version may be
@@ -65,7 +67,7 @@ def _index(chain: Sequence[SchemaVersion], known: SchemaVersion) -> int:
     return max(known.version - first, 0)
 
 
-def _first_row(batch: ChangeBatch, start: Lsn) -> tuple[datetime, Position | None]:
+def _first_row(batch: ChangeBatch, start: Position) -> tuple[datetime, Position | None]:
     """When the transaction of the batch's first row was committed, and where it ends, if that is known already."""
     time: datetime = batch.data.column(change.COMMITTED_AT)[0].as_py()
     if change.POSITION not in batch.data.schema.names:
@@ -73,10 +75,12 @@ def _first_row(batch: ChangeBatch, start: Lsn) -> tuple[datetime, Position | Non
     return time, parse_position(type_of(start), batch.data.column(change.POSITION)[0].as_py())
 
 
-class RecordedStream:
+class RecordedStream(Generic[P]):
     """A stream whose shapes are in the history before its rows are anyone's. Otherwise it is the one it was given."""
 
-    def __init__(self, stream: Stream, history: SchemaHistory) -> None:
+    def __init__(self, stream: Stream[P], history: SchemaHistory) -> None:
+        require_stream(stream)
+        require_methods("history", history, ("record", "latest"), "Give `FileSchemaHistory(\"state/shapes\")`.")
         self._stream, self._feed = stream, SchemaFeed(history)
         if isinstance(stream, OfTimeline):
             self.timeline = stream.timeline
@@ -86,13 +90,13 @@ class RecordedStream:
         """What the stream has read ahead, if it does."""
         return getattr(self._stream, "held_bytes", 0)
 
-    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+    def read(self, after: P, wait_seconds: float) -> Window[P] | None:
         window = self._stream.read(after, wait_seconds)
         if window is not None:
             self._feed.take(window)
         return window
 
-    def confirm(self, position: Lsn) -> None:
+    def confirm(self, position: P) -> None:
         self._stream.confirm(position)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from typing import NoReturn
 
 from tailrace import durable, failpoints
 from tailrace.errors import ConfigError, StateBusy, StateCorrupt, StateFenced, StateFull, StateUnusable
+from tailrace.given import folder_named
 from tailrace.state.lease import DiskHold, Lease, holder
 
 FILE_BYTES_MAX = 64 << 20
@@ -86,7 +87,10 @@ def explained(path: Path, what: str) -> AbstractContextManager[None]:
 class StateFolder:
     """The folder, opened by its owner or by a reader. `what` is how errors call it, e.g. "the checkpoint store"."""
 
-    def __init__(self, path: Path, what: str, *, read_only: bool = False, take_over: bool = False) -> None:
+    def __init__(
+        self, given: str | os.PathLike[str], what: str, *, read_only: bool = False, take_over: bool = False
+    ) -> None:  # fmt: skip
+        path = folder_named(given, what)
         self.path, self.what, self.read_only = path, what, read_only
         self._process = os.getpid()
         self._lease: OwnerLease | None = None

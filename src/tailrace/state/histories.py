@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -51,7 +50,7 @@ class FileSchemaHistory(MemorySchemaHistory):
         self._read: dict[str, SchemaVersion] = {}
         self._doubtful: str | None = None
         """A file of which it is not known whether it was written."""
-        self._folder = StateFolder(Path(path), "the schema history", read_only=read_only, take_over=take_over)
+        self._folder = StateFolder(path, "the schema history", read_only=read_only, take_over=take_over)
         try:
             self._look()
             if not read_only:

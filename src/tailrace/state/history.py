@@ -83,6 +83,10 @@ class SchemaVersion:
         )  # fmt: skip
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """How many versions of each table are kept; what either limit lets go, goes. The newest always stays."""
@@ -94,8 +98,12 @@ class Retention:
     def __post_init__(self) -> None:
         if self.keep_last is None and self.max_age is None:
             raise ConfigError("a retention without a limit keeps everything", hint="Say so: `retention=None`.")
+        if self.keep_last is not None and not _is_whole(self.keep_last):
+            raise ConfigError("`keep_last` is not a whole number", hint="Use 1 or more.")
         if self.keep_last is not None and self.keep_last < 1:
             raise ConfigError("the newest version is always kept", keep_last=self.keep_last, hint="Use 1 or more.")
+        if self.max_age is not None and not isinstance(self.max_age, timedelta):
+            raise ConfigError("`max_age` is no time", hint="For example `timedelta(days=90)`.")
         if self.max_age is not None and self.max_age < timedelta(0):
             raise ConfigError("an age is not negative", hint="For example `timedelta(days=90)`.")
 
@@ -161,6 +169,10 @@ class MemorySchemaHistory:
     """Versions for as long as the process lives; `FileSchemaHistory` keeps them."""
 
     def __init__(self, *, retention: Retention | None = DEFAULT_RETENTION) -> None:
+        if retention is not None and not isinstance(retention, Retention):
+            raise ConfigError(
+                "`retention` is none", found=type(retention).__name__, hint="Give `Retention(keep_last=…)`, or None."
+            )
         self.retention = retention
         self._kept: dict[TableId, list[SchemaVersion]] = {}
         self._tables: dict[int, TableId] = {}
@@ -186,7 +198,11 @@ class MemorySchemaHistory:
         self, shape: TableSchema, *, time: datetime | None = None, position: Position | None = None,
         ddl: str | None = None,
     ) -> SchemaVersion:  # fmt: skip
-        return self._record(shape, _Happened(_aware(time), position, ddl))
+        if not isinstance(shape, TableSchema):
+            raise ConfigError(
+                "that is no shape of a table", found=type(shape).__name__, hint="Give the `TableSchema` that rows have."
+            )
+        return self._record(shape, _happened(time, position, ddl))
 
     def retell(
         self, shape: TableSchema, *, time: datetime | None, position: Position | None, evolution: Evolution | None
@@ -222,12 +238,14 @@ class MemorySchemaHistory:
         self, table: TableId, *, time: datetime | None = None, position: Position | None = None,
         ddl: str | None = None,
     ) -> SchemaVersion | None:  # fmt: skip
+        _require_table(table)
+        happened = _happened(time, position, ddl)
         with self._one_at_a_time:
             self._look()
             latest = self._latest(table)
             if latest is None or latest.event is SchemaEvent.DROP:
                 return latest
-            return self._keep(_Happened(_aware(time), position, ddl), SchemaEvent.DROP, latest.shape, table)
+            return self._keep(happened, SchemaEvent.DROP, latest.shape, table)
 
     def _origin(self, shape: TableSchema) -> SchemaVersion | None:
         """The newest version of the table that had this one's number under another name."""
@@ -276,6 +294,7 @@ class MemorySchemaHistory:
     # ---- asking ------------------------------------------------------------------------------------------
 
     def latest(self, table: TableId) -> SchemaVersion | None:
+        _require_table(table)
         with self._one_at_a_time:
             self._look()
             return self._latest(table)
@@ -285,7 +304,7 @@ class MemorySchemaHistory:
         for item in kept:
             if item.version == version:
                 return item
-        if kept and 0 < version < kept[0].version:
+        if kept and _is_whole(version) and 0 < version < kept[0].version:
             raise _gone(kept)
         raise ConfigError(
             "the table has no such version", table=table, version=version,
@@ -293,15 +312,16 @@ class MemorySchemaHistory:
         )  # fmt: skip
 
     def at_time(self, table: TableId, time: datetime) -> SchemaVersion | None:
-        kept = self.versions(table)
+        kept, then = self.versions(table), _with_zone(time)
         for item in reversed(kept):
-            if _known(item.time) <= _aware(time):
+            if _known(item.time) <= then:
                 return item
         if kept and kept[0].version > 1:
             raise _gone(kept)
         return None
 
     def versions(self, table: TableId) -> tuple[SchemaVersion, ...]:
+        _require_table(table)
         with self._one_at_a_time:
             self._look()
             return tuple(self._kept.get(table, ()))
@@ -328,12 +348,27 @@ def _renamed(old: TableId, new: TableId) -> Evolution:
     return Evolution(changes=(Change(kind=Kind.RENAME_TABLE, was=str(old), now=str(new)),), rewritten=False)
 
 
-def _aware(time: datetime | None) -> datetime:
-    if time is None:
-        return datetime.now(UTC)
-    if time.tzinfo is None:
+def _happened(time: datetime | None, position: Position | None, ddl: str | None) -> _Happened:
+    if position is not None:
+        type_of(position)
+    if ddl is not None and not isinstance(ddl, str):
+        raise ConfigError("`ddl` is no text", found=type(ddl).__name__, hint="Give the statement, or nothing.")
+    return _Happened(datetime.now(UTC) if time is None else _with_zone(time), position, ddl)
+
+
+def _with_zone(time: datetime) -> datetime:
+    if not isinstance(time, datetime) or time.tzinfo is None:
         raise ConfigError("a version's time needs a zone", hint="For example `datetime.now(UTC)`.")
     return time.astimezone(UTC)
+
+
+def _require_table(table: object) -> None:
+    """A text is no table's name: of nothing that is asked for by one would anything be known."""
+    if not isinstance(table, TableId):
+        raise ConfigError(
+            "a table is not named by a `TableId`", found=type(table).__name__,
+            hint="Give schema and name apart: `TableId(\"public\", \"orders\")`.",
+        )  # fmt: skip
 
 
 def _known(time: datetime | None) -> datetime:

@@ -10,6 +10,7 @@ A column that a row does not name is null; one that is `unchanged` was not sent,
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,24 +18,37 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.errors import ConfigError
+from tailrace.given import require_instance
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
-from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.model.schema import Column, Identity, TableId, TableSchema, no_such_column, unfitting
 
 Row = Mapping[str, Any]
 
 
 def table(
-    name: str, /, *, key: Sequence[str] | None = None, relation: int = 1,
+    name: str, /, *, key: Sequence[str] | None = None, relation: int | None = None,
     columns: Mapping[str, pa.DataType] | None = None, **named: pa.DataType,
 ) -> TableSchema:  # fmt: skip
-    """A table from `schema.name` and its columns, the first of which is the key unless `key` says otherwise."""
+    """A table from `schema.name` and its columns, the first of which is the key unless `key` says otherwise.
+
+    `relation` is what a server knows it by: the same under another name is a table that was renamed, another under the
+    same name one that was made anew. By default each name has its own, the same each time.
+    """
     found = dict(columns or {}) | named
-    schema, _, plain = name.rpartition(".")
+    schema, _, plain = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    if not schema or not plain:
+        raise ConfigError("that is no name of a table", name=ascii(name), hint="Write `table(\"public.orders\", …)`.")
     keyed = tuple(found)[:1] if key is None else tuple(key)
+    if lacking := [column for column in keyed if column not in found]:
+        raise ConfigError(
+            "the key names a column that the table does not have", table=name, column=lacking[0],
+            hint="Name columns in `key` that are among its columns.",
+        )  # fmt: skip
+    number = zlib.crc32(f"{schema}\0{plain}".encode()) if relation is None else relation
     return TableSchema(
-        table=TableId(schema, plain), relation=relation, key=keyed, identity=Identity.KEY if keyed else Identity.FULL,
+        table=TableId(schema, plain), relation=number, key=keyed, identity=Identity.KEY if keyed else Identity.FULL,
         columns=tuple(Column(name=column, source_type=str(kind), type=kind) for column, kind in found.items()),
     )  # fmt: skip
 
@@ -73,6 +87,12 @@ class Change:
     before: Row | None = None
     moved_from: Row | None = None
 
+    def __post_init__(self) -> None:
+        for what in ("values", "before", "moved_from"):
+            given = getattr(self, what)
+            if given is not None or what == "values":
+                require_instance(what, given, Mapping, "Give values by column: `insert({\"id\": 1})`.")
+
 
 def insert(row: Row) -> tuple[Change, ...]:
     return (Change(operation=Operation.INSERT, values=row),)
@@ -100,17 +120,20 @@ def truncate() -> tuple[Change, ...]:
 
 def changes(shape: TableSchema, *given: Sequence[Change]) -> ChangeBatch:
     """A batch of one table for `MemoryCapture.commit`, which numbers the rows and says where they come from."""
-    rows = [row for some in given for row in some]
+    require_instance("shape", shape, TableSchema, "Give what `table(…)` makes first: `changes(orders, …)`.")
+    rows = [row for some in given for row in (some if isinstance(some, tuple | list) else (some,))]
+    for row in rows:
+        require_instance("given", row, Change, "Give `insert({…})`, `update({…})`, `delete({…})` and their like.")
     if not rows:
         raise ConfigError("a batch needs a change", hint="Use `Quiet` to move the log without any.")
     for row in rows:
         unknown = {*row.values, *row.unchanged, *(row.before or ()), *(row.moved_from or ())} - set(shape.names)
         if unknown:
-            raise ConfigError(
-                "the table has no such column", table=shape.table, columns=", ".join(sorted(unknown)),
-                hint="Name columns of the shape, or give the shape another version with `altered`.",
-            )  # fmt: skip
-    stored = pa.Table.from_pylist([_stored(shape, row) for row in rows], schema=shape.change_schema())
+            raise no_such_column(shape, [str(name) for name in unknown])
+    try:
+        stored = pa.Table.from_pylist([_stored(shape, row) for row in rows], schema=shape.change_schema())
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise unfitting(shape) from error
     stored = stored.drop_columns([name for name in change.OPTIONAL if stored.column(name).null_count == len(rows)])
     (data,) = stored.combine_chunks().to_batches()
     return ChangeBatch(

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tailrace.errors import ConfigError
+
 _T = TypeVar("_T")
 
 
@@ -29,6 +31,7 @@ class Check(Generic[_T]):
         return self.promise
 
     def __call__(self, at: Callable[[], _T]) -> None:
+        _require_call(at, "what opens it")
         try:
             self.act(at)
         except ContractBroken as broken:
@@ -45,11 +48,28 @@ def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) ->
     broken: list[str] = []
     for check in checks:
         try:
-            check(place())
+            check(called(place))
         except ContractBroken as error:
             broken.append(str(error))
     if broken:
         raise ContractBroken("\n".join(broken))
+
+
+def called(place: Callable[[], Callable[[], _T]]) -> Callable[[], _T]:
+    """A way to open what is tested at a new place."""
+    _require_call(place, "what makes a new place")
+    at = place()
+    _require_call(at, "what opens it")
+    return at
+
+
+def _require_call(given: object, what: str) -> None:
+    if not callable(given):
+        raise ConfigError(
+            f"{what} cannot be called", found=type(given).__name__,
+            hint="Give a function that makes a new, empty place and returns a function that opens what is tested "
+            "there: `lambda: (lambda path: lambda: MyStore(path))(new_path())`. A single check is given the latter.",
+        )  # fmt: skip
 
 
 @contextmanager

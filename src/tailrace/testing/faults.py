@@ -22,9 +22,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from tailrace.capture.base import Stream
+from tailrace.capture.base import Counting, Stream
 from tailrace.errors import (
     ConfigError,
     ProtocolViolation,
@@ -33,8 +33,9 @@ from tailrace.errors import (
     StateUnusable,
     TailraceError,
 )
+from tailrace.given import require_instance, require_methods, require_seconds, require_whole
 from tailrace.model.batch import Window
-from tailrace.model.position import Lsn
+from tailrace.model.positions import P
 from tailrace.runtime.intake import Streams
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore
 
@@ -66,8 +67,12 @@ class Fault:
     acted: bool = False
 
     def __post_init__(self) -> None:
-        if self.at < 1 or self.times < 1 or self.calls < 1 or self.seconds < 0:
-            raise ConfigError("a fault strikes no call", hint="Calls are counted from 1.")
+        for what in ("at", "times", "calls"):
+            require_whole(what, getattr(self, what), least=1)
+        require_seconds("seconds", self.seconds)
+        if self.error is not None:
+            hint = "Give one of ours: `StateUnusable(\"…\")`, `SourceUnreachable(\"…\")`."
+            require_instance("error", self.error, TailraceError, hint)
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.call}"
@@ -105,6 +110,7 @@ class _Schedule:
 
     def __init__(self, faults: tuple[Fault, ...], allowed: dict[Kind, tuple[str, ...]]) -> None:
         for fault in faults:
+            require_instance("faults", fault, Fault, "Give `fail(\"save\")`, `lose(\"read\")` and their like.")
             if fault.call not in allowed[fault.kind]:
                 raise ConfigError(
                     f"`{fault.call}` cannot {fault.kind.value}", hint=f"One of: {', '.join(allowed[fault.kind])}."
@@ -137,6 +143,7 @@ class FaultyStore:
     """A checkpoint store with faults."""
 
     def __init__(self, store: CheckpointStore, *faults: Fault) -> None:
+        require_methods("store", store, _STORE, "Give the store first: `FaultyStore(MemoryCheckpointStore(), …)`.")
         self._store, self._schedule = store, _Schedule(faults, _OF_STORES)
         self._damaged: set[str] = set()
         self._late: list[tuple[int, Callable[[], object]]] = []
@@ -204,10 +211,11 @@ _OF_SOURCES = {
 }  # fmt: skip
 
 
-class FaultySource:
+class FaultySource(Generic[P]):
     """What `faulty_source` gives: the source, its streams with faults."""
 
-    def __init__(self, source: Streams, *faults: Fault) -> None:
+    def __init__(self, source: Streams[P], *faults: Fault) -> None:
+        require_methods("source", source, ("live",), "Give the source first: `faulty_source(MemoryCapture(), …)`.")
         self._source, self._schedule = source, _Schedule(faults, _OF_SOURCES)
 
     def __getattr__(self, name: str) -> Any:
@@ -217,23 +225,25 @@ class FaultySource:
     def struck(self) -> list[str]:
         return self._schedule.struck
 
-    def live(self, after: Lsn) -> Stream:
+    def live(self, after: P) -> Stream[P]:
         if (fault := self._schedule.due("live")) is not None:
             raise _broken(fault)
         return FaultyStream(self._source.live(after), self._schedule)
 
 
-def faulty_source(source: Streams, *faults: Fault) -> FaultySource:
+def faulty_source(source: Streams[P], *faults: Fault) -> FaultySource[P]:
     """The source with faults. It can do whatever the source can: scan its tables, say which database it is."""
     own = {name for name in dir(type(source)) if not name.startswith("_") and callable(getattr(type(source), name))}
-    passed = {name: _passed(name) for name in own - set(dir(FaultySource))}
+    passed: dict[str, Any] = {name: _passed(name) for name in own - set(dir(FaultySource))}
+    if isinstance(source, Counting):
+        passed["beginning"] = source.beginning
     # A runtime asks for methods, not for names, so they have to stand in a class.
-    made: FaultySource = type("FaultySource", (FaultySource,), passed)(source, *faults)
+    made: FaultySource[P] = type("FaultySource", (FaultySource,), passed)(source, *faults)
     return made
 
 
 def _passed(name: str) -> Callable[..., Any]:
-    def call(self: FaultySource, *given: Any, **named: Any) -> Any:
+    def call(self: FaultySource[Any], *given: Any, **named: Any) -> Any:
         return getattr(self._source, name)(*given, **named)
 
     return call
@@ -243,17 +253,17 @@ def _broken(fault: Fault) -> TailraceError:
     return fault.error or SourceUnreachable("the source breaks in a test", hint="Look at the test's faults.")
 
 
-class FaultyStream:
+class FaultyStream(Generic[P]):
     """A stream with faults. Calls of `read` count when they give a window that has rows."""
 
-    def __init__(self, stream: Stream, schedule: _Schedule) -> None:
+    def __init__(self, stream: Stream[P], schedule: _Schedule) -> None:
         self._stream, self._schedule = stream, schedule
         self._failure: TailraceError | None = None
-        self._again: deque[Window] = deque()
-        self._held: tuple[int, Window] | None = None
-        self._late: list[tuple[int, Lsn]] = []
+        self._again: deque[Window[P]] = deque()
+        self._held: tuple[int, Window[P]] | None = None
+        self._late: list[tuple[int, P]] = []
 
-    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+    def read(self, after: P, wait_seconds: float) -> Window[P] | None:
         if self._failure is not None:
             raise self._failure
         if self._again:
@@ -276,7 +286,7 @@ class FaultyStream:
         self._failure = corrupt if fault.kind is Kind.CORRUPT else _broken(fault)
         raise self._failure
 
-    def confirm(self, position: Lsn) -> None:
+    def confirm(self, position: P) -> None:
         if self._failure is not None:
             raise self._failure
         self._late = [(left - 1, late) for left, late in self._late]

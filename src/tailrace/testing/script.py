@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 
 from tailrace.capture.base import Stream
 from tailrace.capture.memory import MemoryCapture
-from tailrace.errors import TailraceError
+from tailrace.errors import ConfigError, TailraceError
+from tailrace.given import require_instance, require_whole
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
 
@@ -32,6 +33,10 @@ class Transaction:
     batches: tuple[ChangeBatch, ...]
 
     def __init__(self, *batches: ChangeBatch) -> None:
+        for batch in batches:
+            require_instance("batches", batch, ChangeBatch, "Give what `changes(…)` makes.")
+        if not batches:
+            raise ConfigError("a transaction needs changes", hint="Use `Quiet` to move the log without any.")
         object.__setattr__(self, "batches", batches)
 
 
@@ -40,6 +45,9 @@ class Quiet:
     """The log grows by so many bytes that are nobody's: of tables that are not captured, say."""
 
     bytes: int
+
+    def __post_init__(self) -> None:
+        require_whole("bytes", self.bytes, least=0)
 
 
 @dataclass(frozen=True, init=False)
@@ -51,6 +59,10 @@ class Behind:
     steps: tuple[Transaction | Quiet, ...]
 
     def __init__(self, reads: int, *steps: Transaction | Quiet) -> None:
+        require_whole("reads", reads, least=1)
+        for step in steps:
+            if not isinstance(step, Transaction | Quiet):
+                raise _no_step(step, "`Transaction(…)` and `Quiet(…)`")
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "steps", steps)
 
@@ -61,8 +73,18 @@ class Break:
 
     error: TailraceError
 
+    def __post_init__(self) -> None:
+        require_instance("error", self.error, TailraceError, "Give one of ours: `SourceUnreachable(\"…\")`.")
+
 
 Step: TypeAlias = Transaction | Quiet | Behind | Break
+
+
+def _no_step(given: object, known: str) -> ConfigError:
+    return ConfigError(
+        "that is no step of a script", found=type(given).__name__,
+        hint=f"There are {known}: `Transaction(changes(orders, insert({{\"id\": 1}})))`.",
+    )  # fmt: skip
 
 
 class ScriptedSource(MemoryCapture):
@@ -70,6 +92,9 @@ class ScriptedSource(MemoryCapture):
 
     def __init__(self, *steps: Step, **given: Any) -> None:
         """`given` is what `MemoryCapture` takes."""
+        for step in steps:
+            if not isinstance(step, Transaction | Quiet | Behind | Break):
+                raise _no_step(step, "`Transaction(…)`, `Quiet(…)`, `Behind(…)` and `Break(…)`")
         super().__init__(**given)
         self._steps = deque(steps)
         self._silent = 0
@@ -81,6 +106,8 @@ class ScriptedSource(MemoryCapture):
 
     def play(self) -> None:
         """Play the next step now."""
+        if not self._steps:
+            raise ConfigError("the script is at its end", hint="Ask `played` first, or `commit` more.")
         step = self._steps.popleft()
         if isinstance(step, Break):
             self.break_next_read(step.error)

@@ -110,10 +110,20 @@ class Recording:
         }  # fmt: skip
 
 
+_HINT = "Make one with `record(…).save(path)`."
+
+
 def load(path: str | os.PathLike[str]) -> Recording:
     """Read a recording back."""
     try:
-        stored = json.loads(Path(path).read_text())
+        content = Path(path).read_text()
+    except (OSError, TypeError) as error:
+        said = os.strerror(error.errno or 0) if isinstance(error, OSError) else "that is no path"
+        raise ConfigError(f"the recording cannot be read: {said}", path=path, hint="Check the path.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("the file is no recording", path=path, hint=_HINT) from error
+    try:
+        stored = json.loads(content)
         if stored["format"] != FORMAT:
             raise ValueError("a format that this version does not know")
         return Recording(
@@ -125,13 +135,14 @@ def load(path: str | os.PathLike[str]) -> Recording:
             },
             batches=tuple(_batch(item) for item in stored["batches"]),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError, pa.ArrowException) as error:
-        hint = "Make one with `record(…).save(path)`."
-        raise ConfigError("the file is no recording", path=path, hint=hint) from error
+    except (KeyError, TypeError, ValueError, ConfigError, pa.ArrowException) as error:
+        raise ConfigError("the file is no recording", path=path, hint=_HINT) from error
 
 
 def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int = CHANGES_MAX) -> Recording:
     """What the slot holds and nobody confirmed, decoded. Nothing is confirmed by it; nobody may read it meanwhile."""
+    if isinstance(publications, str):
+        raise ConfigError("`publications` is not a list", found="str", hint=f"Give `publications=[{publications!r}]`.")
     names = ",".join(f'"{name}"' for name in publications)
     try:
         with connect(url) as connection:

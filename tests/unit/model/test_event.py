@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from tailrace.errors import ConfigError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.encode import UNAVAILABLE, to_debezium, to_debezium_line, to_json, to_json_line
@@ -98,7 +99,7 @@ def test_a_table_without_a_key_is_a_bag_of_rows() -> None:
         (SHOP, insert(1, unfit=("n",)), "does not fit the type of its column: n"),
         (KEYLESS, update({}, a=1), "did not send the old row"),
         (KEYLESS, update({}, a=1, unchanged=("b",)), "did not send the whole row"),
-        (KEYLESS, delete({}), "did not send the old row"),
+        (replace(KEYLESS, identity=Identity.NONE), delete({}), "did not send the old row"),
         (MESSAGE_STREAM, Change(op="message", values={"prefix": "p"}), "a message is about no row"),
     ],
 )  # fmt: skip
@@ -115,6 +116,34 @@ def test_an_event_has_the_row_before_and_after_its_key_and_where_it_comes_from()
     assert (event.seq, event.position, event.transaction, event.tx_index, event.version) == (0, "0/0", 0, 0, ENVELOPE)
     (gone,) = events(SHOP, delete(7))
     assert (gone.after, gone.key, gone.operation) == (None, {"id": 7}, Operation.DELETE)
+
+
+FULL = replace(SHOP, identity=Identity.FULL)
+
+
+@pytest.mark.parametrize(
+    ("schema", "row", "sent"),
+    [
+        (KEYLESS, delete({}, a=1, b="x"), {"a": 1, "b": "x"}),
+        (KEYLESS, delete({}), {"a": None, "b": None}),
+        (FULL, delete(1, name="a", big=None, n=3), ROW | {"big": None}),
+        (SHOP, delete(1), {"id": 1}),
+    ],
+    ids=["no key", "no key, all of it null", "a key, the whole row sent", "the key sent"],
+)
+def test_what_the_source_sent_of_a_deleted_row_is_told(schema: TableSchema, row: Change, sent: dict[str, Any]) -> None:
+    (event,) = events(schema, row)
+    assert event.before == to_json(event)["before"] == to_debezium(event)["before"] == sent
+    assert event.after is to_debezium(event)["after"] is None
+
+
+def test_a_row_of_nulls_goes_from_a_table_without_a_key() -> None:
+    assert written(KEYLESS, delete({})) == [Delete(key=None, old={"a": None, "b": None})]
+
+
+def test_the_old_row_of_a_key_that_changed_is_told_as_a_deleted_one() -> None:
+    gone, come = events(FULL, delete(1, name="a", big="b", n=3), move(1, 2, name="a", big="b", n=3)[1])
+    assert (gone.before, come.before, come.moved_from) == (ROW, None, {"id": 1})
 
 
 def test_a_column_with_a_reserved_name_has_its_own_name_in_an_event() -> None:
@@ -211,3 +240,25 @@ def test_readers_of_debezium_find_what_they_look_for() -> None:
     assert (source["lsn"], source["txId"]) == (1, 1)
     (read,) = events(SHOP, Change(op="read", values=ROW))
     assert (to_debezium(read)["op"], to_debezium(read)["source"]["snapshot"]) == ("r", "true")
+
+
+def test_a_position_that_is_no_lsn_is_told_to_readers_of_debezium_all_the_same() -> None:
+    (event,) = events(SHOP, insert(1, name="a"))
+    source = to_debezium(replace(event, position="topic/7"))["source"]
+    assert (source["lsn"], json.loads(source["sequence"])) == (None, ["topic/7", str(event.seq)])
+
+
+@pytest.mark.parametrize("given", [None, 3, {"id": 1}, "event"], ids=str)
+def test_what_is_no_event_has_no_form(given: Any) -> None:
+    for form in (to_json, to_json_line, to_debezium, to_debezium_line):
+        with pytest.raises(ConfigError, match="not a `Event`") as raised:
+            form(given)
+        assert "batch.events()" in raised.value.hint
+
+
+def test_the_names_that_readers_of_debezium_go_by_are_texts() -> None:
+    (event,) = events(SHOP, insert(1))
+    odd: dict[str, Any]
+    for odd in ({"name": 3}, {"database": None}):
+        with pytest.raises(ConfigError, match="not a `str`"):
+            to_debezium(event, **odd)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,8 @@ from tailrace.model.positions import (
     Position,
     PositionType,
     SqlServerLsn,
+    bytes_between,
+    covers,
     parse_position,
     reaches,
     type_of,
@@ -98,6 +102,33 @@ def test_an_endless_text_is_refused_before_it_is_looked_at() -> None:
         parse_position(PositionType.MYSQL_GTID, "x" * (TEXT_CHARACTERS_MAX + 1))
 
 
+@pytest.mark.parametrize("given", [None, 3, b"0/1", ["0/1"]], ids=str)
+@pytest.mark.parametrize("parse", [
+    Lsn.parse, BinlogPosition.parse, MysqlGtidSet.parse, MariadbGtidSet.parse, SqlServerLsn.parse, CustomPosition,
+], ids=str)  # fmt: skip
+def test_what_is_no_text_is_refused_with_what_it_should_look_like(parse: Callable[[Any], object], given: Any) -> None:
+    with pytest.raises(ConfigError, match=f"found={type(given).__name__}") as raised:
+        parse(given)
+    assert raised.value.hint.startswith("Give a text. It ")
+
+
+def test_a_text_that_is_refused_is_shown_on_one_line() -> None:
+    with pytest.raises(ConfigError) as raised:
+        CustomPosition("a\nb")
+    assert r"'a\nb'" in str(raised.value)
+
+
+@pytest.mark.parametrize("make", [
+    (Lsn, -1), (Lsn, "7"), (Lsn, None), (SqlServerLsn, "a", 0, 0), (SqlServerLsn, 1, 0, 1 << 16),
+    (BinlogPosition, "mysql-bin.000001", "7"),
+], ids=str)  # fmt: skip
+def test_numbers_that_are_none_are_refused_with_what_to_write(make: tuple[Any, ...]) -> None:
+    kind, *given = make
+    with pytest.raises(ConfigError) as raised:
+        kind(*given)
+    assert raised.value.hint
+
+
 def test_values_that_no_server_has_cannot_be_made() -> None:
     for make in (
         lambda: BinlogPosition("mysql-bin.000001", 3), lambda: BinlogPosition("a/b.000001", 4),
@@ -164,6 +195,27 @@ def test_custom_positions_that_are_no_numbers_have_no_order() -> None:
     assert reaches(CustomPosition("a"), CustomPosition("b"))
     assert reaches(CustomPosition("9" * 5000), CustomPosition("8" * 5000)), "and numbers of any length do"
     assert not reaches(CustomPosition("8" * 5000), CustomPosition("9" * 5000))
+
+
+@pytest.mark.parametrize(("new", "old"), FOLLOWS, ids=str)
+def test_a_later_position_covers_an_earlier_one(new: Position, old: Position) -> None:
+    assert covers(new, old)
+    assert not covers(old, new)
+    assert covers(new, new)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [*NEITHER, (CustomPosition("page a"), CustomPosition("page b"))], ids=str
+)
+def test_without_an_order_only_equal_positions_cover_each_other(one: Position, other: Position) -> None:
+    assert not covers(one, other)
+    assert not covers(other, one)
+    assert covers(one, one)
+
+
+def test_bytes_between_positions_are_known_of_postgresql_only() -> None:
+    assert bytes_between(Lsn(5), Lsn(12)) == 7
+    assert bytes_between(CustomPosition("5"), CustomPosition("12")) == 0
 
 
 numbers = st.lists(st.tuples(st.sampled_from([A, B]), st.integers(1, 30)), min_size=1, max_size=20)

@@ -212,16 +212,32 @@ def test_a_snapshot_whose_beginning_cannot_be_saved_begins_later(
     runtime.stop()
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_snapshot_whose_end_cannot_be_saved_ends_later(
-    store: Store, runtime: CdcRuntime, heard: list[Fact], stopped: bool
+def test_a_snapshot_whose_last_rows_cannot_be_acknowledged_ends_when_they_are(
+    store: Store, runtime: CdcRuntime, heard: list[Fact]
 ) -> None:
     snapshot = runtime.control.snapshot(SHOP.table)
     runtime.commit(runtime.poll(0.0).ack)
-    if stopped:
-        runtime.control.stop_snapshot()
-    else:
-        assert taken(runtime, Kind.SNAPSHOT, 2) == [3, 4]
+    runtime.poll(0.0)  # the stream's turn
+    last = runtime.poll(0.0)
+    assert keys_of(last) == [3, 4]
+    store.failures = 1
+    with pytest.raises(StateFull):
+        runtime.commit(last.ack)
+    assert runtime.poll(0.0) is last
+    assert told(heard) == [f"SnapshotBegun {snapshot}"]
+    assert store.snapshot is not None
+    runtime.commit(last.ack)
+    assert told(heard) == [f"SnapshotBegun {snapshot}", f"SnapshotEnded {snapshot}"]
+    assert store.snapshot is None
+    runtime.stop()
+
+
+def test_a_snapshot_whose_stop_cannot_be_saved_stops_later(
+    store: Store, runtime: CdcRuntime, heard: list[Fact]
+) -> None:
+    snapshot = runtime.control.snapshot(SHOP.table)
+    runtime.commit(runtime.poll(0.0).ack)
+    runtime.control.stop_snapshot()
     store.failures = 1
     for _ in range(3):
         assert runtime.poll(0.0).kind is Kind.EMPTY

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -10,14 +12,16 @@ from tailrace.capture.memory import MemoryCapture, batch_of
 from tailrace.errors import ConfigError, SinkUnready
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
-from tailrace.model.event import Event
+from tailrace.model.event import Delete, Event
 from tailrace.model.mirror import Mirror
+from tailrace.model.schema import Identity
 from tailrace.runtime import observing
 from tailrace.runtime.batch import Batch, Kind
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observing import Fact
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.transforms.rules import Filter, Transforms
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of, until
 from tests.support.transforms import PEOPLE, changed, person
@@ -122,7 +126,8 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
             changed(Operation.UPDATE, person(2, "b"), before=person(2, "a"), unchanged=["mail"]),
             changed(Operation.INSERT, person(3), unfit={"amount": "NaN"}),
         ).events(),
-        *batch_of(SHOP, (Operation.TRUNCATE, {})).events(),
+        *batch_of(SHOP, (Operation.TRUNCATE, {}), (Operation.DELETE, {"id": 4})).events(),
+        *batch_of(replace(SHOP, identity=Identity.FULL), (Operation.DELETE, {"id": 4, "name": "x"})).events(),
     ]  # fmt: skip
     for event in given:
         runtime.enqueue(event)
@@ -135,6 +140,17 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
         assert (batch.batches[0].moves, batch.batches[0].truncates, batch.batches[0].unfit) == (
             int(event.moved_from is not None), int(event.operation is Operation.TRUNCATE), len(event.unfit),
         )  # fmt: skip
+    runtime.stop()
+
+
+def test_an_injected_delete_by_key_is_not_dropped_by_a_filter(source: MemoryCapture) -> None:
+    """Whether the row was wanted is not known of a key: what was not sent is not null."""
+    wanted = Transforms(rules=(Filter(where="name == 'x'"),))
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), transforms=wanted)
+    runtime.start()
+    (event,) = batch_of(SHOP, (Operation.DELETE, {"id": 4})).events()
+    runtime.enqueue(event)
+    assert [found.row_write() for found in runtime.poll().events()] == [Delete(key={"id": 4})]
     runtime.stop()
 
 
@@ -168,4 +184,62 @@ def test_an_event_made_by_hand_can_be_injected(source: MemoryCapture) -> None:
     event = next(runtime.poll().events())
     assert (event.values["id"], event.values["country"]) == (7, None)
     assert event.committed_at == datetime(2026, 1, 1, tzinfo=UTC)
+    runtime.stop()
+
+
+def test_what_is_injected_carries_no_position_whatever_it_had(source: MemoryCapture) -> None:
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    source.commit(inserts(1))
+    batch = runtime.poll()
+    (event,) = batch.events()
+    assert event.position
+    runtime.commit(batch.ack)
+    runtime.enqueue(event)
+    runtime.enqueue(batch.batches[0])
+    assert [injected.position for _ in range(2) for injected in runtime.poll().events()] == ["", ""]
+    runtime.stop()
+
+
+def test_a_loop_that_ends_says_which_rows_were_not_delivered_and_the_next_start_has_them(
+    source: MemoryCapture, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Fact] = []
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=[heard.append])
+    runtime.start()
+    runtime.enqueue(inserts(1, 2))
+    sink = MemorySink()
+    runtime.run(sink, lambda: True)
+    stopped = [fact for fact in heard if isinstance(fact, observing.Stopped)]
+    assert [fact.injected for fact in stopped] == [2]
+    assert ["were not delivered" in record.message for record in caplog.records] == [True]
+    runtime.run(sink, lambda: sink.rows == 2)
+    assert sorted(event.values["id"] for event in sink.events()) == [1, 2]
+    assert [fact.injected for fact in heard if isinstance(fact, observing.Stopped)] == [2, 0]
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"values": {"zap": 1}}, "no such column .*zap"), ({"values": {"id": "x"}}, "none of its column's type"),
+    ({"operation": "insert"}, "`operation` is not a `Operation`"), ({"schema": 3}, "`schema` is not a `TableSchema`"),
+], ids=str)  # fmt: skip
+def test_an_event_that_cannot_be_a_row_is_refused_where_it_is_injected(
+    source: MemoryCapture, change: dict[str, Any], said: str
+) -> None:
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    (event,) = runtime.poll().events()
+    with pytest.raises(ConfigError, match=said) as raised:
+        runtime.enqueue(replace(event, **change))
+    assert raised.value.hint
+    assert runtime.force_stop().injected == ()
+
+
+def test_a_batch_of_a_tables_own_columns_alone_is_refused(source: MemoryCapture) -> None:
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    runtime.start()
+    own = inserts(1).data.select(SHOP.names)
+    with pytest.raises(ConfigError, match=r"rows lack .*_op, _seq") as raised:
+        runtime.enqueue(ChangeBatch(schema=SHOP, data=own))
+    assert "batch_of" in raised.value.hint
     runtime.stop()

@@ -1,4 +1,7 @@
-"""What others paid for, as far as the runtime is concerned; the numbers are those of DESIGN.md's list."""
+"""What others paid for, as far as the runtime is concerned; the numbers are those of DESIGN.md's list.
+
+Those that take a real server stand in tests/integration/test_runtime_lessons.py and test_runtime.py.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from tailrace.model.mirror import Mirror
 from tailrace.model.position import ZERO
 from tailrace.runtime.batch import Batch, Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.observing import Fact
 from tailrace.runtime.sinks import JsonlSink, MemorySink, TableRouter
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
@@ -138,6 +142,32 @@ def test_lesson_9_a_paused_stream_sees_resume_at_once_and_stays_open(source: Mem
     assert time.monotonic() - began < 10
     later.join()
     runtime.force_stop()
+
+
+def test_lesson_13_all_observers_are_told_everything_and_the_errors_of_each_are_seen(
+    source: MemoryCapture, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: dict[str, list[Fact]] = {"first": [], "second": [], "third": []}
+
+    def first(fact: Fact) -> None:
+        heard["first"].append(fact)
+        raise ValueError("a value of a row")
+
+    def second(fact: Fact) -> None:
+        heard["second"].append(fact)
+        raise OSError("gone")
+
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=(first, second, heard["third"].append))
+    source.commit(inserts(1))
+    runtime.run(MemorySink(), lambda: source.confirmed == source.end)
+    assert heard["first"] == heard["second"] == heard["third"]
+    told = [type(fact).__name__ for fact in heard["third"]]
+    assert told == ["Started", "StreamOpened", "ShapeSeen", "Delivered", "Committed", "Stopped"]
+    seen = [(vars(line)["fact"], vars(line)["reason"].split(" (")[0]) for line in caplog.records]
+    assert seen == [
+        (fact, reason) for fact in told for reason in ("unexpected ValueError in first", "unexpected OSError in second")
+    ]
+    assert "a value of a row" not in caplog.text
 
 
 def test_lesson_14_written_means_that_bytes_were_written(source: MemoryCapture, tmp_path: Path) -> None:

@@ -150,13 +150,13 @@ def test_a_quiet_window_that_is_not_due_is_neither_appended_nor_confirmed(
     assert (sink.windows, source.confirmed) == ([], ZERO)
 
 
-def test_a_quiet_window_that_is_due_moves_log_and_source(
-    source: Source, sink: Sink, steps: LogLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "IDLE_SECONDS_MAX", 0.0)
+def test_a_quiet_window_that_is_due_moves_log_and_source(source: Source, sink: Sink) -> None:
+    steps = LogLoop(source.live, sink, idle_seconds_max=0.0)
+    steps.runtime.start()
     end = source.quiet(100)
     steps.step()
     assert (sink.position, source.confirmed) == (end, end)
+    steps.runtime.stop()
 
 
 def test_nothing_to_take_is_no_window(steps: LogLoop) -> None:

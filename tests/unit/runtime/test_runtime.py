@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -22,6 +23,7 @@ from tailrace.errors import (
     SinkRejected,
     SinkUnready,
     SourceUnreachable,
+    StateCorrupt,
     StateForeign,
     StateFull,
     TailraceError,
@@ -38,7 +40,7 @@ from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observing import Fact, Verdict
 from tailrace.runtime.sinks import MemorySink, Rejected
 from tailrace.runtime.states import State
-from tailrace.state.checkpoint import Checkpoint
+from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.state.history import MemorySchemaHistory
 from tests.support.changes import SHOP
@@ -168,6 +170,8 @@ def test_a_made_up_token_is_refused(source: MemoryCapture, runtime: CdcRuntime) 
     assert batch.ack is not None
     with pytest.raises(AckRefused):
         runtime.commit(Ack(batch.ack.runtime, batch.ack.number + 1))
+    with pytest.raises(AckRefused, match="no token"):
+        runtime.commit(batch)  # type: ignore[arg-type] # the batch instead of its `ack`: an easy slip
 
 
 def test_rows_are_numbered_without_a_gap_and_the_same_when_they_come_again(
@@ -218,11 +222,12 @@ def test_a_prefix_can_be_accepted_and_the_rest_comes_next(source: MemoryCapture,
 def test_accepting_more_rows_than_there_are_is_refused(source: MemoryCapture, runtime: CdcRuntime) -> None:
     source.commit(inserts(1))
     batch = runtime.poll()
-    for rows in (-1, 2):
+    for rows in (-1, 2, 0.5, "1", True):  # a quotient, say
         with pytest.raises(ConfigError):
-            runtime.commit(batch.ack, rows=rows)
+            runtime.commit(batch.ack, rows=rows)  # type: ignore[arg-type] # what a user may write
     runtime.commit(batch.ack, rows=0)
     assert runtime.poll() is batch
+    assert runtime.control.status().unacknowledged == 1
 
 
 def test_after_a_part_of_a_transaction_only_the_rest_comes_but_the_position_waits(
@@ -377,14 +382,29 @@ def test_a_checkpoint_of_another_source_is_refused(source: MemoryCapture, store:
         CdcRuntime(MemoryCapture(), store).start()
 
 
-def test_a_checkpoint_seeded_by_hand_is_where_it_begins(source: MemoryCapture, store: Store) -> None:
+@pytest.mark.parametrize("metadata", [{}, {"from": "debezium"}, {"rows": 1200, "snapshot": "done"}])
+def test_a_checkpoint_seeded_by_hand_is_where_it_begins(
+    source: MemoryCapture, store: Store, metadata: dict[str, object]
+) -> None:
     at = source.commit(inserts(1))
     source.commit(inserts(2))
-    store.save("default", Checkpoint(source_type="memory", position=at))
+    seed_checkpoint(store, "default", Checkpoint(source_type="memory", position=at, metadata=metadata))
     runtime = CdcRuntime(source, store)
     runtime.start()
-    assert keys_of(runtime.poll()) == [2]
-    runtime.force_stop()
+    batch = runtime.poll()
+    assert keys_of(batch) == [2]
+    runtime.commit(batch.ack)
+    assert runtime.rows_committed == 1
+    runtime.stop()
+
+
+@pytest.mark.parametrize("metadata", [{"runtime": "mine"}, {"runtime": 2}, {"runtime": 3, "rows": 1}])
+def test_what_says_to_be_a_runtimes_and_cannot_be_read_is_an_error(
+    source: MemoryCapture, store: Store, metadata: dict[str, object]
+) -> None:
+    store.save("default", Checkpoint(source_type="memory", position=source.commit(inserts(1)), metadata=metadata))
+    with pytest.raises(StateCorrupt):
+        CdcRuntime(source, store).start()
 
 
 def test_a_seed_for_a_source_of_ones_own_keeps_its_name(source: MemoryCapture, store: Store) -> None:
@@ -761,6 +781,17 @@ def test_a_function_that_takes_rows_away_is_refused(source: MemoryCapture, store
     with pytest.raises(ConfigError, match="took or added rows"):
         runtime.poll()
     assert runtime.force_stop().buffered[0].rows == 2
+
+
+@pytest.mark.parametrize("odd", [lambda _: None, lambda batch: batch.data], ids=["nothing", "record batch"])
+def test_a_function_that_gives_no_batch_is_told_what_to_return(source: MemoryCapture, store: Store, odd: Any) -> None:
+    runtime = CdcRuntime(source, store, transform=odd)
+    runtime.start()
+    source.commit(people(1, 2))
+    with pytest.raises(ConfigError, match="gave no batch") as raised:
+        runtime.poll()
+    assert "dataclasses.replace" in raised.value.hint
+    runtime.force_stop()
 
 
 def test_a_sink_that_fails_in_the_middle_of_a_transaction_gets_that_part_again_and_the_count_is_right(

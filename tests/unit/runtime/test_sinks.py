@@ -6,19 +6,24 @@ import errno
 import io
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
+import pyarrow as pa
 import pytest
 
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError, SinkError, SinkUnready
 from tailrace.model.encode import to_debezium_line
 from tailrace.model.position import ZERO
+from tailrace.model.schema import Identity
 from tailrace.runtime.batch import Batch, numbered
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, StreamSink, TableRouter
+from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Sink, StreamSink, TableRouter
 from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.testing.changes import changes, delete, table
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, until
 from tests.support.windows import named
@@ -58,6 +63,19 @@ def test_a_stream_gets_a_line_for_each_change() -> None:
     assert json.loads(other.getvalue().splitlines()[0])["op"] == "c"
 
 
+def test_a_row_that_goes_is_in_the_file_with_all_that_the_source_sent(tmp_path: Path) -> None:
+    keyed, keyless = table("public.k", id=pa.int64(), v=pa.string()), table("public.nk", key=(), a=pa.int64())
+    source = MemoryCapture()
+    source.commit(changes(replace(keyed, identity=Identity.FULL), delete({"id": 1, "v": "x"})))
+    end = source.commit(changes(keyless, delete({"a": 5})))
+    sinks = JsonlSink(tmp_path / "ours"), JsonlSink(tmp_path / "theirs", encode=to_debezium_line)
+    CdcRuntime(source, MemoryCheckpointStore()).run(FanOut(*sinks), until(lambda: source.confirmed == end))
+    for sink, folder in zip(sinks, ("ours", "theirs"), strict=True):
+        sink.close()
+        found = (tmp_path / folder / "00000001.jsonl").read_text().splitlines()
+        assert [json.loads(line)["before"] for line in found] == [{"id": 1, "v": "x"}, {"a": 5}]
+
+
 def test_a_reader_that_is_gone_is_an_error_that_nobody_waits_for() -> None:
     class Gone(io.StringIO):
         def flush(self) -> None:
@@ -93,6 +111,58 @@ def test_a_line_that_was_torn_by_a_crash_is_cut_off(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes() + b'{"seq": 3, "half')
     JsonlSink(tmp_path).close()
     assert lines(tmp_path) == [0, 1, 2]
+
+
+def test_a_sink_that_is_closed_touches_no_file_of_anybody(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "out")
+    sink.write(batch())
+    sink.close()
+    precious = b"of another"
+    others = [os.open(tmp_path / f"{n}", os.O_RDWR | os.O_CREAT) for n in range(3)]  # one has its old number
+    for handle in others:
+        os.write(handle, precious)
+    for attempt in (lambda: sink.flush(True), lambda: sink.write(batch())):
+        with pytest.raises(SinkError, match="the sink is closed") as told:
+            attempt()
+        assert not isinstance(told.value, SinkUnready), "waiting opens it no more"
+    sink.close()
+    for handle in others:
+        assert os.pread(handle, 100, 0) == precious
+        os.close(handle)
+    assert lines(tmp_path / "out") == [], "what was not flushed was delivered to nobody"
+
+
+def test_a_block_closes_its_sink(tmp_path: Path) -> None:
+    with JsonlSink(tmp_path) as sink:
+        sink.write(batch())
+        sink.flush(True)
+    with pytest.raises(SinkError, match="closed"):
+        sink.flush(True)
+    assert lines(tmp_path) == [0, 1, 2]
+
+
+def test_a_last_sync_that_fails_is_told_and_the_file_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = JsonlSink(tmp_path, fsync="interval", fsync_seconds=3600.0)
+    sink.write(batch())
+    sink.flush(False)
+
+    def fsync(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SinkError, match="cannot be written"):
+        sink.close()
+    sink.close()
+
+
+def test_a_stream_that_is_closed_is_an_error_that_nobody_waits_for() -> None:
+    stream = io.StringIO()
+    stream.close()
+    with pytest.raises(SinkError, match="the stream is closed") as told:
+        StreamSink(stream).flush(True)
+    assert not isinstance(told.value, SinkUnready)
 
 
 def test_a_flush_that_fails_leaves_nothing_behind_and_is_tried_again(
@@ -254,3 +324,60 @@ def test_each_table_goes_to_its_own_sink_and_others_are_told_apart() -> None:
     assert (things.rows, rest.rows) == (2, 1)
     (rejected,) = TableRouter({SHOP.table: things}).write(batch())
     assert (rejected.table, rejected.seq) == (OTHER.table, 2)
+
+
+class Answering:
+    """A sink of one's own that says this of every batch."""
+
+    def __init__(self, answer: object) -> None:
+        self.answer, self.flushes = answer, 0
+
+    def write(self, batch: Batch) -> Any:
+        return self.answer
+
+    def flush(self, caught_up: bool) -> None:
+        self.flushes += 1
+
+
+WAYS: dict[str, Callable[[Sink], Sink]] = {
+    "alone": lambda sink: sink,
+    "one of several": lambda sink: FanOut(MemorySink(), sink),
+    "behind a router": lambda sink: TableRouter({}, otherwise=sink),
+}
+
+
+def run_into(sink: Sink) -> MemoryCheckpointStore:
+    source, store = MemoryCapture(), MemoryCheckpointStore()
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source, store)
+    runtime.start()
+    runtime.run(sink, lambda: runtime.progress.rows == 1)
+    return store
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sink_that_says_nothing_took_everything(way: str) -> None:
+    sink = Answering(None)
+    run_into(WAYS[way](sink))
+    assert sink.flushes
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("answer", [True, ["no"], "no", {"seq": 1}])
+def test_what_is_no_rejected_row_is_refused_with_what_to_return(way: str, answer: object) -> None:
+    sink = Answering(answer)
+    with pytest.raises(SinkError, match="rows that it rejects are meant") as raised:
+        run_into(WAYS[way](sink))
+    assert "Rejected(table=" in str(raised.value.hint)
+    assert not sink.flushes
+
+
+@pytest.mark.parametrize("make", [
+    lambda: StreamSink(cast("Any", 3)), lambda: StreamSink(cast("Any", io.BytesIO())),
+    lambda: StreamSink(encode=cast("Any", 3)), lambda: JsonlSink(""), lambda: JsonlSink(cast("Any", None)),
+    lambda: TableRouter(cast("Any", [SHOP.table])),
+])  # fmt: skip
+def test_what_a_sink_cannot_be_made_of_is_refused_before_any_row_comes(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make()
+    assert raised.value.hint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,8 +15,10 @@ from tailrace.errors import (
     SourceUnreachable,
     StateCorrupt,
     StateFull,
+    Unacknowledged,
     Unsupported,
 )
+from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.runtime import observing
 from tailrace.runtime.batch import Batch, Kind, Limits
@@ -199,6 +202,28 @@ def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: Memo
     runtime.stop()
 
 
+def test_whoever_gives_a_snapshot_up_hears_whether_there_was_one(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store)
+    take(runtime)
+    stop = runtime.control.stop_snapshot
+    assert not stop()
+    first, second = runtime.control.snapshot(SHOP.table), runtime.control.snapshot(OTHER.table)
+    batch = runtime.poll(0.0)
+    assert stop(second), "it waits"
+    assert stop(first), "it is under way"
+    runtime.commit(batch.ack)
+    assert keys(take(runtime), Kind.SNAPSHOT) == []
+    assert not stop(first)
+    assert not stop("0123456789ab")
+    for odd in (7, "public.orders", "", SHOP.table, ["0123456789ab"]):
+        with pytest.raises(ConfigError, match="no snapshot's id") as raised:
+            stop(cast("str", odd))
+        assert "`control.snapshot(…)` has returned" in raised.value.hint
+    runtime.stop()
+
+
 def test_what_is_asked_for_after_a_stop_is_read_though_nobody_polled_between(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:
@@ -334,6 +359,19 @@ def test_a_snapshot_needs_tables_and_a_condition_needs_one(source: MemoryCapture
     runtime.stop()
 
 
+def test_a_table_that_is_named_by_a_text_is_refused_before_anything_is_read(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    name = str(SHOP.table)
+    for given in ({"snapshot_tables": [name]}, {"incremental_snapshot": name}):
+        with pytest.raises(ConfigError, match="TableId"):
+            started(source, store, **given)
+    runtime = started(source, store)
+    with pytest.raises(ConfigError, match="TableId"):
+        runtime.control.snapshot(name)  # type: ignore[arg-type] # that is what is refused
+    runtime.stop()
+
+
 def test_a_snapshot_on_demand_that_cannot_be_had_does_not_disturb_the_stream(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,3 +450,74 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_rows_that_were_read_unacknowle
     assert keys(found, Kind.SNAPSHOT) == [*range(25), 100, 101, 102]
     assert runtime.rows_committed == 28
     runtime.stop()
+
+
+def test_first_rows_are_acknowledged_although_a_transform_refuses_the_rest(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    refuses = False
+
+    def transform(batch: ChangeBatch) -> ChangeBatch:
+        if refuses:
+            raise ArithmeticError("not these")
+        return batch
+
+    runtime = started(source, store, snapshot_tables=TABLES, transform=transform)
+    batch = runtime.poll()
+    refuses = True
+    runtime.commit(batch.ack, rows=1)
+    assert runtime.rows_committed == 1
+    for _ in range(2):
+        with pytest.raises(ArithmeticError):
+            runtime.poll()
+    with pytest.raises(Unacknowledged, match="handed_out=3"):
+        runtime.stop()
+    refuses = False
+    rest = runtime.poll()
+    assert (keys_of(rest), [event.seq for event in rest.events()]) == ([1, 2, 3], [1, 2, 3])
+    runtime.commit(rest.ack)
+    assert keys(take(runtime), Kind.SNAPSHOT) == [*range(4, 25), 100, 101, 102]
+    runtime.stop()
+
+
+def test_the_rest_of_rows_that_were_read_is_nobodys_until_it_is_polled(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    runtime = started(source, store, snapshot_tables=TABLES)
+    runtime.commit(runtime.poll().ack, rows=1)
+    assert runtime.control.status().unacknowledged == 3
+    runtime.control.pause()
+    assert runtime.poll(0.0).kind is Kind.EMPTY
+    drained = runtime.drain_and_stop()
+    assert (drained.in_flight, [window.rows for window in drained.buffered]) == (None, [3])
+    assert runtime.rows_committed == 1, "what was not polled again is not acknowledged"
+
+
+def test_what_comes_behind_the_rest_of_a_batch_has_the_numbers_behind_it_though_a_snapshot_took_some(
+    store: MemoryCheckpointStore,
+) -> None:
+    source = MemoryCapture(keep_tables=True)
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source, store, incremental_snapshot=[SHOP.table])
+    runtime.start()
+    runtime.commit(runtime.poll(0.0).ack)  # the row that was read, which is number 0
+    source.commit(inserts(2, 3))
+    batch = runtime.poll(0.0)
+    assert [event.seq for event in batch.events()] == [1, 2, 3]
+    runtime.commit(batch.ack, rows=1)
+    source.commit(inserts(4))
+    rest = runtime.poll(0.0)
+    assert [(event.seq, event.values["id"]) for event in rest.events()] == [(2, 2), (3, 3), (4, 4)]
+    assert rest.transactions == 2
+
+
+def test_what_a_stop_gives_back_has_the_numbers_that_it_would_have_come_with(store: MemoryCheckpointStore) -> None:
+    source = MemoryCapture(keep_tables=True, window_transactions_max=2)
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source, store, incremental_snapshot=[SHOP.table], limits=Limits(rows=1))
+    runtime.start()
+    runtime.commit(runtime.poll(0.0).ack)  # the row that was read, which is number 0
+    source.commit(inserts(2))
+    assert [event.seq for event in runtime.poll(0.0).events()] == [1]
+    (window,) = runtime.force_stop().buffered
+    assert [seq for rows in window.batches for seq in rows.data.column("_seq").to_pylist()] == [2]

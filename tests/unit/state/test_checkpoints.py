@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,8 @@ from tailrace.model.positions import BinlogPosition, CustomPosition, MysqlGtidSe
 from tailrace.state import records
 from tailrace.state.checkpoint import METADATA_BYTES_MAX, Checkpoint, seed_checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
+from tailrace.state.histories import FileSchemaHistory
+from tailrace.testing.stores import check_checkpoint_store
 from tests.support.disks import fill, mounted
 
 GTIDS = "3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77"
@@ -64,6 +67,10 @@ def test_a_checkpoint_refuses_what_makes_no_sense() -> None:
         lambda: at(1, transaction=""),
         lambda: at(1, transaction=731),
         lambda: at(1, time=now.replace(tzinfo=None)),
+        lambda: at(1, time="2026-01-01"),
+        lambda: Checkpoint(source_type="postgresql", position="16/1"),  # type: ignore[arg-type] # what a user may write
+        lambda: Checkpoint(source_type="mine", position=None),  # type: ignore[arg-type]
+        lambda: Checkpoint.parse(source_type="mine", position_type="custom", position=5),  # type: ignore[arg-type]
         lambda: at(1, metadata={"a": object()}),
         lambda: at(1, metadata={"a": float("nan")}),
         lambda: at(1, metadata={"a": "\udc80"}),
@@ -104,6 +111,68 @@ def test_a_first_checkpoint_is_given_by_hand_and_never_over_one_that_is_there(ki
     with pytest.raises(StateError, match="already") as caught:
         seed_checkpoint(store, "orders", found)
     assert "delete" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+@pytest.mark.parametrize("key", [None, 5, b"x", ("a",)])
+def test_a_key_that_is_no_text_is_refused_wherever_it_is_given(kind: str, key: Any, tmp_path: Path) -> None:
+    store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
+    acts: list[Callable[[Any], object]] = [
+        store.load, store.delete, lambda key: store.save(key, at(1)), lambda key: seed_checkpoint(store, key, at(1)),
+    ]  # fmt: skip
+    for act in acts:
+        with pytest.raises(ConfigError, match="key is no text") as caught:
+            act(key)
+        assert "shop-orders" in caught.value.hint
+    assert store.list() == ()
+
+
+@pytest.mark.parametrize("kind", ["files", "memory"])
+@pytest.mark.parametrize("given", [None, "0/7", Lsn(7), {"position": "0/7"}])
+def test_what_is_no_checkpoint_is_refused_wherever_it_is_given(kind: str, given: Any, tmp_path: Path) -> None:
+    store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
+    for act in (store.save, lambda key, given: seed_checkpoint(store, key, given)):
+        with pytest.raises(ConfigError, match="that is no checkpoint") as caught:
+            act("orders", given)
+        assert "Checkpoint.parse" in caught.value.hint
+    assert store.list() == ()
+
+
+STORED = at(7).to_json()
+
+
+@pytest.mark.parametrize(("stored", "said"), [
+    (None, "of another type"), (3, "of another type"), ([], "of another type"), ({}, "it lacks `source_type`"),
+    ({**STORED, "position": "x"}, "not a log sequence number"), ({**STORED, "position_type": "zap"}, "not a type"),
+    ({**STORED, "time": "noon"}, "Invalid isoformat"), ({**STORED, "time": 3}, "of another type"),
+    ({**STORED, "metadata": [1]}, "no JSON object"),
+])  # fmt: skip
+def test_what_a_store_of_ones_own_has_kept_wrong_is_damage_and_never_none(stored: Any, said: str) -> None:
+    with pytest.raises(StateCorrupt, match=f"a checkpoint cannot be read: .*{said}") as caught:
+        Checkpoint.from_json(stored)
+    assert "`delete` it and seed it" in caught.value.hint
+
+
+@pytest.mark.parametrize("given", [None, 3, "", b"state"])
+def test_a_store_is_in_a_folder_that_is_named_and_never_where_the_program_happens_to_run(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for make in (FileCheckpointStore, FileSchemaHistory):
+        with pytest.raises(ConfigError, match="no folder is named") as caught:
+            make(given)
+        assert "state/shop" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "place", [None, MemoryCheckpointStore(), MemoryCheckpointStore, lambda: 3],
+    ids=["none", "a store", "its class", "a function of none"],
+)  # fmt: skip
+def test_a_suite_that_is_given_a_store_and_not_a_way_to_open_one_says_so(place: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot be called") as caught:
+        check_checkpoint_store(place)
+    assert "returns a function that opens" in caught.value.hint
 
 
 # --- the file ----------------------------------------------------------------------------------------------

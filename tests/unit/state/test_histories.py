@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
@@ -298,3 +298,22 @@ def test_times_need_a_zone() -> None:
     history.record(SHOP)
     with pytest.raises(ConfigError, match="zone"):
         history.at_time(SHOP.table, zoneless)
+
+
+@pytest.mark.parametrize("ask", [
+    lambda history: history.latest("public.orders"), lambda history: history.versions(None),
+    lambda history: history.at_version("public.orders", 1), lambda history: history.at_version(SHOP.table, "1"),
+    lambda history: history.at_time(SHOP.table, "now"), lambda history: history.at_time(SHOP.table, None),
+    lambda history: history.drop("public.orders"), lambda history: history.record(SHOP.table),
+    lambda history: history.record(SHOP, time="now"), lambda history: history.record(SHOP, position="0/7"),
+    lambda history: history.record(SHOP, ddl=3), lambda _: Retention(keep_last=cast("int", "3")),
+    lambda _: Retention(keep_last=True), lambda _: Retention(max_age=cast("timedelta", 3)),
+    lambda _: MemorySchemaHistory(retention=cast("Retention", 3)),
+])  # fmt: skip
+def test_whatever_is_asked_for_wrong_is_refused_and_not_answered_as_unknown(ask: Callable[[Any], object]) -> None:
+    history = MemorySchemaHistory()
+    history.record(replace(SHOP, table=TableId("public", "other")))
+    with pytest.raises(ConfigError) as raised:
+        ask(history)
+    assert raised.value.hint
+    assert history.tables() == (TableId("public", "other"),)

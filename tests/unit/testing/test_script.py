@@ -12,7 +12,7 @@ from tailrace.runtime import intake
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.history import MemorySchemaHistory, SchemaEvent
 from tailrace.testing.changes import altered, changes, delete, insert, move, table, truncate, update
 from tailrace.testing.script import Behind, Break, Quiet, ScriptedSource, Transaction
 from tests.support.runtimes import until
@@ -41,6 +41,23 @@ def test_a_whole_script_runs_through_a_runtime_without_a_clock_or_a_thread() -> 
     assert [event.values["id"] for event in sink.events()] == [1, 2, 3, 4]
     assert runtime.progress.reconnects == 1
     assert [version.shape.names for version in history.versions(ORDERS.table)] == [ORDERS.names, MORE.names]
+
+
+def test_two_tables_of_a_script_are_two_in_the_schema_history() -> None:
+    one, other = table("public.a", id=pa.int64()), table("public.b", id=pa.int64())
+    source = ScriptedSource(*(Transaction(changes(shape, insert({"id": 1}))) for shape in (one, other, one)))
+    history, sink = MemorySchemaHistory(), MemorySink()
+    CdcRuntime(source, MemoryCheckpointStore(), history).run(sink, until(lambda: sink.rows == 3))
+    for shape in (one, other):
+        assert [version.event for version in history.versions(shape.table)] == [SchemaEvent.CREATE]
+
+
+def test_a_table_has_the_same_number_each_time_and_no_other_has_it() -> None:
+    names = [f"{schema}.t{number}" for schema in ("public", "shop") for number in range(500)]
+    numbers = [table(name, id=pa.int64()).relation for name in names]
+    assert len(set(numbers)) == len(names)
+    assert numbers == [table(name, v=pa.string()).relation for name in names]
+    assert table("public.a", relation=7, id=pa.int64()).relation == 7
 
 
 def test_a_reader_that_is_behind_sees_the_lag_and_gets_nothing_for_so_long() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tailrace.errors import ConfigError
 from tailrace.model.mirror import Mirror
 from tailrace.testing.checks import ContractBroken
-from tailrace.testing.wire import Recording, load
+from tailrace.testing.wire import Recording, load, record
 
 GOLDENS = sorted((Path(__file__).parents[2] / "fixtures" / "wire-format-1").glob("*.json"))
 
@@ -77,3 +77,16 @@ def test_what_is_no_recording_is_said_to_be_none(content: str, tmp_path: Path) -
     (tmp_path / "x.json").write_text(content)
     with pytest.raises(ConfigError, match="no recording"):
         load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(("name", "said"), [("none.json", "No such file"), ("", "Is a directory")])
+def test_a_recording_that_is_not_there_is_told_with_its_path(name: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be read: {said}") as raised:
+        load(tmp_path / name)
+    assert raised.value.hint == "Check the path."
+
+
+def test_publications_are_a_list_and_no_text() -> None:
+    with pytest.raises(ConfigError, match="not a list") as raised:
+        record("postgresql://localhost/shop", slot="mine", publications="mine")
+    assert "publications=['mine']" in raised.value.hint

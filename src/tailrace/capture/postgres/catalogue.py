@@ -157,13 +157,16 @@ class SourceTable:
     identity: Identity
     rows_estimated: int
     ancestors: tuple[int, ...]
+    origin: TableId | None = None
+    """Its name at the source, where rules send its rows to a table of another name."""
 
     @property
     def identity_note(self) -> str | None:
         """What its owner should know of changes that the server cannot describe."""
         if self.identity is not Identity.NONE:
             return None
-        name = ".".join('"' + part.replace('"', '""') + '"' for part in (self.table.schema, self.table.name))
+        table = self.origin or self.table
+        name = ".".join('"' + part.replace('"', '""') + '"' for part in (table.schema, table.name))
         return (
             "Only inserts and truncates are captured: the table has no usable replica identity. For updates and "
             f"deletes run: ALTER TABLE {name} REPLICA IDENTITY FULL;"
@@ -212,8 +215,11 @@ class Catalogue:
         """The server's next 64-bit transaction id."""
         return int(self._rows("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0][0])
 
-    def describe(self, table: TableId, publications: Sequence[str] | None) -> TableSchema:
-        """The table's shape as the catalogue has it now: the columns that these publications publish.
+    def describe(
+        self, table: TableId, publications: Sequence[str] | None, *, unpublished: bool = False
+    ) -> TableSchema:
+        """The table's shape as the catalogue has it now: the columns that these publications publish. If they do not
+        have the table that is none, or, with `unpublished`, all that one of them would publish.
 
         None: all columns, of whatever can be read as a table. Several questions: ask in `one_view`, or in a snapshot.
         """
@@ -232,7 +238,8 @@ class Catalogue:
         columns = self._rows(_COLUMNS, (oid, publications is None))
         if publications is not None:
             published = self._published(table, publications, {name for name, _, _ in columns})
-            columns = [column for column in columns if column[0] in published]
+            if published or not unpublished:
+                columns = [column for column in columns if column[0] in published]
         told = Told(table=table, oid=oid, replica=replica, columns=columns)
         return self._shapes([told], publications or (), {})[0]
 

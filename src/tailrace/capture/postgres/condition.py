@@ -12,7 +12,7 @@ from psycopg import pq
 
 from tailrace.capture.postgres.chunks import find_leaves
 from tailrace.capture.postgres.connect import explain, explain_text
-from tailrace.errors import ConfigError, SourceSlow
+from tailrace.errors import ConfigError, SourceSlow, SourceTableMissing
 from tailrace.model.schema import TableSchema
 
 _HINT = "It is what would follow WHERE, for example \"status = 'open'\"; names outside pg_catalog need their schema."
@@ -32,7 +32,10 @@ def refuse_condition(connection: psycopg.Connection, schema: TableSchema, condit
         with connection.transaction():
             connection.execute("set transaction read only")
             # As a load reads it: of a partitioned table, from a partition.
-            rows = find_leaves(connection, schema)[0].rows.as_bytes(connection)
+            leaves = find_leaves(connection, schema)
+            if not leaves:
+                raise SourceTableMissing("the table is not there any more", table=schema.table, hint="Was it dropped?")
+            rows = leaves[0].rows.as_bytes(connection)
             # A comment at the end of the condition must not swallow what closes it.
             _prepare(connection, schema, b"select 1 from " + rows + b" where (" + text + b"\n)")
             _prepare(connection, schema, b"select array[" + text + b"\n] from " + rows, apart=True)

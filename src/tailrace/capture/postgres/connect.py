@@ -5,15 +5,17 @@ Server errors become Tailrace errors here, with the remedy. A URL's password nev
 
 from __future__ import annotations
 
+import select
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import psycopg
 from psycopg import pq
-from psycopg.pq.abc import PGconn
+from psycopg.pq.abc import PGconn, PGresult
 
+from tailrace.capture.postgres.address import require_url
 from tailrace.errors import (
     LOST_HINT,
     PositionLost,
@@ -60,6 +62,7 @@ _ARGUMENTS: dict[str, str | int] = {
 
 def connect(url: str) -> psycopg.Connection:
     """An ordinary session in autocommit."""
+    require_url("url", url)
     try:
         connection = psycopg.connect(url, autocommit=True, **_ARGUMENTS)  # type: ignore[arg-type] # libpq's own names
         connection.execute(SESSION)
@@ -70,6 +73,7 @@ def connect(url: str) -> psycopg.Connection:
 
 def connect_replication(url: str) -> PGconn:
     """A session that speaks the replication protocol, as bare libpq."""
+    require_url("url", url)
     try:
         text = psycopg.conninfo.make_conninfo(url, replication="database", **_ARGUMENTS)
     except psycopg.Error as error:
@@ -106,7 +110,31 @@ def has_no_encoding(connection: PGconn) -> bool:
 
 def command(connection: PGconn, text: str) -> list[str | None]:
     """Run a command on a replication session; the first row it returns, if any."""
-    result = connection.exec_(text.encode())
+    return _first_row(connection.exec_(text.encode()))
+
+
+def patient_command(connection: PGconn, text: str) -> list[str | None]:
+    """The same for one that waits for others at the server. Signals are heeded meanwhile, and whoever ends the wait
+    ends it there too: the server would not notice that nobody is left, for as long as it waits."""
+    poller = select.poll()
+    poller.register(connection.socket, select.POLLIN)
+    try:
+        connection.send_query(text.encode())
+        while connection.is_busy():
+            poller.poll()
+            connection.consume_input()
+        result = connection.get_result()
+    except psycopg.Error as error:
+        raise explain(error) from error
+    except BaseException:
+        with suppress(psycopg.Error):
+            connection.get_cancel().cancel()
+        raise
+    assert result is not None, "one was asked for"
+    return _first_row(result)
+
+
+def _first_row(result: PGresult) -> list[str | None]:
     if result.status not in (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK, pq.ExecStatus.COPY_BOTH):
         state = result.error_field(pq.DiagnosticField.SQLSTATE) or b""
         raise explain_text(result.get_error_message(), "", state.decode())

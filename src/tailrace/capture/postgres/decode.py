@@ -375,7 +375,7 @@ class Decoder:
             batches=tuple(self._batches(b, rows)),
             transactions=txs,
             rows=int(rows.slot.size),
-            last_committed_at=int(rows.tx_time[txs - 1]) if txs else None,
+            last_committed_at=int(rows.tx_time[:txs].max()) if txs else None,
             continues=continues,
             continued_end=continued_end,
         )

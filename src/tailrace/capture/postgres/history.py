@@ -12,7 +12,7 @@ from psycopg.pq.abc import PGconn
 
 from tailrace.capture.base import SourceId
 from tailrace.capture.postgres.connect import command
-from tailrace.errors import NEW_LOG_HINT, HistoryDiverged, SourceUnreachable
+from tailrace.errors import NEW_LOG_HINT, PROGRAM_HINT, HistoryDiverged, SourceUnreachable
 from tailrace.model.position import Lsn
 
 
@@ -78,5 +78,5 @@ def _diverged(
         server_timeline=server.timeline,
         **{"shared_until": until} if until is not None else {},
         hint="The log holds changes that never happened on this server. Point `source.url` at the server that has "
-        f"them; if it is gone: {NEW_LOG_HINT}",
+        f"them; if it is gone: {NEW_LOG_HINT} {PROGRAM_HINT}",
     )

@@ -19,12 +19,13 @@ from psycopg import sql
 from tailrace.capture.base import Lag, SourceId
 from tailrace.capture.postgres import history
 from tailrace.capture.postgres.catalogue import KEY_OF_INDEX, Catalogue, SourceTable, table_id
-from tailrace.capture.postgres.connect import command, connect_replication, explain
+from tailrace.capture.postgres.connect import connect_replication, explain, patient_command
 from tailrace.capture.postgres.facts import AS_BYTES, TREE
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.errors import (
     LOST_HINT,
     NEW_LOG_HINT,
+    PROGRAM_HINT,
     ConfigError,
     PositionLost,
     SlotBusy,
@@ -214,14 +215,27 @@ def explain_uncapturable(
             log.warning("%s cannot be captured", item.kind, extra={"table": str(item.table), "hint": item.remedy})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Publishing:
+    """Tables that are about to come into a publication of ours, or are in one."""
+
+    tables: tuple[tuple[TableId, int], ...]
+    """Each with the server's number for it."""
+    at: Lsn
+    """Where the server is. What is written to a table before it is in goes unseen."""
+    done: bool = False
+    moved: frozenset[int] = frozenset()
+    """Those that are in the other publication, and leave that one only afterwards."""
+
+
 def ensure_publications(
     connection: psycopg.Connection,
     settings: PostgresSettings,
-    publishing: Callable[[TableId, Lsn], None] = lambda table, since: None,
+    publishing: Callable[[Publishing], None] = lambda told: None,
 ) -> list[SourceTable]:
     """Make both publications hold exactly the wanted tables; return those.
 
-    `publishing` hears of each table that comes in, and of a position that everything unseen of it ended before.
+    `publishing` hears of tables before they come in, and of all that are in at the end.
     """
     tables = wanted_tables(connection, settings)
     explain_uncapturable(connection, settings, tables)
@@ -245,9 +259,14 @@ def ensure_publications(
         )
     told = [table for table in told if table not in unsent]
     silent = [table for table in tables if table.identity is Identity.NONE]
-    # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
-    _reconcile(connection, settings.publication, told, "insert, update, delete, truncate", publishing)
-    _reconcile(connection, settings.publication_inserts, silent, "insert, truncate", publishing)
+    try:
+        # Out of the one first: a table must not publish updates it cannot describe, not even for a moment.
+        beside = frozenset(_members(connection, settings.publication_inserts))
+        _reconcile(connection, settings.publication, told, "insert, update, delete, truncate", publishing, beside)
+        _reconcile(connection, settings.publication_inserts, silent, "insert, truncate", publishing)
+    except psycopg.Error as error:
+        raise explain(error) from error
+    publishing(Publishing(tables=_numbered([*told, *silent]), at=_inserted(connection), done=True))
     return [*told, *silent]
 
 
@@ -331,31 +350,41 @@ def _publication_exists(connection: psycopg.Connection, name: str) -> bool:
 
 def _reconcile(
     connection: psycopg.Connection, name: str, tables: list[SourceTable], publish: str,
-    publishing: Callable[[TableId, Lsn], None],
+    publishing: Callable[[Publishing], None], beside: frozenset[int] = frozenset(),
 ) -> None:  # fmt: skip
     publication = sql.Identifier(name)
-    try:
-        if not _publication_exists(connection, name):
-            connection.execute(sql.SQL("create publication {} with (publish = {}, {})").format(
-                publication, publish, _options(connection)))  # fmt: skip
-        members = {row[0]: row[1:] for row in connection.execute(
-            "select r.prrelid::int8, n.nspname, c.relname from pg_publication_rel r "
-            "join pg_publication p on p.oid = r.prpubid join pg_class c on c.oid = r.prrelid "
-            "join pg_namespace n on n.oid = c.relnamespace where p.pubname = %s", (name,))}  # fmt: skip
-        wanted = {table.oid: (table.table.schema, table.table.name) for table in tables}
-        for oid, path in members.items():
-            if oid not in wanted:
-                connection.execute(sql.SQL("alter publication {} drop table only {}").format(
-                    publication, sql.Identifier(*path)))  # fmt: skip
-        for oid, path in wanted.items():
-            if oid not in members:
-                # Before: what is written until it is in goes unseen, and that must be known whatever happens next.
-                since = Lsn.parse(str(_value(connection, "select pg_current_wal_insert_lsn()::text")))
-                publishing(TableId(*path), since)
-                connection.execute(sql.SQL("alter publication {} add table only {}").format(
-                    publication, sql.Identifier(*path)))  # fmt: skip
-    except psycopg.Error as error:
-        raise explain(error) from error
+    if not _publication_exists(connection, name):
+        connection.execute(sql.SQL("create publication {} with (publish = {}, {})").format(
+            publication, publish, _options(connection)))  # fmt: skip
+    members = _members(connection, name)
+    wanted = {table.oid for table in tables}
+    for oid, path in members.items():
+        if oid not in wanted:
+            connection.execute(sql.SQL("alter publication {} drop table only {}").format(
+                publication, sql.Identifier(*path)))  # fmt: skip
+    if coming := [table for table in tables if table.oid not in members]:
+        # Before: what is written until they are in goes unseen, and that must be known whatever happens next.
+        publishing(Publishing(tables=_numbered(coming), at=_inserted(connection), moved=beside))
+    for table in coming:
+        connection.execute(sql.SQL("alter publication {} add table only {}").format(
+            publication, sql.Identifier(table.table.schema, table.table.name)))  # fmt: skip
+
+
+def _members(connection: psycopg.Connection, name: str) -> dict[int, tuple[str, str]]:
+    rows = connection.execute(
+        "select r.prrelid::int8, n.nspname, c.relname from pg_publication_rel r "
+        "join pg_publication p on p.oid = r.prpubid join pg_class c on c.oid = r.prrelid "
+        "join pg_namespace n on n.oid = c.relnamespace where p.pubname = %s", (name,)
+    )  # fmt: skip
+    return {oid: (schema, table) for oid, schema, table in rows}
+
+
+def _numbered(tables: list[SourceTable]) -> tuple[tuple[TableId, int], ...]:
+    return tuple((table.table, table.oid) for table in tables)
+
+
+def _inserted(connection: psycopg.Connection) -> Lsn:
+    return Lsn.parse(str(_value(connection, "select pg_current_wal_insert_lsn()::text")))
 
 
 def ensure_slot(
@@ -388,7 +417,7 @@ def ensure_slot(
                 hint=f"Run SELECT pg_create_logical_replication_slot('{settings.slot}', 'pgoutput');",
             )
         return _create_slot(settings)
-    remedy = "Changes since then are gone. " + (LOST_HINT if settings.slot_create else NEW_LOG_HINT)
+    remedy = "Changes since then are gone. " + (LOST_HINT if settings.slot_create else f"{NEW_LOG_HINT} {PROGRAM_HINT}")
     if slot is None:
         raise PositionLost("the replication slot is gone", slot=settings.slot, position=position, hint=remedy)
     if slot["wal_status"] == "lost" or slot["confirmed"] is None:
@@ -399,7 +428,7 @@ def ensure_slot(
             slot=settings.slot,
             confirmed=slot["confirmed"],
             position=position,
-            hint=f"Was the log put back to an older state? {NEW_LOG_HINT}",
+            hint=f"Was the log put back to an older state? {NEW_LOG_HINT} {PROGRAM_HINT}",
         )
     return None
 
@@ -407,7 +436,7 @@ def ensure_slot(
 def _create_slot(settings: PostgresSettings) -> Lsn:
     session = connect_replication(settings.url)
     try:
-        row = command(
+        row = patient_command(
             session, f"CREATE_REPLICATION_SLOT \"{settings.slot}\" LOGICAL pgoutput (SNAPSHOT 'nothing')"
         )
     finally:
@@ -456,7 +485,8 @@ def wait_for_slot(
                 "another process reads the replication slot",
                 slot=name,
                 server_pid=pid,
-                hint="Stop the other capture; only one can read a slot. If it hangs, start this with `--take-over`.",
+                hint="Stop the other capture; only one can read a slot. If it hangs, start this with `--take-over`, "
+                f"or end its session: SELECT pg_terminate_backend({pid});",
             )
         time.sleep(_PAUSE_SECONDS)
 
@@ -503,7 +533,7 @@ def horizon(connection: psycopg.Connection) -> Lsn:
     an open transaction has begun may stay unflushed for long, and unflushed log is never sent. Every commit
     made before is flushed within three rounds of the server's log writer, so the flushed position serves then.
     """
-    inserted = Lsn.parse(str(_value(connection, "select pg_current_wal_insert_lsn()::text")))
+    inserted = _inserted(connection)
     delay = int(str(_value(connection, "select setting from pg_settings where name = 'wal_writer_delay'")))
     deadline = time.monotonic() + 3 * delay / 1000 + 0.2
     while True:
@@ -511,6 +541,11 @@ def horizon(connection: psycopg.Connection) -> Lsn:
         if flushed >= inserted or time.monotonic() >= deadline:
             return min(flushed, inserted)
         time.sleep(_PAUSE_SECONDS / 10)
+
+
+def clock(connection: psycopg.Connection) -> int:
+    """What the server's clock shows, in µs since 1970: what is committed by now bears no later time."""
+    return int(str(_value(connection, "select (extract(epoch from clock_timestamp()) * 1000000)::bigint")))
 
 
 def _value(connection: psycopg.Connection, query: str, *arguments: object) -> object:

@@ -158,6 +158,8 @@ class PostgresScan:
             return
         table = cursor.tables[cursor.at]
         plan = self._plans.get(table) or self._planned(table)
+        if cursor.where is not None:
+            self._source.refuse_condition(plan.schema, cursor.where)  # also where it is resumed: nothing gets it stuck
         files = tuple((leaf.oid, leaf.file) for leaf in plan.leaves)
         key = tuple(name for name, _ in _key(plan, plan.chunks[0])) if plan.chunks else ()
         if cursor.after is not None and (files != cursor.files or key != cursor.key):

@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tailrace.capture.postgres.address import (
+    PUBLICATION_FORM,
+    SLOT_FORM,
+    is_publication,
+    is_slot,
+    require_url,
+)
+from tailrace.errors import ConfigError
+from tailrace.given import require_function
 from tailrace.model.schema import TableId
 
 
@@ -34,6 +43,20 @@ class PostgresSettings:
     its name says that it is nobody else's."""
     publication: str
     publication_create: bool = True
+
+    def __post_init__(self) -> None:
+        require_url("url", self.url)
+        if self.standby is not None:
+            require_url("standby", self.standby)
+        require_function("wanted", self.wanted, "Give a function of a `TableId`; of a set, `tables.__contains__`.")
+        for what in ("named", "messages"):
+            if getattr(self, what) is not None:
+                require_function(what, getattr(self, what), f"Give a function: `{what}=function`, or nothing.")
+        if not is_slot(self.slot):
+            raise ConfigError(f"`slot` must be {SLOT_FORM}", hint="For example: `slot=\"my_program\"`.")
+        if not is_publication(self.publication):
+            hint = "For example: `publication=\"my_program\"`."
+            raise ConfigError(f"`publication` must be {PUBLICATION_FORM}", hint=hint)
 
     @property
     def publications(self) -> tuple[str, ...]:

@@ -267,23 +267,15 @@ class SnapshotReader:
         """
         run = self._connection.execute
         try:
-            seqscan = "off" if chunk.key else "on"
-            timeout_ms = min(max(1, round(self._seconds_max * 1000)), _TIMEOUT_MS_MAX)
-            run(_POLITE.format(seqscan=seqscan, timeout_ms=timeout_ms))
-            run(sql.SQL("lock table {} in access share mode").format(chunk.leaf.rows))
+            self._lock(chunk.leaf.rows, seqscan="off" if chunk.key else "on")
             row = run(f"select {FILE} from pg_class c where c.oid = %s", (chunk.leaf.oid,)).fetchone()
-            numbers = schema.facts.numbers if schema.facts else ()
-            types = [column.source_type for column in schema.columns]
-            same = run(_SAME_COLUMNS, {
-                "names": schema.names[: len(numbers)], "types": types[: len(numbers)], "numbers": list(numbers),
-                "table": schema.relation,
-            }).fetchone()  # fmt: skip
+            same = self._has_columns(schema)
             seen = self._point or _position(self._connection)
         except psycopg.Error as error:
             if (error.sqlstate or "") in _GONE:
                 raise _rewritten(schema) from error
             raise explain(error, self._url) from error
-        if row is None or row[0] != chunk.leaf.file or same != (len(numbers),):
+        if row is None or row[0] != chunk.leaf.file or not same:
             raise _rewritten(schema)
         if seen < self._at_least:
             raise SourceSlow(
@@ -291,6 +283,33 @@ class SnapshotReader:
                 hint="It is tried again. Does the standby follow the source?",
             )  # fmt: skip
         return seen
+
+    def keep(self, schema: TableSchema) -> None:
+        """Keep the table's columns as they are until we leave, and refuse if they are others: a name may be another
+        column's by now. Must be the first question asked, as above."""
+        try:
+            self._lock(sql.SQL("only {}").format(sql.Identifier(schema.table.schema, schema.table.name)))
+            same = self._has_columns(schema)
+        except psycopg.Error as error:
+            if (error.sqlstate or "") in _GONE:
+                raise _rewritten(schema) from error
+            raise explain(error, self._url) from error
+        if not same:
+            raise _rewritten(schema)
+
+    def _lock(self, rows: sql.Composable, *, seqscan: str = "on") -> None:
+        timeout_ms = min(max(1, round(self._seconds_max * 1000)), _TIMEOUT_MS_MAX)
+        self._connection.execute(_POLITE.format(seqscan=seqscan, timeout_ms=timeout_ms))
+        self._connection.execute(sql.SQL("lock table {} in access share mode").format(rows))
+
+    def _has_columns(self, schema: TableSchema) -> bool:
+        numbers = schema.facts.numbers if schema.facts else ()
+        types = [column.source_type for column in schema.columns]
+        found = self._connection.execute(_SAME_COLUMNS, {
+            "names": schema.names[: len(numbers)], "types": types[: len(numbers)], "numbers": list(numbers),
+            "table": schema.relation,
+        }).fetchone()  # fmt: skip
+        return found == (len(numbers),)
 
     def position(self) -> Lsn:
         """Everything seen until now ended at or before this, and the stream will reach it."""
@@ -313,9 +332,23 @@ class SnapshotReader:
                     pass
             raise
         except SourceError as error:
-            if error.fields.get("sqlstate") in _GONE and chunk is not None:
+            if chunk is not None and self._is_changed(error, schema, chunk, condition):
                 raise _rewritten(schema) from error
             raise
+
+    def _is_changed(self, error: SourceError, schema: TableSchema, chunk: Chunk, condition: str | None) -> bool:
+        """Whether what the server does not find was the table's. A condition may name what never was there: so where
+        there is one, the table itself is asked."""
+        if error.fields.get("sqlstate") not in _GONE:
+            return False
+        if condition is None:
+            return True
+        try:
+            with SnapshotReader(self._url, None, self._publications, seconds_max=self._seconds_max) as now:
+                now.hold(schema, chunk)
+        except SourceRewritten:
+            return True
+        return False
 
     def marked_rows(
         self, schema: TableSchema, chunk: Chunk, condition: str | None = None
@@ -329,7 +362,7 @@ class SnapshotReader:
                 invalid_text_replaced=self._invalid_text_replaced,
             )  # fmt: skip
         except SourceError as error:
-            if error.fields.get("sqlstate") in _GONE:
+            if self._is_changed(error, schema, chunk, condition):
                 raise _rewritten(schema) from error
             raise
 

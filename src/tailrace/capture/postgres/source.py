@@ -7,7 +7,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import psycopg
 import pyarrow as pa
 
@@ -15,7 +14,9 @@ from tailrace.capture.base import Capabilities, Lag, SourceId, StreamOfTimeline
 from tailrace.capture.postgres import history, preflight, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan, find_leaves, plan_table
+from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
+from tailrace.capture.postgres.preflight import Publishing
 from tailrace.capture.postgres.scan import Cursor, PostgresScan, resume
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import (
@@ -28,6 +29,7 @@ from tailrace.capture.postgres.snapshot import (
 )
 from tailrace.capture.postgres.stream import PostgresStream
 from tailrace.errors import ConfigError, SourceTableMissing
+from tailrace.given import require_instance
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
@@ -48,10 +50,11 @@ class PostgresCapture:
     capabilities = Capabilities(live=True, snapshot=True, lag=True)
 
     def __init__(self, settings: PostgresSettings) -> None:
+        require_instance("settings", settings, PostgresSettings, "Give `PostgresSettings(url=…, wanted=…, slot=…, …)`.")
         self.settings = settings
         self._known: dict[int, TableSchema] = {}
-        self.publishing: Callable[[TableId, Lsn], None] = lambda table, since: None
-        """Hears of a table that is about to be published, and of a position: what ended before it may go unseen."""
+        self.publishing: Callable[[Publishing], None] = lambda told: None
+        """Hears of tables that are about to be published, and again when they are."""
         self._origin: SourceId | None = None
         """The history that the position is of which it was last prepared for."""
         self.scan_chunk_bytes = CHUNK_BYTES
@@ -87,7 +90,8 @@ class PostgresCapture:
                 raise ConfigError(
                     "no table at the source matches the settings",
                     source=place(self.settings.url),
-                    hint="Look at `source.tables` and `source.exclude`; globs are `schema.table`, case included.",
+                    hint="Look at `source.tables` and `source.exclude` (globs are `schema.table`, case included), "
+                    "or in a program at `wanted`.",
                 )
             if position is not None:
                 preflight.wait_for_slot(connection, self.settings.slot, take_over=take_over)
@@ -127,6 +131,18 @@ class PostgresCapture:
         with self._connected() as connection:
             return preflight.wanted_tables(connection, self.settings)
 
+    @property
+    def makes_tables(self) -> bool:
+        """Whether rows may come of tables that `tables()` did not have before they came."""
+        return False
+
+    def know(self, shapes: Iterable[TableSchema]) -> None:
+        """Learn of such tables, as a log has them."""
+
+    def name_at_source(self, table: TableId) -> TableId:
+        """What the source calls a table of `tables()`."""
+        return table
+
     def published(self) -> dict[TableId, set[str]]:
         """The publications of ours that hold each table now."""
         with self._connected() as connection:
@@ -137,27 +153,31 @@ class PostgresCapture:
         with self._connected() as connection:
             return Catalogue(connection).stamps(tables)
 
-    def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
-        """The shapes of those that are there, as the catalogue has them now."""
+    def describe(self, tables: Iterable[TableId], *, unpublished: bool = False) -> dict[TableId, TableSchema]:
+        """The shapes of those that are there, as the catalogue has them now. One that is not published has no column;
+        with `unpublished` it has those that it will have once we have published it, if we may."""
+        unpublished = unpublished and self.settings.publication_create
         found: dict[TableId, TableSchema] = {}
         with self._connected() as connection:
             catalogue = Catalogue(connection)
             for table in tables:
                 with suppress(SourceTableMissing), catalogue.one_view():
-                    found[table] = catalogue.describe(table, self.settings.publications)
+                    found[table] = catalogue.describe(table, self.settings.publications, unpublished=unpublished)
         return found
 
     def value_of(self, column: Column, text: str) -> pa.Scalar | None:
         """A value from the text that the server prints of it; None if the column's type cannot hold it."""
-        content = np.frombuffer(text.encode() + bytes(16), np.uint8)
-        cells = values.Cells(content, np.zeros(1, np.int64), np.array([len(text.encode())], np.int64))
-        found = values.typed(cells, column.type)
-        return None if found.unfit.size else found.column[0]
+        return values.value_of(text, column.type)
 
     def horizon(self) -> Lsn:
         """Everything committed until now ends at or before this position."""
         with self._connected() as connection:
             return preflight.horizon(connection)
+
+    def clock(self) -> int:
+        """The source's time, µs since 1970: everything committed until now bears this one or an earlier."""
+        with self._connected() as connection:
+            return preflight.clock(connection)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> StreamOfTimeline:
         """The stream after a position of `origin`, or of what it was prepared for; the server behind the URL may be
@@ -203,6 +223,12 @@ class PostgresCapture:
             _wait_briefly(connection)
             now = find_leaves(connection, plan.schema)
         return {(leaf.oid, leaf.file) for leaf in now} == {(leaf.oid, leaf.file) for leaf in plan.leaves}
+
+    def refuse_condition(self, schema: TableSchema, condition: str) -> None:
+        """Raise ConfigError, with the server's words, unless rows of the table can be picked with this condition."""
+        with self._connected() as connection:
+            _wait_briefly(connection)
+            refuse_condition(connection, schema, condition)
 
     def begin_chunks(self, stopping: Callable[[], bool]) -> Noted | None:
         """What chunks that are read in snapshots of their own begin with."""

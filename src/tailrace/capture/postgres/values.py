@@ -672,6 +672,14 @@ def typed(cells: Cells, kind: pa.DataType) -> Typed:
     return Typed(column, unfit)
 
 
+def value_of(text: str, kind: pa.DataType) -> pa.Scalar | None:
+    """A value from the text that the server prints of it; None if the type cannot hold it."""
+    content = text.encode()
+    cells = Cells(np.frombuffer(content + bytes(16), np.uint8), np.zeros(1, np.int64), np.array([len(content)]))
+    found = typed(cells, kind)
+    return None if found.unfit.size else found.column[0]
+
+
 def format_positions(positions: npt.NDArray[np.uint64]) -> pa.StringArray:
     """Log sequence numbers in the server's own form, e.g. `16/B374D848`."""
     n = positions.size

@@ -22,6 +22,7 @@ from tests.fuzz.judge import MEMORY_MAX, Engine, Fell, Judge
 from tests.fuzz.mutator import TYPES
 from tests.support.fuzzing import ITEMS, WHOLE, sample
 from tests.support.pgoutput import INT4, TEXT, UNSENT, Sent, begin, commit, message, transaction, truncate
+from tests.support.thorough import thorough
 
 CORPUS = Path(next(iter(tests.fuzz.__path__))) / "corpus"
 FILES = sorted(path for path in CORPUS.glob("*/*"))
@@ -248,6 +249,7 @@ def test_whatever_goes_wrong_is_noticed_and_the_input_told(
     assert data.hex() in str(caught.value)
 
 
+@thorough
 def test_bounds_checks_see_what_no_page_guards() -> None:
     with Judge(Engine.CHECKED, targets=FAULTS) as judge, pytest.raises(Fell, match="IndexError"):
         judge.outcome("unguarded", b"abc")

@@ -18,6 +18,7 @@ from tailrace.errors import ProtocolViolation
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
+from tailrace.runtime.batch import cut, following, joined
 from tests.support.guarded import run_guarded
 from tests.support.pgoutput import (
     INT4,
@@ -217,6 +218,21 @@ def test_the_time_of_commit_is_the_servers_in_utc() -> None:
     assert column.type == pa.timestamp("us", "UTC")
     assert column.cast(pa.int64()).to_pylist() == [at, at + 5]
     assert window.last_committed_at == at + 5
+
+
+def test_a_window_bears_the_newest_time_of_its_transactions_also_where_the_servers_clock_went_back() -> None:
+    at = EPOCH_2000 + 123_456_789
+    window = decode([
+        *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), at=at),
+        *transaction(ITEMS.insert(2, None, None), end=0x200, xid=8, at=at + 50),
+        *transaction(ITEMS.insert(3, None, None), end=0x300, xid=9, at=at + 5),
+    ])  # fmt: skip
+    assert window.last_committed_at == at + 50
+    later = decode([*transaction(ITEMS.relation(), ITEMS.insert(4, None, None), end=0x400, xid=10, at=at + 7)])
+    whole = joined(following([window, later], 0))
+    assert whole.last_committed_at == at + 50
+    assert [part.last_committed_at for part in cut(whole, 1) if part is not None] == [at, at + 50]
+    assert [part.last_committed_at for part in cut(whole, 2) if part is not None] == [at + 50, at + 7]
 
 
 def test_a_transaction_that_ends_at_or_before_the_position_is_dropped_whole() -> None:

@@ -1,0 +1,63 @@
+"""Addresses and names as a server takes them, looked at before it is asked.
+
+libpq quotes pieces of a URL that it cannot read, the password among them, so it is never given one. A name that is too
+long the server would cut off, and nobody would find what was made under it again.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+from tailrace.errors import ConfigError
+
+PUBLICATION_BYTES_MAX = 63 - len("_inserts")
+"""The second publication, for tables that can publish inserts only, is named after the first."""
+SLOT_FORM = "1 to 63 lower-case letters, digits or `_`, as the server demands of slots"
+PUBLICATION_FORM = f"1 to {PUBLICATION_BYTES_MAX} bytes of printable text without quotes and backslashes"
+URL_HINT = "It looks like `postgresql://user:password@host:5432/database`."
+ENCODE_HINT = "Percent-encode special characters in user and password (`@` is %40, `/` is %2F, `%` is %25)."
+
+
+class Wrong(enum.Enum):
+    """What is wrong with a URL, in words that hold nothing of it."""
+
+    FORM = "must be a URL that begins with `postgresql://`"
+    SPACE = "must not hold spaces or control characters"
+    ENCODING = "holds a special character in user or password"
+    PORT = "has a port that is not a number from 1 to 65535"
+
+
+def wrong_with(url: object) -> Wrong | None:
+    """What libpq would stumble over; None: nothing."""
+    scheme, separator, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
+    if not separator or scheme not in ("postgresql", "postgres"):
+        return Wrong.FORM
+    if re.search(r"[\s\x00-\x1f\x7f]", rest):
+        return Wrong.SPACE
+    authority = re.split(r"[/?]", rest, maxsplit=1)[0]
+    if authority.count("@") > 1 or re.search(r"%(?![0-9A-Fa-f]{2})", authority):
+        return Wrong.ENCODING
+    for host in authority.rpartition("@")[2].split(","):
+        port = re.sub(r"^(\[[^\]]*\]|[^:]*):?", "", host)
+        if port and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
+            return Wrong.PORT
+    return None
+
+
+def require_url(what: str, url: object) -> None:
+    """Refuse what is no server's address."""
+    wrong = wrong_with(url)
+    if wrong is not None:
+        hint = URL_HINT if wrong is Wrong.FORM else f"{URL_HINT} {ENCODE_HINT}"
+        raise ConfigError(f"`{what}` {wrong.value}", hint=hint)
+
+
+def is_slot(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[a-z0-9_]{1,63}", name) is not None
+
+
+def is_publication(name: object) -> bool:
+    if not isinstance(name, str) or not 0 < len(name.encode()) <= PUBLICATION_BYTES_MAX:
+        return False
+    return name.isprintable() and not re.search(r"[\"'\\]", name)

@@ -1,0 +1,167 @@
+"""What makes no sense is refused where it is given, with what to write: never passed over, never found later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.capture.memory import MemoryCapture
+from tailrace.errors import ConfigError
+from tailrace.runtime.batch import Limits, Transactions
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, TableRouter
+from tailrace.runtime.states import State
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.history import MemorySchemaHistory
+from tests.support.changes import SHOP
+from tests.support.runtimes import inserts
+
+NAN, ENDLESS = float("nan"), float("inf")
+
+
+def refused(make: Callable[[], object], words: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert words in str(error.value)
+    assert hint in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "hint"),
+    [
+        ({"transactions": "split"}, "`transactions` is not a `Transactions` (found=str)", "`Transactions.SPLIT`"),
+        ({"rows": 2.5}, "`rows` is not a whole number (found=float)", "1 or more"),
+        ({"rows": "5"}, "`rows` is not a whole number (found=str)", "1 or more"),
+        ({"rows": True}, "`rows` is not a whole number", "1 or more"),
+        ({"rows": 0}, "`rows` is too small (found=0)", "1 or more"),
+        ({"bytes": 0}, "`bytes` is too small", "1 or more"),
+        ({"bytes": 1e6}, "`bytes` is not a whole number", "1 or more"),
+        ({"transaction_bytes": -1}, "`transaction_bytes` is too small", "1 or more"),
+        ({"seconds": NAN}, "`seconds` is no time to wait (found=nan)", "0 or more"),
+        ({"seconds": ENDLESS}, "`seconds` is no time to wait", "0 or more"),
+        ({"seconds": -0.1}, "`seconds` is no time to wait", "0 or more"),
+        ({"seconds": "1"}, "`seconds` is not a number (found=str)", "0 or more"),
+    ],
+)
+def test_limits_that_make_no_sense(given: dict[str, Any], words: str, hint: str) -> None:
+    refused(lambda: Limits(**given), words, hint)
+
+
+def test_limits_that_do() -> None:
+    assert Limits(rows=1, bytes=1, seconds=0, transactions=Transactions.SPLIT, transaction_bytes=1).seconds == 0
+
+
+@pytest.mark.parametrize("source", [None, object(), MemoryCapture, "postgresql://localhost/shop"])
+def test_a_source_that_is_none(source: Any) -> None:
+    refused(lambda: CdcRuntime(source, MemoryCheckpointStore()), "`source` cannot be used as one", "PostgresCapture")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    *((name, value) for name in ("retry_seconds_max", "stalled_seconds") for value in (-1, NAN, "5", None)),
+    *(("idle_seconds_max", value) for value in (-1, NAN, "5")),
+])  # fmt: skip
+def test_times_that_make_no_sense(name: str, value: Any) -> None:
+    given = {name: value}
+    refused(lambda: CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), **given), f"`{name}`", "Give seconds")
+
+
+def test_waiting_for_ever_makes_sense() -> None:
+    CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), retry_seconds_max=ENDLESS, stalled_seconds=ENDLESS)
+
+
+def test_a_table_that_is_named_twice() -> None:
+    source = MemoryCapture(keep_tables=True)
+    source.commit(inserts(1))
+    twice = (SHOP.table, SHOP.table)
+    for name in ("snapshot_tables", "incremental_snapshot"):
+        given: dict[str, Any] = {name: twice}
+        refused(lambda g=given: CdcRuntime(source, MemoryCheckpointStore(), **g), "named twice", "once")  # type: ignore[misc] # bound
+    runtime = CdcRuntime(source, MemoryCheckpointStore())
+    refused(lambda: runtime.control.snapshot(*twice), "named twice", "once")
+
+
+def test_sinks_that_lead_nowhere() -> None:
+    refused(FanOut, "would go nowhere", "FanOut(")
+    refused(lambda: FanOut(MemorySink(), print), "`sink` cannot be used as one", "JsonlSink")  # type: ignore[arg-type]
+    refused(lambda: FanOut(MemorySink), "`sink` cannot be used as one", "JsonlSink")  # type: ignore[arg-type]
+    refused(lambda: TableRouter({}), "would be rejected", "otherwise")
+    refused(lambda: TableRouter({str(SHOP.table): MemorySink()}), "not named by a `TableId`", "TableId(")  # type: ignore[dict-item]
+    refused(lambda: TableRouter({SHOP.table: None}), "`sink` cannot be used", "JsonlSink")  # type: ignore[dict-item]
+    TableRouter({}, otherwise=MemorySink())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"bytes_max": -5}, {"bytes_max": 0}, {"bytes_max": 1.5}, {"fsync_bytes": 0}, {"fsync_seconds": NAN}, {"fsync": 1}],
+)
+def test_a_file_sink_that_makes_no_sense_makes_no_folder(given: dict[str, Any], tmp_path: Path) -> None:
+    refused(lambda: JsonlSink(tmp_path / "out", **given), next(iter(given)), "")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("store", [None, "state", Path("state"), MemoryCheckpointStore, {}])
+def test_a_store_that_is_none(store: Any) -> None:
+    refused(lambda: CdcRuntime(MemoryCapture(), store), "`checkpoint` cannot be used as one", "FileCheckpointStore(")
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "hint"),
+    [
+        ({"schema_history": "shapes"}, "`schema_history` cannot be used as one", "FileSchemaHistory("),
+        ({"schema_history": MemorySchemaHistory}, "`schema_history` cannot be used as one", "FileSchemaHistory("),
+        ({"limits": 5}, "`limits` is not a `Limits` (found=int)", "Limits(rows="),
+        ({"target": "16/1"}, "that is no position (found=str)", "Lsn.parse"),
+        ({"observers": print}, "`observers` is not a list", "[function]"),
+        ({"observers": [None]}, "`observers` cannot be called", "observers=[function]"),
+        ({"on_letter": []}, "`on_letter` cannot be called (found=list)", "without calling it"),
+        ({"transform": "upper"}, "`transform` cannot be called", "without calling it"),
+        ({"snapshot_tables": SHOP.table}, "no list of tables", "[TableId("),
+        ({"incremental_snapshot": None}, "no list of tables", "[TableId("),
+        ({"key": None}, "key is no text (found=NoneType)", "shop-orders"),
+    ],
+)
+def test_parts_that_are_none(given: dict[str, Any], words: str, hint: str) -> None:
+    refused(lambda: CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), **given), words, hint)
+
+
+@pytest.fixture
+def runtime() -> Iterator[CdcRuntime]:
+    source = MemoryCapture()
+    source.commit(inserts(1, 2))
+    made = CdcRuntime(source, MemoryCheckpointStore())
+    made.start()
+    yield made
+    made.force_stop()
+
+
+def test_what_cannot_be_injected(runtime: CdcRuntime) -> None:
+    given: list[Any] = ["x", {"id": 1}, None, runtime.poll()]
+    for one in given:
+        refused(lambda o=one: runtime.enqueue(o), "neither a batch of a table nor an event", "batch.batches")  # type: ignore[misc] # bound
+    assert runtime.control.status().injected == 0
+
+
+@pytest.mark.parametrize("rows", [1.5, "2", True, -1, 3])
+def test_rows_that_cannot_be_accepted(runtime: CdcRuntime, rows: Any) -> None:
+    batch = runtime.poll()
+    refused(lambda: runtime.commit(batch.ack, rows=rows), "rows", "")
+    assert runtime.poll() is batch
+
+
+@pytest.mark.parametrize("wait", ["x", -1, NAN, ENDLESS])
+def test_a_wait_that_makes_no_sense(runtime: CdcRuntime, wait: Any) -> None:
+    refused(lambda: runtime.poll(wait), "`wait_seconds`", "Give seconds")
+
+
+def test_a_loop_that_makes_no_sense_does_not_begin() -> None:
+    runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore())
+    wrong: Any = print
+    refused(lambda: runtime.run(wrong, lambda: True), "`sink` cannot be used as one", "JsonlSink")
+    wrong = None
+    refused(lambda: runtime.run(MemorySink(), wrong), "`stop` cannot be called", "threading.Event")
+    wrong = []
+    refused(lambda: runtime.run(MemorySink(), lambda: True, on_rejected=wrong), "`on_rejected`", "function")
+    assert runtime.state is State.IDLE

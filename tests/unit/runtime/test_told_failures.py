@@ -1,0 +1,193 @@
+"""Whatever fails is told, to observers and to whoever asks how it is: also what is none of our errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tailrace.capture.base import Stream
+from tailrace.capture.memory import MemoryCapture
+from tailrace.errors import RuntimeFailed, StateFull, TailraceError
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.position import Lsn
+from tailrace.runtime.batch import Batch
+from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.observing import Fact, Failed, Lost, PollFailed, StartFailed, Stopped, Verdict
+from tailrace.runtime.sinks import MemorySink
+from tailrace.runtime.states import State
+from tailrace.state.checkpoint import Checkpoint
+from tailrace.state.checkpoints import MemoryCheckpointStore
+from tests.support.runtimes import inserts, keys_of
+
+SECRET = "a value of a row"
+
+
+@pytest.fixture
+def source() -> MemoryCapture:
+    made = MemoryCapture()
+    made.commit(inserts(1))
+    return made
+
+
+def failing(rows: ChangeBatch) -> ChangeBatch:
+    raise ValueError(SECRET)
+
+
+def told(heard: list[Fact], kind: type[Failed | StartFailed | PollFailed]) -> list[TailraceError]:
+    return [fact.error for fact in heard if isinstance(fact, kind)]
+
+
+def test_a_poll_that_raises_whatever_it_be_is_a_stall_and_is_told(source: MemoryCapture) -> None:
+    heard: list[Fact] = []
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), transform=failing, observers=(heard.append,))
+    runtime.start()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=SECRET) as raised:
+            runtime.poll()
+        health = runtime.health()
+        assert health.verdict is Verdict.STALLED
+        assert health.reason.startswith("unexpected ValueError in failing (test_told_failures.py:")
+        assert "Mend what has raised it" in health.remedy
+    errors = told(heard, PollFailed)
+    assert [type(error) for error in errors] == [RuntimeFailed, RuntimeFailed]
+    assert errors[-1].__cause__ is raised.value
+    assert not [fact for fact in heard if SECRET in str(fact)], "the text may hold a row's values"
+    runtime._transform = None
+    assert keys_of(runtime.poll()) == [1]
+    assert runtime.health().verdict is Verdict.HEALTHY
+    runtime.force_stop()
+
+
+def test_a_source_of_ones_own_that_raises_something_else_is_told(source: MemoryCapture) -> None:
+    class Mine:
+        def live(self, after: Lsn) -> Stream:
+            raise OSError("the line is dead")
+
+    heard: list[Fact] = []
+    runtime = CdcRuntime(Mine(), MemoryCheckpointStore(), observers=(heard.append,))
+    runtime.start()
+    with pytest.raises(OSError, match="dead"):
+        runtime.poll()
+    assert [error.code for error in told(heard, PollFailed)] == ["runtime-failed"]
+    assert runtime.health().verdict is Verdict.STALLED
+    runtime.stop()
+
+
+@pytest.mark.parametrize("where", ["write", "flush", "stopping"])
+def test_a_loop_that_ends_by_whatever_error_tells_it(source: MemoryCapture, where: str) -> None:
+    def fail() -> bool:
+        raise OSError("disk")
+
+    class Broken(MemorySink):
+        def write(self, batch: Batch) -> tuple[()]:
+            _ = fail() if where == "write" else None
+            return super().write(batch)
+
+        def flush(self, caught_up: bool) -> None:
+            _ = fail() if where == "flush" else None
+
+    heard: list[Fact] = []
+    stopping: Callable[[], bool] = fail if where == "stopping" else lambda: False
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,))
+    with pytest.raises(OSError, match="disk"):
+        runtime.run(Broken(), stopping)
+    assert [(error.code, type(error.__cause__)) for error in told(heard, Failed)] == [("runtime-failed", OSError)]
+    assert [type(fact) for fact in heard[-2:]] == [Stopped, Failed]
+
+
+def test_a_loop_that_a_person_interrupts_has_not_failed(source: MemoryCapture) -> None:
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    heard: list[Fact] = []
+    with pytest.raises(KeyboardInterrupt):
+        CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,)).run(MemorySink(), interrupted)
+    assert not told(heard, Failed)
+    assert isinstance(heard[-1], Stopped)
+
+
+@pytest.mark.parametrize("call", ["load", "save"])
+def test_a_start_that_fails_by_whatever_error_tells_it(source: MemoryCapture, call: str) -> None:
+    class Store(MemoryCheckpointStore):
+        broken = True
+
+        def load(self, key: str) -> Checkpoint | None:
+            if self.broken and call == "load":
+                raise OSError("the share is gone")
+            return super().load(key)
+
+        def save(self, key: str, checkpoint: Checkpoint) -> None:
+            if self.broken and call == "save":
+                raise OSError("the share is gone")
+            super().save(key, checkpoint)
+
+    heard: list[Fact] = []
+    store = Store()
+    runtime = CdcRuntime(source, store, observers=(heard.append,))
+    with pytest.raises(OSError, match="share"):
+        runtime.start()
+    assert [error.code for error in told(heard, StartFailed)] == ["runtime-failed"]
+    assert runtime.state is State.IDLE
+    store.broken = False
+    runtime.start()
+    runtime.stop()
+
+
+def test_an_error_of_ours_is_told_as_it_is(source: MemoryCapture) -> None:
+    full = StateFull("disk full", hint="Free space.")
+
+    def fails(rows: ChangeBatch) -> ChangeBatch:
+        raise full
+
+    heard: list[Fact] = []
+    runtime = CdcRuntime(
+        source, MemoryCheckpointStore(), transform=fails, observers=(heard.append,), retry_seconds_max=0.0
+    )
+    with pytest.raises(StateFull):
+        runtime.run(MemorySink(), lambda: False)
+    assert told(heard, PollFailed)[0] is told(heard, Failed)[0] is full
+    assert len([fact for fact in heard if isinstance(fact, Lost)]) <= 1
+
+
+class Clinging(MemoryCapture):
+    """Whose streams cannot be closed."""
+
+    def live(self, after: Lsn) -> Stream:
+        stream = super().live(after)
+
+        def close() -> None:
+            raise OSError("the line is dead")
+
+        stream.close = close  # type: ignore[method-assign] # the fault that is meant
+        return stream
+
+
+def test_what_was_not_acknowledged_is_returned_though_the_stream_cannot_be_closed() -> None:
+    source, heard = Clinging(), list[Fact]()
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,))
+    runtime.start()
+    assert keys_of(runtime.poll()) == [1]
+    runtime.enqueue(inserts(7))
+    drained = runtime.force_stop()
+    assert drained.in_flight is not None
+    assert keys_of(drained.in_flight) == [1]
+    assert [rows.data.num_rows for rows in drained.injected] == [1], "they come nowhere else"
+    assert runtime.state is State.STOPPED
+    assert [error.code for error in told(heard, Failed)] == ["runtime-failed"]
+
+
+def test_what_ended_a_run_is_not_hidden_by_a_stream_that_cannot_be_closed() -> None:
+    class Broken(MemorySink):
+        def write(self, batch: Batch) -> tuple[()]:
+            raise ValueError(SECRET)
+
+    source, heard = Clinging(), list[Fact]()
+    source.commit(inserts(1))
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), observers=(heard.append,))
+    runtime.start()
+    with pytest.raises(ValueError, match=SECRET):
+        runtime.run(Broken(), lambda: False)
+    assert len(told(heard, Failed)) == 2, "both are told"
+    assert runtime.state is State.STOPPED
