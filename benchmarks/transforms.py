@@ -14,8 +14,8 @@ For this to be fair:
   is not counted;
 - what they give is compared value by value before the clock; ciphertexts are decrypted first.
 
-Only hashing is held to a limit: there the work is ours. The rest is Arrow's and OpenSSL's on both sides, and the cell
-tells what a change batch costs around it.
+Only hashing is held to a limit: there the work is ours. A filter's and an encryption's is Arrow's and OpenSSL's on both
+sides, and the cell tells what a change batch costs around it. NumPy masks texts of which each character is a byte.
 """
 
 from __future__ import annotations

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from decimal import Decimal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import ConfigError
+from tailrace.transforms.faults import Faults, by_halves
 
-Mask = npt.NDArray[np.bool_]
-Worked = tuple[pa.Array, Mask | None]
-"""The values, and the rows that failed; those are null."""
+Worked = tuple[pa.Array, Faults]
+"""The values, and what failed; those are null."""
 
 TYPES: dict[str, pa.DataType] = {
     "bool": pa.bool_(), "int16": pa.int16(), "int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(),
@@ -27,6 +26,7 @@ TYPES: dict[str, pa.DataType] = {
 
 # Given as Arrow's own: for a value of Python's it looks for pandas, each time.
 _NONE, _NULL_TEXT = pa.scalar(0, pa.int32()), pa.scalar(None, pa.string())
+MAX_ASCII = 127
 
 
 def type_named(name: str) -> pa.DataType:
@@ -41,6 +41,12 @@ def type_named(name: str) -> pa.DataType:
     )
 
 
+def name_of(kind: pa.DataType) -> str:
+    """The type as a rule names it."""
+    known = (name for name, one in TYPES.items() if one == kind)
+    return next(known, str(kind).replace("decimal128", "decimal"))
+
+
 def is_textual(kind: pa.DataType) -> bool:
     """Whether every value of the type can be printed as a text."""
     return not pa.types.is_nested(kind)
@@ -53,21 +59,51 @@ def as_text(values: pa.Array) -> pa.Array:
 def mask(values: pa.Array, keep_first: int, keep_last: int, char: str) -> pa.Array:
     """All characters but some at the ends become `char`; of a text that would be left whole, all do."""
     text = as_text(values)
+    stars = _masked_bytes(text, keep_first, keep_last, char)
+    if stars is None:
+        stars = _masked_characters(text, keep_first, keep_last, char)
+    return pc.if_else(pc.is_valid(text), stars, _NULL_TEXT) if text.null_count else stars
+
+
+def _masked_bytes(text: pa.Array, keep_first: int, keep_last: int, char: str) -> pa.Array | None:
+    """Where each character is one byte, as most are that are masked: texts keep their places, and only their ends are
+    copied, which takes a fraction of what Arrow's functions take to put new ones together. None: some are longer."""
+    _, offsets, letters = text.buffers()
+    if not len(text) or letters is None or not char.isascii():
+        return None
+    places = np.frombuffer(offsets, np.int32)[text.offset : text.offset + len(text) + 1]
+    given = np.frombuffer(letters, np.uint8)[places[0] : places[-1]]
+    if given.size and given.max() > MAX_ASCII:
+        return None
+    places = places - places[0]
+    buffer = pa.allocate_buffer(given.size)
+    made = np.frombuffer(buffer, np.uint8)
+    made[:] = ord(char)
+    begins, ends = places[:-1], places[1:]
+    hidden = ends - begins > keep_first + keep_last
+    if not hidden.all():
+        begins, ends = begins[hidden], ends[hidden]
+    for at in (*(begins + n for n in range(keep_first)), *(ends - n for n in range(1, keep_last + 1))):
+        made[at] = given[at]
+    return pa.Array.from_buffers(pa.string(), len(text), [None, pa.py_buffer(places), buffer])
+
+
+def _masked_characters(text: pa.Array, keep_first: int, keep_last: int, char: str) -> pa.Array:
     length = pc.utf8_length(text)
     hidden = pc.subtract(length, pa.scalar(keep_first + keep_last, pa.int32()))
     short = pc.less_equal(hidden, pa.scalar(0, pa.int32()))
     some_short = bool(pc.any(short).as_py())
     counts = pc.if_else(short, length, hidden) if some_short else hidden
     # What lies under a null is looked at as well, and may be anything.
-    stars = pc.binary_repeat(pa.scalar(char), pc.fill_null(counts, _NONE) if counts.null_count else counts)
-    if not keep_first and not keep_last:
-        return pc.if_else(pc.is_valid(text), stars, _NULL_TEXT) if text.null_count else stars
+    parts = [pc.binary_repeat(pa.scalar(char), pc.fill_null(counts, _NONE) if counts.null_count else counts)]
     empty = pa.scalar("")
-    head = pc.utf8_slice_codeunits(text, 0, keep_first) if keep_first else empty
-    tail = pc.utf8_slice_codeunits(text, -keep_last) if keep_last else empty
-    if some_short:
-        head, tail = (pc.if_else(short, empty, end) for end in (head, tail))
-    return pc.binary_join_element_wise(head, stars, tail, empty)
+    if keep_first:
+        head = pc.utf8_slice_codeunits(text, 0, keep_first)
+        parts.insert(0, pc.if_else(short, empty, head) if some_short else head)
+    if keep_last:
+        tail = pc.utf8_slice_codeunits(text, -keep_last)
+        parts.append(pc.if_else(short, empty, tail) if some_short else tail)
+    return pc.binary_join_element_wise(*parts, empty) if len(parts) > 1 else parts[0]
 
 
 def redact(values: pa.Array, text: str) -> pa.Array:
@@ -82,27 +118,19 @@ def truncate(values: pa.Array, length: int) -> pa.Array:
     return pc.utf8_slice_codeunits(values, 0, length)
 
 
-def tried(work: Callable[[pa.Array], pa.Array], values: pa.Array, kind: pa.DataType) -> Worked:
-    """Work that may fail for some values: those are found by halves, and are null. Failing is rare."""
-    try:
-        return work(values), None
-    except (pa.ArrowException, OverflowError, ValueError):
-        pass
-    if len(values) <= 1:
-        return pa.nulls(len(values), kind), np.ones(len(values), np.bool_)
-    half = len(values) // 2
-    (left, bad_left), (right, bad_right) = (
-        tried(work, part, kind) for part in (values.slice(0, half), values.slice(half))
+def tried(
+    work: Callable[[pa.Array], pa.Array], values: pa.Array, kind: pa.DataType, said: Callable[[Exception], str]
+) -> Worked:
+    """Work that may fail for some values: those are null. `said` makes words of what Arrow raises."""
+    parts, faults = by_halves(
+        lambda begin, size: work(values.slice(begin, size)), 0, len(values), lambda size: pa.nulls(size, kind), said
     )
-    failed = np.zeros(len(values), np.bool_)
-    failed[:half] = False if bad_left is None else bad_left
-    failed[half:] = False if bad_right is None else bad_right
-    return pa.concat_arrays([left, right]), failed
+    return parts[0] if len(parts) == 1 else pa.concat_arrays(parts), faults
 
 
-def cast(values: pa.Array, kind: pa.DataType) -> Worked:
+def cast(values: pa.Array, kind: pa.DataType, what: str = "the value") -> Worked:
     """Values of another type; those that it cannot hold exactly fail."""
-    return tried(lambda some: some.cast(kind), values, kind)
+    return tried(lambda some: some.cast(kind), values, kind, lambda _: f"{what} does not fit {name_of(kind)}")
 
 
 def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -> pa.Scalar:

@@ -21,12 +21,15 @@ from tailrace.transforms import columns as column_work
 from tailrace.transforms import rules
 from tailrace.transforms.columns import type_named
 from tailrace.transforms.expression import Expression
-from tailrace.transforms.rows import ABSENT, AFTER, FAILED, Image, Rows
+from tailrace.transforms.faults import Failed, Faults, all_of, only, trouble
+from tailrace.transforms.rows import AFTER, Image, Rows
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.shape import Made, Shape
 from tailrace.transforms.steps import Maker, Step, condition, keep_key, named, without
 
 Mask = npt.NDArray[np.bool_]
+Derived = tuple[dict[str, pa.Array], Faults]
+"""The columns that were made, and what failed; those rows are null in all of them."""
 
 
 @dataclass
@@ -35,7 +38,7 @@ class DerivedStep(Step):
 
     inputs: tuple[str, ...] = ()
     outputs: dict[str, pa.DataType] | None = None
-    work: Callable[[dict[str, pa.Array], int], tuple[dict[str, pa.Array], Mask | None]] = lambda found, _: (found, None)
+    work: Callable[[dict[str, pa.Array], int], Derived] = lambda found, _: (found, ())
 
     def apply(self, rows: Rows) -> None:
         assert self.outputs is not None, "made ready"
@@ -46,24 +49,21 @@ class DerivedStep(Step):
     def _apply_to(self, rows: Rows, image: Image, outputs: dict[str, pa.DataType]) -> None:
         chosen, doubts = self.decide(rows, image)
         unknown, unsent = rows.unknown(image, self.inputs), self._unsent(rows, image)
-        made, failed = self.work({name: image.columns[name] for name in self.inputs}, rows.count)
+        made, faults = self.work({name: image.columns[name] for name in self.inputs}, rows.count)
         applies = np.ones(rows.count, np.bool_) if chosen is None else chosen
+        doubtful, lacking = all_of(doubts, rows.count), all_of(unknown, rows.count)
         first = next(iter(outputs))
-        for doubtful, why in doubts:
-            rows.fail(self.rule.name, first, why, doubtful)
-            applies = applies & ~doubtful
-        if unknown is not None:
-            rows.fail(self.rule.name, first, ABSENT, unknown & ~unsent & applies)
-        if failed is not None:
-            there = applies if image.valid is None else applies & image.valid
-            rows.fail(self.rule.name, first, FAILED, failed & there & (True if unknown is None else ~unknown))
+        rows.fail(self.rule.name, first, *doubts)
+        applies = applies & ~doubtful
+        rows.fail(self.rule.name, first, *only(unknown, ~unsent & applies))
+        there = applies if image.valid is None else applies & image.valid
+        rows.fail(self.rule.name, first, *only(faults, there & ~lacking))
         for name, kind in outputs.items():
             before = image.columns.get(name)
-            values = made[name] if unknown is None else without(made[name], unknown)
+            values = without(made[name], lacking)
             if not applies.all():
                 values = pc.if_else(pa.array(applies), values, pa.nulls(rows.count, kind) if before is None else before)
-            for doubtful, _ in doubts:
-                values = without(values, doubtful)
+            values = without(values, doubtful)
             image.columns[name] = values
             if image.which == AFTER:
                 self._note(rows, name, applies, unsent)
@@ -90,20 +90,20 @@ def _make_derived(rule: Any, shape: Shape, _: Keyring) -> Step | None:
     inputs: tuple[str, ...] = ()
     target = rule.to if isinstance(rule, rules.Copy) else rule.column
     before = shape.columns.get(target)
-    work: Callable[[dict[str, pa.Array], int], tuple[dict[str, pa.Array], Mask | None]]
+    work: Callable[[dict[str, pa.Array], int], Derived]
     if isinstance(rule, rules.Copy):
         inputs = named(rule, shape, [rule.column])
         if not inputs:
             return None
         kind, column = shape.columns[rule.column].type, rule.column
-        work = lambda found, _: ({target: found[column]}, None)  # noqa: E731 - one of four
+        work = lambda found, _: ({target: found[column]}, ())  # noqa: E731 - one of four
     elif isinstance(rule, rules.Set):
         kind = type_named(rule.type) if rule.type else before.type if before else None
         value = column_work.scalar(rule.value, kind)
         if pa.types.is_null(value.type):
             raise shape.refuse(rule, "a column that is made needs a type", "Name it, for example `type: string`.")
         kind = value.type
-        work = lambda _, count: ({target: column_work.repeated(value, count)}, None)  # noqa: E731
+        work = lambda _, count: ({target: column_work.repeated(value, count)}, ())  # noqa: E731
     else:
         expression = Expression(rule.expression)
         inputs = named(rule, shape, expression.columns)
@@ -122,15 +122,19 @@ def _make_derived(rule: Any, shape: Shape, _: Keyring) -> Step | None:
 
 def _computed(
     expression: Expression, found: dict[str, pa.Array], count: int, target: str, kind: pa.DataType
-) -> tuple[dict[str, pa.Array], Mask | None]:
+) -> Derived:
     together = pa.StructArray.from_arrays(list(found.values()), names=list(found)) if found else pa.nulls(count)
 
     def work(some: pa.Array) -> pa.Array:
         parts = {name: some.field(name) for name in found}
-        return expression.evaluate(parts, len(some)).cast(kind)
+        made = expression.evaluate(parts, len(some))
+        try:
+            return made.cast(kind)
+        except pa.ArrowException:
+            raise Failed(f"its result does not fit {column_work.name_of(kind)}") from None
 
-    values, failed = column_work.tried(work, together, kind)
-    return {target: values}, failed
+    values, faults = column_work.tried(work, together, kind, trouble)
+    return {target: values}, faults
 
 
 def _make_function(rule: Any, shape: Shape, _: Keyring) -> Step | None:
@@ -177,26 +181,30 @@ class FunctionStep(DerivedStep):
             rows.drop(name)
 
 
+def _failed(error: Exception) -> str:
+    return f"the function's columns cannot be used ({type(error).__name__})"
+
+
 @dataclass
 class _Called:
     function: Callable[[pa.RecordBatch], Any]
     fields: pa.Schema
     made: pa.Schema
 
-    def __call__(self, found: dict[str, pa.Array], count: int) -> tuple[dict[str, pa.Array], Mask | None]:
+    def __call__(self, found: dict[str, pa.Array], count: int) -> Derived:
         together = pa.StructArray.from_arrays([found[name] for name in self.fields.names], fields=list(self.fields))
         kind = pa.struct(list(self.made))
-        values, failed = column_work.tried(self._call, together, kind)
-        return dict(zip(self.made.names, values.flatten(), strict=True)), failed
+        values, faults = column_work.tried(self._call, together, kind, _failed)
+        return dict(zip(self.made.names, values.flatten(), strict=True)), faults
 
     def _call(self, some: pa.StructArray) -> pa.Array:
         try:
             made = self.function(pa.RecordBatch.from_struct_array(some))
             whole = isinstance(made, pa.RecordBatch) and made.num_rows == len(some) and made.schema.equals(self.made)
         except Exception as error:  # the user's own code: its words may hold values
-            raise ValueError(type(error).__name__) from None
+            raise Failed(f"the function raised {type(error).__name__}", error) from None
         if not whole:
-            raise ValueError("another shape than with no rows")
+            raise Failed("the function gave other columns than with no rows, or not as many rows as it was given")
         return made.to_struct_array()
 
 

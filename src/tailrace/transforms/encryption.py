@@ -23,13 +23,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.model.schema import TableId
+from tailrace.transforms.faults import Fault, Faults
 from tailrace.transforms.hashing import as_bytes
 from tailrace.transforms.secrets import Cipher
 
 FORMAT, FORMAT_OLD = 2, 1
 NONCE_BYTES = 12
-Mask = npt.NDArray[np.bool_]
 FAILURES = (ValueError, OverflowError, TypeError, MemoryError, RuntimeError)
+FOREIGN = "the value is none that `encrypt` has made"
+UNNAMED = "the value was encrypted with a key that is not named"
+CHANGED = "it was changed since, or encrypted for another table or column"
 
 
 def bound_to(table: TableId, column: str) -> bytes:
@@ -55,7 +58,7 @@ def _said(*names: str) -> bytes:
     return json.dumps(names, ensure_ascii=False).encode()
 
 
-def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tuple[pa.Array, Mask]:
+def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tuple[pa.Array, Faults]:
     """The ciphertexts, null where there was null; and the rows that could not be encrypted, null as well."""
     n = len(values)
     named = key_id.encode()
@@ -70,33 +73,44 @@ def encrypt(values: pa.Array, cipher: Cipher, key_id: str, bound: bytes) -> tupl
                 out[row] = head + nonce + cipher.encrypt(nonce, plain, bound)
             except FAILURES:
                 failed[row] = True
-    return pa.array(out, pa.binary()), failed
+    why = f"the value cannot be encrypted with the key `{key_id}`"
+    return pa.array(out, pa.binary()), (Fault(why=why, rows=failed),)
 
 
 def decrypt(
     values: pa.Array, cipher: Callable[[str], Cipher | None], bounds: Mapping[int, Sequence[bytes]]
-) -> tuple[pa.Array, Mask]:
+) -> tuple[pa.Array, Faults]:
     """The plaintexts as bytes; rows whose key is not known, or that were tampered with, are null and have failed.
     `bounds`: by format, one of which a value must be bound to."""
     from cryptography.exceptions import InvalidTag
 
     n = len(values)
     out: list[bytes | None] = [None] * n
-    failed = np.zeros(n, np.bool_)
+    failed: dict[str, list[int]] = {}
     for row, sealed in enumerate(values.to_pylist()):
         if sealed is None:
             continue
+        why = FOREIGN
         try:
             if len(sealed) < 2 or sealed[0] not in bounds:
-                raise ValueError("not ours")
+                raise ValueError(why)
             end = 2 + sealed[1]
-            key = cipher(sealed[2:end].decode())
+            named = sealed[2:end].decode()
+            key = cipher(named)
+            # Only a key of ours is named: what stands in its place otherwise may be anything.
+            why = UNNAMED if key is None else f"the value cannot be decrypted with the key `{named}`: {CHANGED}"
             if key is None:
-                raise ValueError("a key that is not named")
+                raise ValueError(why)
             out[row] = _opened(key, sealed[end : end + NONCE_BYTES], sealed[end + NONCE_BYTES :], bounds[sealed[0]])
         except (*FAILURES, InvalidTag):
-            failed[row] = True
-    return pa.array(out, pa.binary()), failed
+            failed.setdefault(why, []).append(row)
+    return pa.array(out, pa.binary()), tuple(Fault(why=why, rows=_mask(rows, n)) for why, rows in failed.items())
+
+
+def _mask(rows: Sequence[int], count: int) -> npt.NDArray[np.bool_]:
+    found = np.zeros(count, np.bool_)
+    found[list(rows)] = True
+    return found
 
 
 def _opened(key: Cipher, nonce: bytes, sealed: bytes, bounds: Sequence[bytes]) -> bytes:

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import ConfigError
+from tailrace.transforms.faults import Faults, by_halves, trouble
 
 LENGTH_MAX = 4_096
 NODES_MAX = 500
@@ -150,21 +151,14 @@ class Expression:
         found = pc.fill_null(found, _FALSE) if found.null_count else found
         return np.asarray(found.to_numpy(zero_copy_only=False), np.bool_)
 
-    def judge(self, columns: Columns, rows: int) -> tuple[Mask, Mask | None]:
-        """The same, and the rows of which it cannot be computed, such as for an overflow. Those are rare, and found by
-        halves."""
-        try:
-            return self.true(columns, rows), None
-        except (pa.ArrowException, OverflowError, ValueError):
-            if rows <= 1:
-                return np.zeros(rows, np.bool_), np.ones(rows, np.bool_)
-        half, used = rows // 2, {name: columns[name] for name in self.columns}
-        parts = [
-            self.judge({name: values.slice(begin, size) for name, values in used.items()}, size)
-            for begin, size in ((0, half), (half, rows - half))
-        ]
-        odd = [np.zeros(true.size, np.bool_) if failed is None else failed for true, failed in parts]
-        return np.concatenate([true for true, _ in parts]), np.concatenate(odd)
+    def judge(self, columns: Columns, rows: int) -> tuple[Mask, Faults]:
+        """The same, and the rows of which it cannot be computed, such as for an overflow: it is not true of those."""
+        used = {name: columns[name] for name in self.columns}
+        parts, faults = by_halves(
+            lambda begin, size: self.true({name: values.slice(begin, size) for name, values in used.items()}, size),
+            0, rows, lambda size: np.zeros(size, np.bool_), trouble,
+        )  # fmt: skip
+        return parts[0] if len(parts) == 1 else np.concatenate(parts), faults
 
     def type(self, types: Mapping[str, pa.DataType]) -> pa.DataType:
         """The type of what it gives for columns of these types; refused where it cannot be computed of them."""

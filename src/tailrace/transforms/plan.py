@@ -19,13 +19,15 @@ import pyarrow as pa
 from tailrace.errors import ConfigError, RuleInvalid, TransformFailed, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.positions import P
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system
 from tailrace.transforms import deriving, routing, steps
 from tailrace.transforms.matching import matches_any
+from tailrace.transforms.naming import Names
 from tailrace.transforms.numbering import numbered_anew
 from tailrace.transforms.rows import AFTER, Failure, Rows, closed, opened, opened_snapshot
-from tailrace.transforms.rules import Rule, Transforms
+from tailrace.transforms.rules import Outbox, Rule, RulesGiven, Transforms, rules_of
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.shape import Shape, routed
 from tailrace.transforms.steps import Lot, Step, condition
@@ -88,18 +90,22 @@ class TablePlan:
     source: TableSchema
     target: TableSchema
     steps: tuple[Step, ...]
+    claim: Callable[[TableId], None] = lambda _: None
+    """Hears of tables that only rows tell of, and may refuse."""
     _routed: dict[TableId, TableSchema] = field(default_factory=dict)
 
     def run(self, rows: Rows) -> list[tuple[TableSchema, Rows]]:
         lots: list[Lot] = [(None, rows)]
         for step in self.steps:
             lots = [made for lot in lots for made in step.share_out(lot)]
-        return [(self._shape_of(table), some) for table, some in lots if some.count]
+        return [(self.shape_of(table), some) for table, some in lots if some.count]
 
-    def _shape_of(self, table: TableId | None) -> TableSchema:
+    def shape_of(self, table: TableId | None) -> TableSchema:
+        """The shape of rows that were sent to a table; None: to none but where all go."""
         if table is None or table == self.target.table:
             return self.target
         if table not in self._routed:
+            self.claim(table)
             self._routed[table] = routed(self.target, table)
         return self._routed[table]
 
@@ -108,9 +114,11 @@ class TransformPlan:
     """All rules, for whatever tables come. One thread uses it; it can be pickled, and holds no key then."""
 
     def __init__(
-        self, transforms: Transforms, *, environment: Mapping[str, str] | None = None, keyring: Keyring | None = None
-    ) -> None:
-        self.transforms = transforms
+        self, transforms: RulesGiven, *, environment: Mapping[str, str] | None = None, keyring: Keyring | None = None,
+        names: Names | None = None,
+    ) -> None:  # fmt: skip
+        self.transforms = transforms = rules_of(transforms)
+        self._names = names
         self._keys = keyring or Keyring(transforms.keys, environment)
         self._plans: dict[int, TablePlan] = {}
         self._policy = {rule.name: rule.on_error for rule in transforms.rules}
@@ -118,21 +126,30 @@ class TransformPlan:
         self._rows: dict[str, int] = {rule.name: 0 for rule in transforms.rules}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TransformPlan, (self.transforms,)
+        return _plan_of, (self.transforms, self._names is not None)
 
     def table(self, schema: TableSchema) -> TablePlan:
         """The steps for a shape. A stream gives the same object again and again, and gets the same one."""
         known = self._plans.get(id(schema))
         if known is not None:
             return known
+        if not isinstance(schema, TableSchema):
+            raise ConfigError(
+                "that is no shape of a table", found=type(schema).__name__,
+                hint="Give a `TableSchema`; of a batch it is `batch.schema`.",
+            )  # fmt: skip
         shape = Shape.of(schema)
         nothing = is_system(schema) or not schema.columns
+        if self._names is not None and not is_system(schema):
+            self._names.of(schema.table)
         matching = (rule for rule in self.transforms.rules if matches_any(rule.tables, schema.table))
         concerned = () if nothing else tuple(matching)
         made = [step for rule in concerned if (step := self._step(rule, shape)) is not None]
         if len(self._plans) >= SHAPES_KEPT_MAX:
             self._plans.clear()
         plan = self._plans[id(schema)] = TablePlan(source=schema, target=shape.schema(), steps=tuple(made))
+        if (names := self._names) is not None:
+            plan.claim = lambda table: names.claim(table, schema.table)
         return plan
 
     def _step(self, rule: Rule, shape: Shape) -> Step | None:
@@ -142,6 +159,8 @@ class TransformPlan:
                 return None
             if when is not None and not pa.types.is_boolean(when.type(shape.types)):
                 raise shape.refuse(rule, "`when` is no condition", "Write one, for example `country == 'DE'`.")
+            if self._names is not None and isinstance(rule, Outbox):
+                _refuse_other_types(rule, shape)
             step = _MAKERS[rule.do](rule, shape, self._keys)
         except RuleInvalid:
             raise
@@ -159,9 +178,14 @@ class TransformPlan:
 
         return count
 
-    def transformed_schema(self, schema: TableSchema) -> TableSchema:
-        """What the rules make of a shape: snapshot and stream have it alike."""
-        return self.table(schema).target
+    def transformed_schema(self, schema: TableSchema, table: TableId | None = None) -> TableSchema:
+        """What the rules make of a shape: snapshot and stream have it alike. `table` is one of those that rows are sent
+        to, if not most of them are."""
+        return self.table(schema).shape_of(table)
+
+    def require_keys(self) -> None:
+        """Refuse rules whose keys cannot be had. Else that is found out with the first row of a table."""
+        self._keys.require(self.transforms.rules)
 
     def unmatched(self) -> list[Unmatched]:
         """The rules that have met no table yet, or no row."""
@@ -177,19 +201,25 @@ class TransformPlan:
 
     def apply(self, batch: ChangeBatch) -> Applied:
         """The batch, transformed; rows that a rule with `dead-letter` failed at are letters."""
+        if not isinstance(batch, ChangeBatch):
+            raise ConfigError(
+                "that is no batch of changes", found=type(batch).__name__,
+                hint="Give what `batch_of(…)` makes, or one by one what `batch.batches` has.",
+            )  # fmt: skip
         plan = self.table(batch.schema)
         if not plan.steps:
             return Applied(batches=(batch,))
         lots = plan.run(opened(batch))
         self._halt(plan.source, lots, batch)
-        letters = []
+        letters, aside = [], np.zeros(len(batch), np.bool_)
         for _, rows in lots:
             bad = np.zeros(rows.count, np.bool_)
             for one in rows.failures:
-                mine = one.rows & ~bad  # a row is one letter, of the first rule that failed
+                mine = one.rows & ~aside[rows.source]  # a row is one letter, of the first rule that failed
                 bad |= one.rows
                 if mine.any():
                     letters.append(_letter(one, batch, rows.source[mine]))
+                    aside[rows.source[mine]] = True
             rows.take(~bad)
         return Applied(
             batches=tuple(closed(rows, schema) for schema, rows in lots if rows.count), letters=tuple(letters)
@@ -215,7 +245,7 @@ class TransformPlan:
                 on_letter(letter)
         return tuple(made for one in applied for made in one.batches)
 
-    def window(self, window: Window, on_letter: OnLetter | None = None) -> Window | None:
+    def window(self, window: Window[P], on_letter: OnLetter | None = None) -> Window[P] | None:
         """A window's batches, transformed; rows are numbered anew where some went or came. Rows that a rule failed at
         are marked, or go to `on_letter`.
 
@@ -233,25 +263,30 @@ class TransformPlan:
 
     # Snapshots.
 
-    def rows(self, schema: TableSchema, data: pa.RecordBatch) -> pa.RecordBatch:
+    def rows(
+        self, schema: TableSchema, data: pa.RecordBatch, into: TableId | None = None
+    ) -> pa.RecordBatch:
         """Rows of a snapshot, of the table's own columns, as rows of the transformed shape; for a load, which can set
-        none aside. A runtime makes changes of them, and has `sifted`."""
+        none aside. A runtime makes changes of them, and has `sifted`.
+
+        `into` is the table that is loaded, where rules send rows to several: the others' are left out."""
         plan = self.table(schema)
         if not plan.steps:
             return data
         lots = plan.run(opened_snapshot(schema, data))
         for _, rows in lots:
             for one in rows.failures:
-                raise _failed(plan.source, one, None, HALT_HINT if self._policy[one.rule] == "halt" else LOAD_HINT)
-        _refuse_several(plan, lots)
+                hint = HALT_HINT if self._policy[one.rule] == "halt" else LOAD_HINT
+                raise _failed(plan.source, one, None, hint) from one.error
         fields = pa.schema(plan.target.row_fields())
-        if not lots:
-            return pa.RecordBatch.from_pylist([], fields)
-        columns = lots[0][1].after.columns
-        return pa.RecordBatch.from_arrays([columns[name] for name in fields.names], schema=fields)
+        parts = [
+            pa.RecordBatch.from_arrays([rows.after.columns[name] for name in fields.names], schema=fields)
+            for rows in _loaded(plan, lots, into)
+        ]
+        return pa.concat_batches(parts) if parts else pa.RecordBatch.from_pylist([], fields)
 
     def marked_rows(
-        self, schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array
+        self, schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array, into: TableId | None = None
     ) -> tuple[pa.RecordBatch, pa.Array]:
         """The same, of rows with values that do not fit: those, and what a rule with `dead-letter` failed at, are told
         beside them as `_unfit` has it."""
@@ -262,23 +297,23 @@ class TransformPlan:
         for target, rows in lots:
             for one in rows.failures:
                 if self._policy[one.rule] == "halt":
-                    raise _failed(plan.source, one, None)
+                    raise _failed(plan.source, one, None) from one.error
             _mark(target, rows)
-        _refuse_several(plan, lots)
         fields = pa.schema(plan.target.row_fields())
-        if not lots:
-            return pa.RecordBatch.from_pylist([], fields), pa.nulls(0, change.UNFIT_TYPE)
-        made = closed(lots[0][1], plan.target).data
-        columns = [made.column(change.stored_name(name)) for name in fields.names]
-        has_cells = change.UNFIT in made.schema.names
-        cells = made.column(change.UNFIT) if has_cells else pa.nulls(made.num_rows, change.UNFIT_TYPE)
-        return pa.RecordBatch.from_arrays(columns, schema=fields), cells
+        parts = [(pa.RecordBatch.from_pylist([], fields), pa.nulls(0, change.UNFIT_TYPE))]
+        for rows in _loaded(plan, lots, into):
+            made = closed(rows, plan.target).data
+            columns = [made.column(change.stored_name(name)) for name in fields.names]
+            has_cells = change.UNFIT in made.schema.names
+            cells = made.column(change.UNFIT) if has_cells else pa.nulls(made.num_rows, change.UNFIT_TYPE)
+            parts.append((pa.RecordBatch.from_arrays(columns, schema=fields), cells))
+        return pa.concat_batches([made for made, _ in parts]), pa.concat_arrays([cells for _, cells in parts])
 
     def _halt(self, schema: TableSchema, lots: list[tuple[TableSchema, Rows]], batch: ChangeBatch) -> None:
         for _, rows in lots:
             for one in rows.failures:
                 if self._policy[one.rule] == "halt":
-                    raise _failed(schema, one, _position(batch, int(rows.source[one.rows][0])))
+                    raise _failed(schema, one, _position(batch, int(rows.source[one.rows][0]))) from one.error
 
 
 def _mark(schema: TableSchema, rows: Rows) -> None:
@@ -289,19 +324,35 @@ def _mark(schema: TableSchema, rows: Rows) -> None:
         texts.update(dict.fromkeys(np.flatnonzero(one.rows).tolist(), change.unfit_by_rule(one.rule, one.why)))
 
 
-def _refuse_several(plan: TablePlan, lots: list[tuple[TableSchema, Rows]]) -> None:
-    if any(target is not plan.target for target, _ in lots):
+def _refuse_other_types(rule: Outbox, shape: Shape) -> None:
+    """Which types there are, the source is asked: they must be what it has."""
+    made, own = shape.columns.get(rule.type_column), shape.source.columns
+    if made is not None and (made.place is None or made.touched or own[made.place].name != rule.type_column):
+        raise shape.refuse(
+            rule, "a rule before it has changed the type of messages", "Put `outbox` before that rule.",
+            column=rule.type_column,
+        )  # fmt: skip
+
+
+def _plan_of(transforms: Transforms, apart: bool) -> TransformPlan:
+    return TransformPlan(transforms, names=Names(transforms.rules) if apart else None)
+
+
+def _loaded(plan: TablePlan, lots: list[tuple[TableSchema, Rows]], into: TableId | None) -> list[Rows]:
+    """The rows of the table that is loaded. A row may come to one table in several ways."""
+    if into is None and any(target is not plan.target for target, _ in lots):
         raise Unsupported(
             "rows of one table cannot be loaded into several", table=plan.source.table,
-            hint="`route` with `when`, and `outbox`, work on changes: set the table's load mode to `never`.",
+            hint="Say which of them is loaded: `into`.",
         )  # fmt: skip
+    return [rows for target, rows in lots if into is None or target.table == into]
 
 
 def _position(batch: ChangeBatch, row: int) -> str | None:
     if change.POSITION not in batch.data.schema.names:
         return None
     found: str = batch.data.column(change.POSITION)[row].as_py()
-    return found
+    return found or None  # what was injected has none
 
 
 def _failed(

@@ -1,45 +1,157 @@
 """PostgreSQL seen through rules: its shapes, its stream and the rows of its snapshots, transformed.
 
 Here and in `stream` rules meet the source, and nothing behind them knows of rules: what the log, a load and a lake
-table get is what the rules have made. Questions to the server are asked in its own terms: a transformed shape
-remembers the one at the source.
+table get is what the rules have made, by the names that rules give. Questions to the server are asked in its own terms:
+a transformed shape remembers the one at the source, and every table that is made is made of one there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+from psycopg import sql
 
 from tailrace.capture.base import SourceId, StreamOfTimeline
+from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.preflight import Publishing
 from tailrace.capture.postgres.scan import PostgresScan
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import OPEN_SECONDS_MAX, ExactSnapshot, SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import LOAD_ANEW_HINT, SourceRewritten, Unsupported
-from tailrace.model.position import Lsn
+from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
+from tailrace.transforms.matching import matches_any
+from tailrace.transforms.naming import Names, still_make, target
 from tailrace.transforms.plan import TransformPlan
+from tailrace.transforms.routing import TABLES_MAX
+from tailrace.transforms.rules import Outbox, Transforms
 from tailrace.transforms.shape import is_touched
 from tailrace.transforms.stream import TransformedStream
+
+TYPES_SECONDS = 600.0
+"""Between two questions for the types that an outbox has: whatever comes, its log tells."""
 
 
 class TransformedCapture(PostgresCapture):
     """One PostgreSQL database as the rules show it."""
 
-    def __init__(self, settings: PostgresSettings, rules: TransformPlan) -> None:
+    def __init__(self, settings: PostgresSettings, transforms: Transforms) -> None:
         super().__init__(settings)
-        self.rules = rules
+        self._names = Names(transforms.rules)
+        self.rules = TransformPlan(transforms, names=self._names)
+        self._messages: dict[TableId, frozenset[TableId]] = {}
+        """Where messages of each outbox were seen to go. Never changed in place: others may be looking at it."""
+        self._asked: dict[TableId, float] = {}
+        """When each outbox was last asked which types it has."""
+        self.asks_types = True
+        """Whether it is: that reads all of it."""
+
+    @property
+    def publishing(self) -> Callable[[Publishing], None]:
+        """Hears of every table that is made of one that is about to be published, or is by now."""
+        return self._hears
+
+    @publishing.setter
+    def publishing(self, hears: Callable[[Publishing], None]) -> None:
+        def hear(told: Publishing) -> None:
+            made = tuple((made, number) for table, number in told.tables for made in self._made_of(table))
+            hears(replace(told, tables=made))
+
+        self._hears = hear
 
     def remember(self, shapes: Iterable[TableSchema]) -> None:
-        super().remember(shape.at_source for shape in shapes)
+        """Of one table at the source several may be made, and one of them has seen its last shape."""
+        newest: dict[int, TableSchema] = {}
+        for shape in (made.at_source for made in shapes):
+            known = newest.get(shape.relation)
+            if known is None or _asked_at(shape) >= _asked_at(known):
+                newest[shape.relation] = shape
+        super().remember(newest.values())
 
-    def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
-        found = super().describe(tables)
-        return {table: self.rules.transformed_schema(schema) for table, schema in found.items()}
+    def know(self, shapes: Iterable[TableSchema]) -> None:
+        for made in shapes:
+            source = made.at_source.table
+            box = self._names.outbox_of(source)
+            if box is not None and made.table != source and still_make((box,), source, made.table):
+                self._messages[source] = self._messages.get(source, frozenset()) | {made.table}
+
+    def tables(self) -> list[SourceTable]:
+        """The tables that are made of those that are wanted."""
+        there = super().tables()
+        for found in there:
+            if self.asks_types and (box := self._names.outbox_of(found.table)) is not None:
+                self._ask_types(found.table, box)
+        return [
+            replace(found, table=made, origin=found.table if made != found.table else None)
+            for found in there
+            for made in self._made_of(found.table)
+        ]
+
+    @property
+    def makes_tables(self) -> bool:
+        return self._names.has_messages
+
+    def _made_of(self, table: TableId) -> list[TableId]:
+        """All tables that are made of one, as far as they are known."""
+        messages = sorted(self._messages.get(table, ()))
+        for made in messages:
+            self._names.claim(made, table)
+        return [*self._names.of(table), *messages]
+
+    def _ask_types(self, table: TableId, box: Outbox) -> None:
+        """Messages that were there before anything was captured go to tables that the log may never tell of."""
+        if time.monotonic() < self._asked.get(table, -TYPES_SECONDS) + TYPES_SECONDS:
+            return
+        column, name = sql.Identifier(box.type_column), sql.Identifier(table.schema, table.name)
+        query = sql.SQL("SELECT DISTINCT {}::text FROM {} WHERE {}::text <> '' LIMIT {}").format(
+            column, name, column, TABLES_MAX + 1
+        )
+        with self._connected() as connection:
+            kinds = [kind for (kind,) in connection.execute(query)]
+        if len(kinds) > TABLES_MAX:
+            raise Unsupported(
+                f"an outbox has messages of more than {TABLES_MAX:,} types", rule=box.name, table=table,
+                hint="Each would be a table. Name a column with fewer values in `type_column`.",
+            )  # fmt: skip
+        found = frozenset(target(box.to, table, type=kind) for kind in kinds)
+        self._messages[table] = self._messages.get(table, frozenset()) | found
+        self._asked[table] = time.monotonic()
+
+    def name_at_source(self, table: TableId) -> TableId:
+        if (known := self._names.source_of(table)) is None:
+            self.tables()
+            known = self._names.source_of(table)
+        return known or table
+
+    def published(self) -> dict[TableId, set[str]]:
+        found = super().published()
+        made = [(table.table, table.origin or table.table) for table in self.tables()]
+        return {table: found[source] for table, source in made if source in found}
+
+    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+        asked = {table: self.name_at_source(table) for table in tables}
+        found = super().stamps(list(dict.fromkeys(asked.values())))
+        return {table: found[source] for table, source in asked.items() if source in found}
+
+    def describe(self, tables: Iterable[TableId], *, unpublished: bool = False) -> dict[TableId, TableSchema]:
+        asked = {table: self.name_at_source(table) for table in tables}
+        found = super().describe(dict.fromkeys(asked.values()), unpublished=unpublished)
+        return {
+            table: self.rules.transformed_schema(found[source], table)
+            for table, source in asked.items()
+            if source in found
+        }
+
+    def check_rules(self) -> None:
+        """Refuse rules that cannot be used on the tables as they are published."""
+        for shape in super().describe(found.table for found in super().tables()).values():
+            self.rules.table(shape)
 
     def live(self, after: Lsn, origin: SourceId | None = None) -> StreamOfTimeline:
         return TransformedStream(super().live(after, origin), self.rules)
@@ -51,8 +163,11 @@ class TransformedCapture(PostgresCapture):
         raise _no_scan()
 
     def plan(self, table: TableId, cut: Cut, chunk_bytes: int) -> Plan:
-        plan = super().plan(table, cut, chunk_bytes)
-        return replace(plan, schema=self.rules.transformed_schema(plan.schema))
+        plan = super().plan(self.name_at_source(table), cut, chunk_bytes)
+        return replace(plan, schema=self.rules.transformed_schema(plan.schema, table))
+
+    def unchanged(self, plan: Plan) -> bool:
+        return super().unchanged(replace(plan, schema=plan.schema.at_source))
 
     def value_of(self, column: Column, text: str) -> pa.Scalar | None:
         """Of a column that a rule has worked on nobody knows what rows at rest have: they are read again."""
@@ -66,6 +181,11 @@ class TransformedCapture(PostgresCapture):
 
     def row_reader(self, seconds_max: float) -> SnapshotReader:
         return TransformedReader(super().row_reader(seconds_max), self.rules)
+
+
+def _asked_at(shape: TableSchema) -> Lsn:
+    """Where the source was when it was asked for the shape."""
+    return shape.facts.at if shape.facts is not None else ZERO
 
 
 def _no_scan() -> Unsupported:
@@ -92,11 +212,11 @@ class TransformedReader(SnapshotReader):
         self.__dict__.update(vars(reader))
         self._rules = rules
 
-    def describe(self, table: TableId) -> TableSchema:
-        return self._rules.transformed_schema(super().describe(table))
-
     def hold(self, schema: TableSchema, chunk: Chunk) -> Lsn:
         return super().hold(schema.at_source, chunk)
+
+    def keep(self, schema: TableSchema) -> None:
+        super().keep(schema.at_source)
 
     def rows(
         self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None, *,
@@ -104,10 +224,10 @@ class TransformedReader(SnapshotReader):
     ) -> Iterator[pa.RecordBatch]:  # fmt: skip
         """The rows that the rules let through. Which ones fulfil the condition, the source says of its own columns."""
         source = self._source_of(schema)
-        names = dict(zip(schema.key, source.key, strict=True))
+        names = self._key_of(schema, source) if ordered_by else {}
         order = [(names.get(name, name), kind) for name, kind in ordered_by]
         for batch in super().rows(source, chunk, condition, ordered_by=order):
-            yield self._rules.rows(source, batch).select(schema.names)
+            yield self._rules.rows(source, batch, schema.table).select(schema.names)
 
     def marked_rows(
         self, schema: TableSchema, chunk: Chunk, condition: str | None = None
@@ -115,24 +235,33 @@ class TransformedReader(SnapshotReader):
         """The same with rows that do not fit, or that a rule with `on_error: dead-letter` fails at."""
         source = self._source_of(schema)
         for batch, unfit in super().marked_rows(source, chunk, condition):
-            made, cells = self._rules.marked_rows(source, batch, unfit)
+            made, cells = self._rules.marked_rows(source, batch, unfit, schema.table)
             yield made.select(schema.names), cells
 
     def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         source = self._source_of(schema)
-        names = dict(zip(schema.key, source.key, strict=True))
-        if any(is_touched(column) for column in schema.columns if column.name in names):
+        names = self._key_of(schema, source)
+        keys = keys.rename_columns([names[name] for name in keys.column_names])
+        for batch in super().rows_of(source, keys):
+            yield self._rules.rows(source, batch, schema.table).select(schema.names)
+
+    def _key_of(self, schema: TableSchema, source: TableSchema) -> dict[str, str]:
+        """What the source calls the columns of the key. Messages have one of their own, whatever the source's is."""
+        boxes = (rule for rule in self._rules.transforms.rules if isinstance(rule, Outbox))
+        own = schema.key if any(matches_any(box.tables, source.table) for box in boxes) else source.key
+        touched = any(is_touched(column) for column in schema.columns if column.name in schema.key)
+        if touched or not set(own) <= set(source.names):
             raise Unsupported(
                 "rows cannot be asked for by a key that a rule has changed", table=schema.table, hint=LOAD_ANEW_HINT
             )
-        keys = keys.rename_columns([names[name] for name in keys.column_names])
-        for batch in super().rows_of(source, keys):
-            yield self._rules.rows(source, batch).select(schema.names)
+        return dict(zip(schema.key, own, strict=True))
 
     def _source_of(self, schema: TableSchema) -> TableSchema:
         """The shape at the source, if the rules still make this one of it."""
         source = schema.at_source
-        if not set(schema.columns) <= set(self._rules.transformed_schema(source).columns):
+        columns = self._rules.transformed_schema(source).columns
+        made = still_make(self._rules.transforms.rules, source.table, schema.table)
+        if not made or not set(schema.columns) <= set(columns):
             raise SourceRewritten(
                 "the rules for the table were changed while it was read", table=schema.table,
                 hint="Nothing to do: it is loaded again from the beginning.",

@@ -17,31 +17,21 @@ import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.change import Operation
-from tailrace.model.schema import TableId
+from tailrace.model.schema import Identity, TableId
 from tailrace.transforms.expression import Expression
-from tailrace.transforms.rows import FAILED, Image, Rows
+from tailrace.transforms.faults import Fault, all_of
+from tailrace.transforms.naming import target
+from tailrace.transforms.rows import Image, Rows
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.shape import Made, Shape
 from tailrace.transforms.splitting import Judged, narrow
-from tailrace.transforms.steps import Lot, Maker, Step, condition, named
+from tailrace.transforms.steps import Lot, Maker, Step, condition, named, without
 
 Mask = npt.NDArray[np.bool_]
 TABLES_MAX = 1_000
 """That one outbox may send messages of one batch to."""
 NOWHERE = TableId("", "")
 _METADATA = {one.name: one.type for one in change.ALWAYS}
-
-
-def target(template: str, table: TableId, **more: str) -> TableId:
-    """The table that a template means."""
-    schema, _, name = template.partition(".")
-
-    def filled(text: str) -> str:
-        for key, value in {"schema": table.schema, "table": table.name, **more}.items():
-            text = text.replace(f"{{{key}}}", value)
-        return text
-
-    return TableId(filled(schema), filled(name))
 
 
 @dataclass
@@ -58,10 +48,7 @@ class SplitStep(Step):
         sent, columns = rows.copy(), self.when.columns
         narrow(sent, _true(self.when, sent, is_true=True), columns, self.key, self.rule.name)
         narrow(rows, _true(self.when, rows, is_true=False), columns, self.key, self.rule.name)
-        # A row that cannot be judged has failed, and is in both: once is enough.
-        if rows.failures:
-            mine = [one for one in rows.failures if one.rule == self.rule.name]
-            rows.take(~np.logical_or.reduce([one.rows for one in mine]) if mine else np.ones(rows.count, np.bool_))
+        # A row that cannot be judged has failed, and is in both: either table may have one of before.
         return [(table, rows), (self.to, sent)]
 
 
@@ -75,7 +62,7 @@ def _true(when: Expression, rows: Rows, *, is_true: bool) -> Callable[[Image], J
 
 @dataclass
 class OutboxStep(Step):
-    """Each inserted row goes to the table that its type names."""
+    """Each inserted row goes to the table that its type names. One of which `when` is not true is no message."""
 
     template: str = ""
     column: str = ""
@@ -83,15 +70,22 @@ class OutboxStep(Step):
 
     def share_out(self, lot: Lot) -> list[Lot]:
         _, rows = lot
-        rows.take(rows.is_op(Operation.INSERT) | rows.is_op(Operation.READ))
-        self.count(rows.count)
+        new = rows.is_op(Operation.INSERT) | rows.is_op(Operation.READ)
+        if (moved := rows.image(change.MOVED_FROM)) is not None:  # a message of before, under another key
+            new = new & ~moved.valid if moved.valid is not None else np.zeros(rows.count, np.bool_)
+        rows.take(new)
         rows.images = rows.images[:1]
+        chosen, doubts = self.decide(rows, rows.after)
+        if chosen is not None:
+            rows.fail(self.rule.name, self.column, *doubts)
+            rows.take(chosen | rows.failed)
         kinds = rows.after.columns[self.column]
-        named = np.asarray(pc.is_valid(kinds).to_numpy(zero_copy_only=False), np.bool_)
-        rows.fail(self.rule.name, self.column, FAILED, ~named)
-        found = pc.unique(kinds.drop_null()).to_pylist()
+        named = np.asarray(pc.fill_null(pc.not_equal(kinds, ""), False).to_numpy(zero_copy_only=False), np.bool_)
+        rows.fail(self.rule.name, self.column, Fault(why="the row names no type", rows=~named))
+        found = [kind for kind in pc.unique(kinds.drop_null()).to_pylist() if kind]
         if len(found) > TABLES_MAX:
-            rows.fail(self.rule.name, self.column, FAILED, np.ones(rows.count, np.bool_))
+            why = f"one batch has messages of more than {TABLES_MAX:,} types"
+            rows.fail(self.rule.name, self.column, Fault(why=why, rows=np.ones(rows.count, np.bool_)))
             return [lot]
         lots: list[Lot] = []
         for kind in found:
@@ -107,32 +101,41 @@ class OutboxStep(Step):
 
 @dataclass
 class UnwrapStep(Step):
-    """Rows as they are, without old ones; deletes go, or are marked."""
+    """Rows as they are, without old ones; deletes go, or are marked. Rows of which `when` is not true stay what they
+    were, with nulls in the columns that are made."""
 
     metadata: tuple[tuple[str, str], ...] = ()
     marker: str | None = None
     key: tuple[str, ...] = ()
+    whole: bool = False
+    """Whether the source sends all of a row that goes."""
 
     def apply(self, rows: Rows) -> None:
-        self.count(rows.count)
-        deleted = rows.is_op(Operation.DELETE)
+        chosen, doubts = self.decide(rows, rows.after)
+        rows.fail(self.rule.name, next(iter(rows.after.columns)), *doubts)
+        applies = np.ones(rows.count, np.bool_) if chosen is None else chosen & ~all_of(doubts, rows.count)
+        deleted = rows.is_op(Operation.DELETE) & applies
         for source, name in self.metadata:
-            kind = _METADATA[source]
-            rows.after.columns[name] = rows.about.get(source, pa.nulls(rows.count, kind))
+            self._add(rows, name, rows.about.get(source, pa.nulls(rows.count, _METADATA[source])), applies)
         if self.marker is not None:
             self._mark(rows, deleted, self.marker)
-        rows.images = [image for image in rows.images if image.which != change.BEFORE]
+            self._add(rows, self.marker, pa.array(deleted), applies)
+        if (before := rows.image(change.BEFORE)) is not None:
+            before.valid = ~applies if before.valid is None else before.valid & ~applies
         if self.marker is None:
-            rows.take(~deleted)
+            rows.take(~deleted | rows.failed)  # what a rule before has failed at must be heard of
+
+    @staticmethod
+    def _add(rows: Rows, name: str, values: pa.Array, applies: Mask) -> None:
+        rows.after.columns[name] = without(values, ~applies)
+        if (before := rows.image(change.BEFORE)) is not None:
+            before.columns[name] = pa.nulls(rows.count, values.type)
 
     def _mark(self, rows: Rows, deleted: Mask, marker: str) -> None:
-        before = rows.image(change.BEFORE)
-        bare = deleted if before is None or before.valid is None else deleted & ~before.valid
-        if bare.any():  # only the key was told: the rest stays as it is
+        if not self.whole:  # only the key was told: the rest stays as it is
             made = {marker, *(name for _, name in self.metadata)}
             for name in rows.after.columns.keys() - set(self.key) - made:
-                rows.absent[name] = rows.absent.get(name, np.zeros(rows.count, np.bool_)) | bare
-        rows.after.columns[marker] = pa.array(deleted)
+                rows.absent[name] = rows.absent.get(name, np.zeros(rows.count, np.bool_)) | deleted
         rows.about[change.OP] = pc.if_else(pa.array(deleted), Operation.UPDATE.value, rows.about[change.OP])
 
 
@@ -141,6 +144,7 @@ def _make_route(rule: Any, shape: Shape, _: Keyring) -> Step | None:
     if when is None:
         shape.table = to
         return Step(rule, None)
+    shape.mark_rows(rule)
     return SplitStep(rule, when, to=to, key=shape.key)
 
 
@@ -153,7 +157,9 @@ def _make_outbox(rule: Any, shape: Shape, _: Keyring) -> Step | None:
         raise shape.refuse(rule, "a message's type is not its key", "Name two columns.", column=rule.key_column)
     del shape.columns[rule.type_column]
     shape.key = (rule.key_column,)
-    return OutboxStep(rule, None, template=rule.to, column=rule.type_column, source=shape.source.table)
+    if rule.when is not None:
+        shape.mark_rows(rule)
+    return OutboxStep(rule, condition(rule), template=rule.to, column=rule.type_column, source=shape.source.table)
 
 
 def _make_unwrap(rule: Any, shape: Shape, _: Keyring) -> Step | None:
@@ -162,6 +168,7 @@ def _make_unwrap(rule: Any, shape: Shape, _: Keyring) -> Step | None:
             rule, "a rule would destroy the key: without one, rows are known by their old values",
             "Give the table a primary key.",
         )  # fmt: skip
+    _refuse_untold(rule, shape)
     metadata = tuple(rule.metadata.items())
     marker = rule.marker if rule.deletes == "mark" else None
     for name, kind in [(name, _METADATA[of]) for of, name in metadata] + ([(marker, pa.bool_())] if marker else []):
@@ -171,7 +178,20 @@ def _make_unwrap(rule: Any, shape: Shape, _: Keyring) -> Step | None:
         shape.columns[name].mark(rule)
     if marker is None:
         shape.mark_rows(rule)
-    return UnwrapStep(rule, None, metadata=metadata, marker=marker, key=shape.key)
+    whole = shape.source.identity is Identity.FULL
+    return UnwrapStep(rule, condition(rule), metadata=metadata, marker=marker, key=shape.key, whole=whole)
+
+
+def _refuse_untold(rule: Any, shape: Shape) -> None:
+    """Of a row that goes, `when` must be known: it decides whether that is said."""
+    when = condition(rule)
+    untold = [name for name in when.columns if name not in shape.key] if when is not None else []
+    if untold and shape.source.identity is Identity.KEY:
+        raise shape.refuse(
+            rule, "`when` looks at a column that the source does not send of a deleted row",
+            f"Use the key's columns in it, or ALTER TABLE {shape.source.table} REPLICA IDENTITY FULL.",
+            column=untold[0],
+        )  # fmt: skip
 
 
 MAKERS: dict[str, Maker] = {"route": _make_route, "outbox": _make_outbox, "unwrap": _make_unwrap}

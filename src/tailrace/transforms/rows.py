@@ -8,7 +8,7 @@ not hold is known only as text; a rule that would have to look at it fails.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,18 @@ import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.change import OPERATION_NAMES, Operation
+from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
+from tailrace.transforms.faults import ABSENT, UNFIT, Fault, Faults
 
 Mask = npt.NDArray[np.bool_]
 AFTER = ""
-ABSENT, FAILED = "a value that it needs was not sent", "it cannot be applied to the value"
-"""Why a rule fails, in words that tell nothing of the row."""
+_CODES = np.full(256, -1, np.int8)
+_CODES[[ord(operation.value[0]) for operation in Operation]] = [operation.code for operation in Operation]
+"""By the first letter, of which no two have the same."""
 _ABOUT = frozenset(field.name for field in change.ALWAYS)
+SLICED_PART = 4
+"""Where a column holds one value throughout, and no less than one of so many rows stay, nothing of it is copied."""
 
 
 @dataclass
@@ -39,12 +43,14 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Rows that a rule could not be applied to, and why in a word."""
+    """Rows that a rule could not be applied to, and why in words that tell nothing of them."""
 
     rule: str
     column: str
     why: str
     rows: Mask
+    error: Exception | None = None
+    """Of a function of the user's: what it raised."""
 
 
 @dataclass
@@ -61,14 +67,19 @@ class Rows:
     unfit: dict[tuple[str, str], dict[int, str]] = field(default_factory=dict)
     """By image and column, the rows whose value did not fit, and its text. Rare."""
     failures: list[Failure] = field(default_factory=list)
-    source: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Which row of the batch each was."""
-    _codes: tuple[pa.Array, npt.NDArray[np.int32]] | None = None
-    """The operations, and what they are by number: looked up once, as comparing texts is what costs."""
+    _source: npt.NDArray[np.int64] | None = None
+    """Which row of the batch each was, where some are gone: that none is, is known without numbering them."""
+    _codes: tuple[pa.Array, npt.NDArray[np.int8]] | None = None
+    """The operations, and what they are by number."""
 
     @property
     def after(self) -> Image:
         return self.images[0]
+
+    @property
+    def source(self) -> npt.NDArray[np.int64]:
+        """Which row of the batch each was."""
+        return np.arange(self.count) if self._source is None else self._source
 
     def image(self, which: str) -> Image | None:
         return next((image for image in self.images if image.which == which), None)
@@ -77,26 +88,35 @@ class Rows:
         """The rows of this operation."""
         given = self.about[change.OP]
         if self._codes is None or self._codes[0] is not given:
-            self._codes = (given, pc.index_in(given, value_set=OPERATION_NAMES).to_numpy())
+            self._codes = (given, _codes_of(given))
         found: Mask = self._codes[1] == operation.code
         return found
 
-    def unknown(self, image: Image, columns: tuple[str, ...]) -> Mask | None:
-        """The rows of which some of these columns were not sent, or did not fit; None: there are none."""
-        found: Mask | None = None
+    def unknown(self, image: Image, columns: tuple[str, ...]) -> Faults:
+        """The rows of which some of these columns were not sent, or did not fit."""
+        absent = [self.absent[column] for column in columns if image.which == AFTER and column in self.absent]
+        odd = []
         for column in columns:
-            masks = [self.absent[column]] if image.which == AFTER and column in self.absent else []
             if texts := self.unfit.get((image.which, column)):
-                odd = np.zeros(self.count, np.bool_)
-                odd[list(texts)] = True
-                masks.append(odd)
-            for mask in masks:
-                found = mask.copy() if found is None else found | mask
-        return found if found is not None and found.any() else None
+                mask = np.zeros(self.count, np.bool_)
+                mask[list(texts)] = True
+                odd.append(mask)
+        found = ((ABSENT, absent), (UNFIT, odd))
+        return tuple(Fault(why=why, rows=np.logical_or.reduce(masks)) for why, masks in found if masks)
 
-    def fail(self, rule: str, column: str, why: str, rows: Mask) -> None:
-        if rows.any():
-            self.failures.append(Failure(rule=rule, column=column, why=why, rows=rows))
+    def fail(self, rule: str, column: str, *faults: Fault) -> None:
+        for fault in faults:
+            if fault.rows.any():
+                failure = Failure(rule=rule, column=column, why=fault.why, rows=fault.rows, error=fault.error)
+                self.failures.append(failure)
+
+    @property
+    def failed(self) -> Mask:
+        """The rows that some rule has failed at."""
+        found = np.zeros(self.count, np.bool_)
+        for one in self.failures:
+            found |= one.rows
+        return found
 
     def rename(self, names: dict[str, str]) -> None:
         for image in self.images:
@@ -119,10 +139,18 @@ class Rows:
         """Only these rows."""
         if keep.all():
             return
-        chosen = pa.array(keep)
-        self.about = {name: values.filter(chosen) for name, values in self.about.items()}
+        kept_at = np.flatnonzero(keep)
+        chosen = pa.array(kept_at)  # Arrow takes texts by their places twice as fast as by a mask
+        known = self._codes if self._codes is not None and self._codes[0] is self.about[change.OP] else None
+        # Of a few rows that are left, a slice would hold the memory of all.
+        most = kept_at.size * SLICED_PART >= self.count
+        self.about = {
+            name: values.slice(0, kept_at.size) if most and is_one(values) else values.take(chosen)
+            for name, values in self.about.items()
+        }
+        self._codes = None if known is None else (self.about[change.OP], known[1][kept_at])
         for image in self.images:
-            image.columns = {name: values.filter(chosen) for name, values in image.columns.items()}
+            image.columns = {name: values.take(chosen) for name, values in image.columns.items()}
             image.valid = None if image.valid is None else image.valid[keep]
         self.absent = {name: rows[keep] for name, rows in self.absent.items() if rows[keep].any()}
         places = np.cumsum(keep) - 1 if self.unfit else keep
@@ -132,18 +160,50 @@ class Rows:
             if (kept := {int(places[row]): text for row, text in texts.items() if keep[row]})
         }
         self.failures = [
-            Failure(rule=one.rule, column=one.column, why=one.why, rows=one.rows[keep]) for one in self.failures
+            replace(one, rows=kept_rows) for one in self.failures if (kept_rows := one.rows[keep]).any()
         ]
-        self.source = self.source[keep]
-        self.count = int(keep.sum())
+        self._source = kept_at if self._source is None else self._source[kept_at]
+        self.count = kept_at.size
 
     def copy(self) -> Rows:
         """The same rows, to be worked on apart."""
         images = [Image(image.which, dict(image.columns), image.valid) for image in self.images]
         unfit = {where: dict(texts) for where, texts in self.unfit.items()}
         return Rows(
-            self.count, dict(self.about), images, dict(self.absent), unfit, list(self.failures), self.source
+            self.count, dict(self.about), images, dict(self.absent), unfit, list(self.failures), self._source
         )
+
+
+def is_one(values: pa.Array) -> bool:
+    """Whether all values are the same, as what is told about the rows of one transaction mostly is. Texts, and types
+    whose values are all of one size; of a value that is missing nothing is said."""
+    last = len(values) - 1
+    if last < 0 or values.null_count or values[0] != values[last]:
+        return False
+    buffers, begin = values.buffers(), values.offset
+    if not pa.types.is_string(values.type):
+        width = values.type.bit_width // 8
+        return _repeats(buffers[1], begin * width, width, last)
+    places = np.frombuffer(buffers[1], np.int32)[begin : begin + last + 2]
+    size = int(places[1] - places[0])
+    return bool((np.diff(places) == size).all()) and (not size or _repeats(buffers[2], int(places[0]), size, last))
+
+
+def _repeats(buffer: pa.Buffer, begin: int, size: int, times: int) -> bool:
+    """Whether so many bytes come as often again behind them: then each is as the one before it."""
+    found: bool = buffer.slice(begin, size * times).equals(buffer.slice(begin + size, size * times))
+    return found
+
+
+def _codes_of(operations: pa.Array) -> npt.NDArray[np.int8]:
+    """The operations by number, told by their first letters: to compare whole texts is most of what a filter costs."""
+    if not len(operations):
+        return np.zeros(0, np.int8)
+    if is_one(operations):
+        return np.full(len(operations), Operation(operations[0].as_py()).code, np.int8)
+    _, offsets, letters = operations.buffers()
+    starts = np.frombuffer(offsets, np.int32)[operations.offset : operations.offset + len(operations)]
+    return _CODES[np.frombuffer(letters, np.uint8)[starts]]
 
 
 def opened(batch: ChangeBatch) -> Rows:
@@ -155,10 +215,7 @@ def opened(batch: ChangeBatch) -> Rows:
     images = [Image(AFTER, columns)]
     old = [which for which in (change.BEFORE, change.MOVED_FROM) if which in names]
     images += [_old(which, data.column(which), schema) for which in old]
-    rows = Rows(
-        count, {name: data.column(name) for name in data.schema.names if name in _ABOUT}, images,
-        source=np.arange(count),
-    )  # fmt: skip
+    rows = Rows(count, {name: data.column(name) for name in data.schema.names if name in _ABOUT}, images)
     if change.UNCHANGED in names:
         rows.absent = _absent(data.column(change.UNCHANGED), count)
     if change.UNFIT in names:
@@ -171,7 +228,7 @@ def opened_snapshot(schema: TableSchema, data: pa.RecordBatch, unfit: pa.Array |
     count = data.num_rows
     about = {change.OP: pa.array([Operation.READ.value]).take(pa.array(np.zeros(count, np.int64)))}
     columns = {name: data.column(at) for at, name in enumerate(schema.names)}
-    rows = Rows(count, about, [Image(AFTER, columns)], source=np.arange(count))
+    rows = Rows(count, about, [Image(AFTER, columns)])
     if unfit is not None:
         rows.unfit = _unfit(unfit)
     return rows

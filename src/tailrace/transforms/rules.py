@@ -10,35 +10,35 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tailrace.errors import ConfigError
+from tailrace.transforms.declaring import Declared, refusal
 
 RULES_MAX = 200
 MASK_MAX = 64
 """Characters that a mask may leave at either end."""
 
-_FROZEN = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
+APART_HINT = (
+    'Send each to a table of its own, as `to: "lake.{schema}_{table}"` does, and read them together in a view; '
+    "partitions come as one table if `source.tables` names the table that they are of."
+)
+"""Where several tables would become one."""
+
 Scalar = bool | int | Decimal | str | None
 OnError = Literal["halt", "dead-letter"]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
 
 
-def refusal(message: str, hint: str) -> PydanticCustomError:
-    """What is wrong with a rule, and what to do; the settings' reader shows both."""
-    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint})
-
-
-class KeySource(BaseModel):
+class KeySource(Declared):
     """Where a key lies: 32 bytes as hex or base64, in a variable of the environment or in a file."""
 
-    model_config = _FROZEN
     env: Annotated[str, Field(min_length=1)] | None = None
     file: Path | None = None
 
@@ -49,17 +49,16 @@ class KeySource(BaseModel):
         return self
 
 
-class Rule(BaseModel):
+class Rule(Declared):
     """What all rules have."""
 
-    model_config = _FROZEN
     do: str
     name: Annotated[str, Field(min_length=1, max_length=100)] = ""
     """What errors and reports call it; by default its kind and its place."""
     tables: Names = ("*.*",)
     """Patterns `schema.table`, as in `source.tables`."""
     when: str | None = None
-    """An expression: rows of which it is not true are left alone."""
+    """An expression: rows of which it is not true are left alone; of an outbox, they are no messages."""
     on_error: OnError = "halt"
 
     @property
@@ -196,9 +195,16 @@ class Set(Rule):
     type: str | None = None
     """Of a column that is made; by default that of the value."""
 
+    @field_validator("value", mode="before")
+    @classmethod
+    def _is_one_value(cls, value: Any) -> Any:
+        if not (value is None or isinstance(value, str | int | float | Decimal)):
+            raise refusal("must be a text, a number, true, false or null", "For example: `value: 10.50`.")
+        return value
+
 
 class Cast(Rule):
-    """Another type."""
+    """Another type. It is the column's, so that with `when` the other values have to fit it as they are."""
 
     do: Literal["cast"] = "cast"
     columns: Names
@@ -228,7 +234,8 @@ class Route(Rule):
 
 
 class Outbox(Rule):
-    """Inserted rows are messages, each for the table that its type names; nothing else that happens to them counts."""
+    """Inserted rows are messages, each for the table that its type names; nothing else that happens to them counts.
+    With `when` only some are, and the others go nowhere."""
 
     do: Literal["outbox"] = "outbox"
     type_column: str = "aggregatetype"
@@ -247,7 +254,7 @@ class Unwrap(Rule):
     do: Literal["unwrap"] = "unwrap"
     deletes: Literal["drop", "mark"] = "drop"
     marker: Annotated[str, Field(min_length=1)] = "deleted"
-    metadata: dict[Literal["_op", "_position", "_tx", "_tx_index", "_committed_at"], str] = {}
+    metadata: dict[Literal["_op", "_position", "_tx", "_tx_index", "_committed_at"], str] = Field(default_factory=dict)
     """What is kept of a change, and under which name."""
 
 
@@ -259,10 +266,10 @@ class Function(Rule):
     function: str | Callable[..., Any]
     """`package.module:name`, or the function itself."""
 
-    @field_validator("function")
+    @field_validator("function", mode="before")
     @classmethod
-    def _is_a_place(cls, function: str | Callable[..., Any]) -> str | Callable[..., Any]:
-        if isinstance(function, str) and not re.fullmatch(r"[\w.]+:\w+", function):
+    def _is_a_place(cls, function: Any) -> Any:
+        if not (re.fullmatch(r"[\w.]+:\w+", function) if isinstance(function, str) else callable(function)):
             raise refusal("must be `package.module:name`", "For example: `function: shop.clean:addresses`.")
         return function
 
@@ -280,10 +287,15 @@ KINDS: dict[str, type[Rule]] = {
         Compute, Route, Outbox, Unwrap, Function,
     )
 }  # fmt: skip
+_READ = ("when", "where", "expression", "to", "type")
 TYPED = ("cast", "decrypt", "set", "compute")
 """Rules that name a type, in `to` or `type`."""
-SHAPES_ROWS = ("include", "exclude", "rename", "cast", "outbox", "unwrap")
-"""Rules that make every row another shape: there is no row that they could leave alone."""
+_NULL_HINT = "Use `null` with `when`, which leaves the column and takes the values; or `tables`, to choose tables."
+UNCONDITIONAL = {
+    "include": _NULL_HINT, "exclude": _NULL_HINT,
+    "rename": "Use `copy` with `when`, which makes a column that is null in other rows; or `tables`, to choose tables.",
+}  # fmt: skip
+"""Rules about which columns a table has, and what to use instead for some rows: a column is there for all or none."""
 
 AnyRule = Annotated[
     Mask | Redact | Null | Truncate | Sha256 | Hmac | Encrypt | Decrypt | Filter | Include | Exclude | Rename | Copy
@@ -292,15 +304,27 @@ AnyRule = Annotated[
 ]  # fmt: skip
 
 
-class Transforms(BaseModel):
+class Transforms(Declared):
     """All rules, in order, and the keys that they name."""
 
-    model_config = _FROZEN
-    keys: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], KeySource] = {}
+    keys: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], KeySource] = Field(
+        default_factory=dict
+    )
     rules: Annotated[tuple[AnyRule, ...], Field(max_length=RULES_MAX)] = ()
 
     def __bool__(self) -> bool:
         return bool(self.rules)
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _null_is_a_rule(cls, rules: Any) -> Any:
+        """To YAML `do: null` says nothing; here it is the rule of that name."""
+
+        def read(rule: Any) -> Any:
+            unsaid = isinstance(rule, dict) and rule.get("do", "") is None
+            return {**rule, "do": "null"} if unsaid else rule
+
+        return [read(rule) for rule in rules] if isinstance(rules, list | tuple) else rules
 
     @model_validator(mode="after")
     def _names_are_apart(self) -> Transforms:
@@ -319,19 +343,44 @@ class Transforms(BaseModel):
         return self
 
 
+RulesGiven: TypeAlias = Transforms | Sequence[Rule] | Mapping[str, Any]
+"""Rules as a program may give them: a list is the rules in order, a mapping what a settings file has."""
+
+
+def rules_of(given: RulesGiven) -> Transforms:
+    """The rules that were given."""
+    match given:
+        case Transforms():
+            return given
+        case Mapping():
+            return Transforms.model_validate(given)
+        case list() | tuple():
+            return Transforms.model_validate({"rules": given})
+    raise ConfigError(
+        "what was given for rules is none", found=type(given).__name__,
+        hint="Give a list of rules, or `Transforms(rules=[…], keys={…})` where they need keys.",
+    )  # fmt: skip
+
+
 def _troubles(rule: Rule, keys: dict[str, KeySource]) -> Iterator[PydanticCustomError]:
-    if rule.when is not None and rule.do in SHAPES_ROWS:
+    if rule.when is not None and rule.do in UNCONDITIONAL:
         yield refusal(
-            f"rule `{rule.name}`: `when` cannot go with `{rule.do}`, which makes every row another shape",
-            "Use `null` or `redact` with `when`, or `tables` to choose tables.",
+            f"rule `{rule.name}`: `when` cannot go with `{rule.do}`: a table has a column in all rows or in none",
+            UNCONDITIONAL[rule.do],
         )
+    if rule.when is not None and isinstance(rule, Decrypt) and rule.to != "binary":
+        yield refusal(
+            f"rule `{rule.name}`: with `when`, what `decrypt` leaves alone is binary and cannot stay in a column of "
+            f"{rule.to}", "Decrypt all rows, or `to: binary`.",
+        )  # fmt: skip
     if isinstance(rule, Hmac | Encrypt) and rule.key not in keys:
         yield refusal(
             f"rule `{rule.name}` names the key `{rule.key}`, and there is none of that name",
             "Name it under `transforms.keys`, for example: `keys: {main: {env: TAILRACE_KEY}}`.",
         )
-    written = {name: said for name in ("when", "where", "expression") if (said := getattr(rule, name, None))}
-    types = {name: said for name in ("to", "type") if rule.do in TYPED and (said := getattr(rule, name, None))}
+    given = {name: said for name in _READ if (said := getattr(rule, name, None)) is not None}
+    written = {name: said for name, said in given.items() if name not in ("to", "type")}
+    types = {name: said for name, said in given.items() if name in ("to", "type") and rule.do in TYPED}
     if written or types:
         yield from _misread(rule, written, types)
     if isinstance(rule, Decrypt) and not keys:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.rules import KeySource
+from tailrace.transforms.rules import Decrypt, Encrypt, Hmac, KeySource, Rule
 
 KEY_BYTES = 32
 FILE_BYTES_MAX = 4_096
@@ -43,6 +43,15 @@ class Keyring:
     @property
     def ids(self) -> tuple[str, ...]:
         return tuple(self._places)
+
+    def require(self, rules: Iterable[Rule]) -> None:
+        """Refuse if a key that these rules need cannot be had. Which one decrypts, only the values tell."""
+        for rule in rules:
+            if isinstance(rule, Hmac):
+                self.key(rule.key)
+            elif isinstance(rule, Encrypt | Decrypt):
+                for name in (rule.key,) if isinstance(rule, Encrypt) else self.ids:
+                    self.cipher(name)
 
     def key(self, name: str) -> bytes:
         """The key's bytes: hand them to a cipher and to nothing else."""

@@ -13,11 +13,10 @@ import pyarrow as pa
 
 from tailrace.errors import RuleInvalid
 from tailrace.model.facts import ColumnFacts, Facts
-from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.model.schema import MARK, Column, Identity, TableId, TableSchema
 from tailrace.transforms.rules import Rule
 
-MARK = " · "
-OF_ROWS = ("filter#", "unwrap#", "include#", "exclude#")
+OF_ROWS = ("filter#", "unwrap#", "include#", "exclude#", "route#", "outbox#")
 """Rules that say which rows and columns there are: what they leave out has nothing to mark, so the first column has
 it. Their values are what they were."""
 ROUTED = 1 << 33
@@ -121,7 +120,7 @@ def _facts(facts: Facts, columns: dict[str, Made]) -> Facts:
 
 def is_touched(column: Column) -> bool:
     """Whether a rule has worked on the column's values."""
-    return any(not mark.startswith(OF_ROWS) for mark in column.source_type.split(MARK)[1:])
+    return any(not mark.startswith(OF_ROWS) for mark in column.marks)
 
 
 def routed(schema: TableSchema, table: TableId) -> TableSchema:

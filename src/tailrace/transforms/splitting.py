@@ -2,7 +2,8 @@
 
 An update that makes a row unwanted is a delete, and one that makes it wanted an insert. Where the old row was not told,
 nobody knows whether it was wanted: then the update stands, or is a delete, which does no harm to a table that does not
-have the row. So is a delete of which only the key is known. A TRUNCATE empties every part.
+have the row. So is a delete of which only the key is known. A TRUNCATE empties every part. A row that a rule before has
+failed at is never unwanted: the value that would say so may be the one that is missing, and nobody would hear of it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.change import Operation
-from tailrace.transforms.rows import ABSENT, FAILED, Image, Rows
+from tailrace.transforms.faults import Faults, all_of, only
+from tailrace.transforms.rows import Image, Rows
 
 Mask = npt.NDArray[np.bool_]
-Judged = tuple[Mask, Mask | None]
+Judged = tuple[Mask, Faults]
 """The rows that are wanted, and those of which that cannot be computed."""
 
 
@@ -29,21 +31,20 @@ def narrow(
     """Keep what concerns wanted rows. `columns` are those that `wanted` looks at."""
     after, before, moved = rows.after, rows.image(change.BEFORE), rows.image(change.MOVED_FROM)
     now, odd = wanted(after)
+    now = now | rows.failed
     told = np.zeros(rows.count, np.bool_)
     was = told
     if before is not None:
         told = np.ones(rows.count, np.bool_) if before.valid is None else before.valid.copy()
-        if (unsure := rows.unknown(before, columns)) is not None:
-            told &= ~unsure
         was, unsaid = wanted(before)
-        told = told if unsaid is None else told & ~unsaid
+        if unsure := (*rows.unknown(before, columns), *unsaid):
+            told &= ~all_of(unsure, rows.count)
         was = was & told
     deleted, updated = rows.is_op(Operation.DELETE), rows.is_op(Operation.UPDATE)
     written = ~deleted & ~rows.is_op(Operation.TRUNCATE)
-    for doubtful, why in ((rows.unknown(after, columns), ABSENT), (odd, FAILED)):
-        if doubtful is not None:
-            rows.fail(rule, columns[0], why, doubtful & written)
-            now = now | doubtful
+    if doubts := (*rows.unknown(after, columns), *odd):
+        rows.fail(rule, columns[0], *only(doubts, written))
+        now = now | all_of(doubts, rows.count)
     never = told & ~was
     unwanted = deleted & never
     if set(columns) <= set(key):

@@ -22,7 +22,8 @@ from tailrace.transforms import columns as column_work
 from tailrace.transforms import encryption, hashing, rules
 from tailrace.transforms.columns import Worked, type_named
 from tailrace.transforms.expression import Expression, names_of
-from tailrace.transforms.rows import ABSENT, AFTER, FAILED, Image, Rows
+from tailrace.transforms.faults import UNFIT, Fault, Faults, all_of, only
+from tailrace.transforms.rows import AFTER, Image, Rows
 from tailrace.transforms.rules import Rule
 from tailrace.transforms.secrets import Keyring
 from tailrace.transforms.shape import Shape
@@ -31,8 +32,6 @@ from tailrace.transforms.splitting import Judged, narrow
 Mask = npt.NDArray[np.bool_]
 Lot = tuple[TableId | None, Rows]
 """Rows, and the table that they were sent to, if to another."""
-Doubts = list[tuple[Mask, str]]
-"""Rows of which nobody can say whether `when` is true, and why."""
 
 
 @dataclass
@@ -52,15 +51,16 @@ class Step:
         self.apply(lot[1])
         return [lot]
 
-    def decide(self, rows: Rows, image: Image) -> tuple[Mask | None, Doubts]:
-        """The rows of which `when` is true (None: all), and those of which nobody can say."""
+    def decide(self, rows: Rows, image: Image) -> tuple[Mask | None, Faults]:
+        """The rows of which `when` is true (None: all), and those of which nobody can say. It is of every row that a
+        rule before has failed at: the value that it would be judged by may be the one that is missing, and what the
+        rule hides must not stand in a letter for that."""
         if self.when is None:
             self.count(rows.count if image.which == AFTER else 0)
-            return None, []
+            return None, ()
         found, odd = self.when.judge(image.columns, rows.count)
         self.count(int(found.sum()) if image.which == AFTER else 0)
-        doubts = [(rows.unknown(image, self.when.columns), ABSENT), (odd, FAILED)]
-        return found, [(doubtful, why) for doubtful, why in doubts if doubtful is not None]
+        return found | rows.failed, (*rows.unknown(image, self.when.columns), *odd)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class ValueStep(Step):
     """Values of some columns become others, each by itself."""
 
     columns: tuple[str, ...] = ()
-    work: Callable[[str, pa.Array], Worked] = lambda _, values: (values, None)
+    work: Callable[[str, pa.Array], Worked] = lambda _, values: (values, ())
     to: dict[str, pa.DataType] = field(default_factory=dict)
     blind: bool = False
     """Whether it does not look at the value."""
@@ -82,7 +82,7 @@ class ValueStep(Step):
             for name in names:
                 self._apply_to(rows, image, name, chosen, doubts)
 
-    def _apply_to(self, rows: Rows, image: Image, name: str, chosen: Mask | None, doubts: Doubts) -> None:
+    def _apply_to(self, rows: Rows, image: Image, name: str, chosen: Mask | None, doubts: Faults) -> None:
         values = image.columns[name]
         texts = rows.unfit.get((image.which, name), {})
         if texts:
@@ -92,30 +92,32 @@ class ValueStep(Step):
             if kept := {row: text for row, text in texts.items() if not odd[row]}:
                 rows.unfit[image.which, name] = kept
             if not self.blind:
-                rows.fail(self.rule.name, name, FAILED, odd)
-        for doubtful, why in doubts:
-            there = np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
-            rows.fail(self.rule.name, name, why, doubtful & there)
-            values = without(values, doubtful)
+                rows.fail(self.rule.name, name, Fault(why=UNFIT, rows=odd))
+        if doubts:
+            rows.fail(self.rule.name, name, *only(doubts, _there(values)))
+            values = without(values, all_of(doubts, rows.count))
         if chosen is None:
-            made, failed = self._worked(name, values)
+            made, faults = self._worked(name, values)
         else:
-            made, failed = self._worked(name, without(values, ~chosen))
-            others, odd_ones = column_work.cast(without(values, chosen), made.type)
+            made, faults = self._worked(name, without(values, ~chosen))
+            others, left = column_work.cast(without(values, chosen), made.type)
             made = pc.if_else(pa.array(chosen), made, others)
-            failed = odd_ones if failed is None else failed if odd_ones is None else failed | odd_ones
-        if failed is not None:
-            rows.fail(self.rule.name, name, FAILED, failed)
+            faults = (*faults, *left)
+        rows.fail(self.rule.name, name, *faults)
         image.columns[name] = made
-
 
     def _worked(self, name: str, values: pa.Array) -> Worked:
         """The values as the rule makes them. What Arrow would say of a value it cannot work on must not be heard."""
         try:
             return self.work(name, values)
-        except pa.ArrowException:
-            failed = np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
-            return pa.nulls(len(values), self.to[name]), failed
+        except pa.ArrowException as error:
+            why = f"it cannot be applied to the value ({type(error).__name__})"
+            return pa.nulls(len(values), self.to[name]), (Fault(why=why, rows=_there(values)),)
+
+
+def _there(values: pa.Array) -> Mask:
+    """The rows that have a value."""
+    return np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
 
 
 def without(values: pa.Array, rows: Mask) -> pa.Array:
@@ -155,8 +157,7 @@ class FilterStep(Step):
             if self.when is None:
                 return found, odd
             concerned, odder = self.when.judge(image.columns, rows.count)
-            failed = [one for one in (odd, odder) if one is not None]
-            return found | ~concerned, np.logical_or.reduce(failed) if failed else None
+            return found | ~concerned, (*odd, *odder)
 
         narrow(rows, wanted, names_of((self.where, self.when)), self.key, self.rule.name)
 
@@ -261,18 +262,18 @@ def _worker(rule: Rule, shape: Shape, keys: Keyring) -> Callable[[str, pa.Array]
     table = shape.source.table
     match rule:
         case rules.Mask():
-            return lambda _, values: (column_work.mask(values, rule.keep_first, rule.keep_last, rule.char), None)
+            return lambda _, values: (column_work.mask(values, rule.keep_first, rule.keep_last, rule.char), ())
         case rules.Redact():
-            return lambda _, values: (column_work.redact(values, rule.text), None)
+            return lambda _, values: (column_work.redact(values, rule.text), ())
         case rules.Null():
-            return lambda _, values: (pa.nulls(len(values), values.type), None)
+            return lambda _, values: (pa.nulls(len(values), values.type), ())
         case rules.Truncate():
-            return lambda _, values: (column_work.truncate(values, rule.length), None)
+            return lambda _, values: (column_work.truncate(values, rule.length), ())
         case rules.Sha256():
-            return lambda _, values: (hashing.sha256(values), None)
+            return lambda _, values: (hashing.sha256(values), ())
         case rules.Hmac():
             secret = keys.key(rule.key)
-            return lambda _, values: (hashing.hmac_sha256(values, secret), None)
+            return lambda _, values: (hashing.hmac_sha256(values, secret), ())
         case rules.Encrypt():
             cipher = keys.cipher(rule.key)
             return lambda name, values: encryption.encrypt(values, cipher, rule.key, encryption.bound_to(table, name))
@@ -287,15 +288,13 @@ def _worker(rule: Rule, shape: Shape, keys: Keyring) -> Callable[[str, pa.Array]
 def _decrypted(rule: rules.Decrypt, table: TableId, name: str, values: pa.Array, keys: Keyring) -> Worked:
     tables = encryption.tables_of(rule.of_table) if rule.of_table else (table,)
     bounds = encryption.bounds_of(tables, rule.of_column or name)
-    plain, failed = encryption.decrypt(values, lambda key: keys.cipher(key) if key in keys.ids else None, bounds)
+    plain, faults = encryption.decrypt(values, lambda key: keys.cipher(key) if key in keys.ids else None, bounds)
     to = type_named(rule.to)
     if pa.types.is_binary(to):
-        return plain, failed
-    text, odd = column_work.cast(plain, pa.string())
-    cast, odder = column_work.cast(text, to)
-    for more in (odd, odder):
-        failed = failed if more is None else failed | more
-    return cast, failed
+        return plain, faults
+    text, no_text = column_work.cast(plain, pa.string(), "what was decrypted")
+    made, unfit = column_work.cast(text, to, "what was decrypted")
+    return made, (*faults, *no_text, *unfit)
 
 
 def _make_filter(rule: Any, shape: Shape, _: Keyring) -> Step | None:
@@ -329,7 +328,8 @@ def _make_columns(rule: Any, shape: Shape, _: Keyring) -> Step | None:
         named(rule, shape, [glob for glob in rule.columns if not any(sign in glob for sign in "*?[")])
     gone = tuple(name for name in shape.columns if hit(name) == isinstance(rule, rules.Exclude))
     if not gone:
-        return None
+        # One that names all columns there are does its work once there is another.
+        return ColumnsStep(rule, None) if isinstance(rule, rules.Include) else None
     keep_key(rule, shape, gone)
     if len(gone) == len(shape.columns):
         raise shape.refuse(rule, "a rule leaves no column", "Name those that are wanted.")

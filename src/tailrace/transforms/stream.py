@@ -7,38 +7,42 @@ acknowledge it by, nor anything that came after it. Opened again, the stream beg
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Generic
 
 from tailrace.capture.base import OfTimeline, Stream
+from tailrace.capture.windows import require_stream, require_window
 from tailrace.model.batch import Window
-from tailrace.model.position import ZERO, Lsn
+from tailrace.model.positions import P, covers
 from tailrace.transforms.plan import OnLetter, TransformPlan
 
 
-class TransformedStream:
+class TransformedStream(Generic[P]):
     """A stream as the rules show it. Windows of which nothing is left only move the position, now and then.
 
     Rows that a rule with `dead-letter` failed at are marked, for a log; or they go to `on_letter` before the window is
     given out, and come to it again with a window that comes again."""
 
-    def __init__(self, stream: Stream, rules: TransformPlan, on_letter: OnLetter | None = None) -> None:
+    def __init__(self, stream: Stream[P], rules: TransformPlan, on_letter: OnLetter | None = None) -> None:
+        require_stream(stream)
         self._stream = stream
         self._rules, self._on_letter = rules, on_letter
         if isinstance(stream, OfTimeline):
             self.timeline = stream.timeline
-        self._passed = ZERO
-        """The end of a window that had rows, none of which was let through."""
+        self._passed: P | None = None
+        """The end of the last window, if it had rows of which none was let through."""
         self._kept = False
         """Whether any part of the transaction under way was."""
         self._failure: Exception | None = None
 
-    def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+    def read(self, after: P, wait_seconds: float) -> Window[P] | None:
         if self._failure is not None:
             raise self._failure
-        reached = max(after, self._passed)
+        reached = after if self._passed is None or covers(after, self._passed) else self._passed
         window = self._stream.read(reached, wait_seconds)
         if window is None:
-            return Window(start=after, end=reached) if reached > after and not self._kept else None
+            return Window(start=after, end=reached) if reached != after and not self._kept else None
         try:
+            require_window(window, reached)
             made = self._rules.window(window, self._on_letter)
         except Exception as error:  # whatever it is: the window is lost to this stream
             self._failure = error
@@ -52,8 +56,7 @@ class TransformedStream:
         if window.continues and not self._kept:
             made = replace(made, continues=False, continued_end=None)
         self._kept = False
-        if made.empty:
-            self._passed = made.end
+        self._passed = made.end if made.empty else None
         return made if made.start == after else replace(made, start=after)
 
     @property
@@ -61,7 +64,7 @@ class TransformedStream:
         """What the stream has read ahead, if it does."""
         return getattr(self._stream, "held_bytes", 0)
 
-    def confirm(self, position: Lsn) -> None:
+    def confirm(self, position: P) -> None:
         self._stream.confirm(position)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from tailrace.errors import ConfigError
 from tailrace.transforms import columns
 
 texts = st.lists(st.none() | st.text(alphabet="aé€😀 b", max_size=12), max_size=20)
+plain_texts = st.lists(st.none() | st.text(alphabet="ab@. ", max_size=12), max_size=20)
 
 
 def masked(text: str | None, first: int, last: int) -> str | None:
@@ -24,10 +25,20 @@ def masked(text: str | None, first: int, last: int) -> str | None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(texts, st.integers(0, 4), st.integers(0, 4))
-def test_a_mask_leaves_the_ends_and_never_a_whole_text(given: list[str | None], first: int, last: int) -> None:
-    made = columns.mask(pa.array(given, pa.string()), first, last, "*")
-    assert made.to_pylist() == [masked(text, first, last) for text in given]
+@given(texts | plain_texts, st.integers(0, 4), st.integers(0, 4), st.integers(0, 3))
+def test_a_mask_leaves_the_ends_and_never_a_whole_text(
+    given: list[str | None], first: int, last: int, begin: int
+) -> None:
+    made = columns.mask(pa.array(given, pa.string()).slice(begin), first, last, "*")
+    made.validate(full=True)
+    assert made.to_pylist() == [masked(text, first, last) for text in given[begin:]]
+
+
+@pytest.mark.parametrize("text", ["plain", "größer"])
+def test_what_stands_for_a_character_may_be_longer_than_a_byte(text: str) -> None:
+    assert columns.mask(pa.array([text, None, ""]), 1, 1, "•").to_pylist() == [
+        text[0] + "•" * (len(text) - 2) + text[-1], None, "",
+    ]  # fmt: skip
 
 
 @settings(max_examples=50, deadline=None)
@@ -50,17 +61,16 @@ def test_one_text_stands_for_every_value_and_null_stays_null() -> None:
 
 
 def test_values_that_do_not_fit_a_cast_fail_alone() -> None:
-    made, failed = columns.cast(pa.array(["1", "x", None, "40000", "3"]), pa.int16())
+    made, (fault,) = columns.cast(pa.array(["1", "x", None, "40000", "3"]), pa.int16())
     assert made.to_pylist() == [1, None, None, None, 3]
-    assert failed is not None
-    assert failed.tolist() == [False, True, False, True, False]
+    assert fault.rows.tolist() == [False, True, False, True, False]
 
 
 def test_a_cast_is_exact_or_fails() -> None:
-    made, failed = columns.cast(pa.array([Decimal("1.50"), Decimal("2.00")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
-    assert (made.to_pylist(), failed) == ([Decimal("1.5"), Decimal("2.0")], None)
-    made, failed = columns.cast(pa.array([Decimal("1.55")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
-    assert failed is not None
+    made, faults = columns.cast(pa.array([Decimal("1.50"), Decimal("2.00")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
+    assert (made.to_pylist(), faults) == ([Decimal("1.5"), Decimal("2.0")], ())
+    made, (fault,) = columns.cast(pa.array([Decimal("1.55")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
+    assert fault.why == "the value does not fit decimal(5, 1)"
     assert made.to_pylist() == [None]
 
 

@@ -156,7 +156,7 @@ def test_lesson_7_a_marked_row_has_null_and_the_rules_name_in_the_place_of_the_v
     row = only(found)[0]
     assert row["mail"] is None
     said = [change.failed_rule(cell["text"]) for cell in row[change.UNFIT]]
-    assert said == ["seal: it cannot be applied to the value"]
+    assert said == ["seal: the value cannot be encrypted with the key `new`"]
     assert SECRET.encode() not in found[0].data.serialize().to_pybytes()
 
 

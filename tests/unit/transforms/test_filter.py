@@ -5,8 +5,11 @@ The oracle is a table: applying the filtered changes must leave what filtering t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +19,8 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
-from tailrace.transforms.rules import Filter, Mask, Rule
+from tailrace.transforms.rows import is_one, opened
+from tailrace.transforms.rules import Cast, Filter, Mask, Rule
 from tests.support.transforms import batch, changed, only, person, plan_of, values
 
 INSERT, UPDATE, DELETE, TRUNCATE = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.TRUNCATE
@@ -34,6 +38,44 @@ def de(number: int) -> dict[str, Any]:
 
 def fr(number: int) -> dict[str, Any]:
     return person(number, "m", "1", "FR")
+
+
+def test_operations_are_told_apart_wherever_a_batch_begins_and_whichever_rows_are_taken() -> None:
+    kinds = [*Operation, *reversed(Operation)]
+    rows = batch(*(changed(kind, de(at)) for at, kind in enumerate(kinds)))
+    for begin in (0, 3, len(kinds)):
+        some = opened(replace(rows, data=rows.data.slice(begin)))
+        keep = np.arange(some.count) % 2 == 0
+        left = kinds[begin:]
+        for _ in range(2):
+            for kind in Operation:
+                assert some.is_op(kind).tolist() == [one is kind for one in left]
+            some.take(keep)
+            left = left[::2] if len(left) == len(keep) else left
+            keep = np.ones(some.count, np.bool_)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from(["", "a", "aa", "ab"]) | st.none(), max_size=6) | st.lists(st.just("0/1A"), max_size=6),
+    st.integers(0, 2),
+)
+def test_texts_are_one_only_if_all_of_them_are_the_same(given: list[str | None], begin: int) -> None:
+    left = given[begin:]
+    assert is_one(pa.array(given, pa.string()).slice(begin)) == (None not in left and len(set(left)) == 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([7, 8]) | st.none(), max_size=5), st.sampled_from([pa.int32(), pa.int64()]))
+def test_numbers_are_one_only_if_all_of_them_are_the_same(given: list[int | None], kind: pa.DataType) -> None:
+    assert is_one(pa.array(given, kind)) == (None not in given and len(set(given)) == 1)
+
+
+def test_a_few_rows_that_are_left_do_not_hold_the_memory_of_all() -> None:
+    rows = opened(batch(*(changed(INSERT, de(number)) for number in range(1000))))
+    whole = rows.about[change.OP].buffers()[2].size
+    rows.take(np.arange(1000) < 10)
+    assert rows.about[change.OP].buffers()[2].size < whole / 10
 
 
 def test_an_update_that_leaves_is_a_delete_of_the_old_row() -> None:
@@ -204,3 +246,20 @@ def test_with_old_rows_told_every_change_fits_the_table_it_comes_to(given: list[
 
 def test_values_helper_is_of_one_batch() -> None:
     assert values(plan_of(GERMANS).apply(batch(changed(INSERT, de(1)))).batches, "id") == [(1,)]
+
+
+def test_a_row_that_a_rule_has_failed_at_is_set_aside_whatever_a_filter_behind_it_says() -> None:
+    numbers = Cast(name="numbers", columns=("mail",), to="int32", on_error="dead-letter")
+    rows = batch(changed(INSERT, person(1, "7")), changed(INSERT, person(2, "odd")), changed(UPDATE, person(3, "odd")))
+    for where in ("mail > 5", "id == 1"):
+        applied = plan_of(numbers, Filter(where=where)).apply(rows)
+        assert values(applied.batches, "id") == [(1,)]
+        (letter,) = applied.letters
+        assert (letter.rule, values([letter.batch], "id")) == ("numbers", [(2,), (3,)])
+
+
+@pytest.mark.parametrize("where", ["mail > 5", "id == 1"])
+def test_a_rule_that_halts_does_so_whatever_a_filter_behind_it_says(where: str) -> None:
+    plan = plan_of(Cast(name="numbers", columns=("mail",), to="int32"), Filter(where=where))
+    with pytest.raises(TransformFailed, match="numbers"):
+        plan.apply(batch(changed(INSERT, person(1, "7")), changed(INSERT, person(2, "odd"))))

@@ -27,11 +27,13 @@ def test_the_function_of_the_guide_works(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_settings_of_the_guide_are_sound(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
-    file = tmp_path / "tailrace.yaml"
-    file.write_text(FRAME + block)
-    assert check_settings(file) == []
-    assert [rule.do for rule in load_settings(file).transforms.rules] == ["mask", "encrypt", "filter", "exclude"]
+    kinds = []
+    for block in re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL):
+        file = tmp_path / "tailrace.yaml"
+        file.write_text(FRAME + block)
+        assert check_settings(file) == []
+        kinds.append([rule.do for rule in load_settings(file).transforms.rules])
+    assert kinds == [["mask", "encrypt", "filter", "exclude"], ["route", "route", "route", "outbox"]]
 
 
 def test_the_guide_tells_of_every_rule() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from tailrace.errors import RuleInvalid, TransformFailed
+from tailrace.errors import ConfigError, RuleInvalid, TransformFailed
 from tailrace.model import change
 from tailrace.model.batch import Window
 from tailrace.model.change import Operation
@@ -20,11 +21,13 @@ from tailrace.transforms.rules import (
     Cast,
     Compute,
     Copy,
+    Decrypt,
     Encrypt,
     Exclude,
     Function,
     Hmac,
     Include,
+    KeySource,
     Mask,
     Null,
     Redact,
@@ -151,6 +154,13 @@ def test_a_condition_on_a_value_that_is_absent_fails_rather_than_guesses() -> No
     assert MAIL.encode() not in found[0].data.serialize().to_pybytes()
 
 
+def test_what_a_rule_hides_is_hidden_although_its_condition_looks_at_a_value_that_a_rule_before_failed_at() -> None:
+    rows = batch(changed(INSERT, person(1, MAIL, None, "odd")), changed(INSERT, person(2, MAIL, None, "3")))
+    numbers = Cast(columns=("country",), to="int32", on_error="dead-letter")
+    found = plan_of(numbers, Redact(columns=("mail",), text="-", when="country > 5")).marking(rows)
+    assert [row["mail"] for row in only(found)] == ["-", MAIL]
+
+
 def test_a_condition_chooses_rows_image_by_image() -> None:
     rows = batch(
         changed(UPDATE, person(1, MAIL, None, "FR"), before=person(1, MAIL, None, "DE")),
@@ -248,13 +258,47 @@ def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() 
     (Compute(column="wide", expression="amount * amount * amount * amount"), "precision"),
 ], ids=lambda value: getattr(value, "do", ""))  # fmt: skip
 def test_what_cannot_work_is_refused_before_a_row_comes(rule: Rule, said: str) -> None:
-    with pytest.raises((RuleInvalid, ValueError), match=said):
+    with pytest.raises(ConfigError, match=said):
         plan_of(rule).transformed_schema(PEOPLE)
 
 
-def test_rules_that_make_every_row_another_shape_take_no_condition() -> None:
-    with pytest.raises(ValueError, match="makes every row another shape"):
-        Transforms(rules=(Exclude(columns=("mail",), when="amount > 1"),))
+@pytest.mark.parametrize(("rule", "said", "instead"), [
+    (Exclude(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
+    (Include(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
+    (Rename(columns={"mail": "m"}, when="amount > 1"), "in all rows or in none", "`copy` with `when`"),
+    (Decrypt(columns=("mail",), when="amount > 1"), "cannot stay in a column of string", "to: binary"),
+], ids=lambda value: getattr(value, "do", ""))  # fmt: skip
+def test_what_cannot_be_done_to_some_rows_alone_says_what_can(rule: Rule, said: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        Transforms.model_validate({"rules": (rule,), "keys": {"old": KeySource(env="OLD")}})
+    assert instead in raised.value.hint
+
+
+def test_a_cast_of_some_rows_keeps_the_others_where_they_fit_and_fails_at_them_where_not() -> None:
+    rule = Cast(name="numbers", columns=("mail",), to="int32", when="country == 'DE'", on_error="dead-letter")
+    rows = batch(
+        changed(INSERT, person(1, "7", country="DE")), changed(INSERT, person(2, "8", country="FR")),
+        changed(INSERT, person(3, MAIL, country="DE")), changed(INSERT, person(4, MAIL, country="FR")),
+        changed(UPDATE, person(1, "9", country="FR"), before=person(1, "7", country="DE")),
+    )  # fmt: skip
+    applied = plan_of(rule).apply(rows)
+    assert values(applied.batches, "id", "mail") == [(1, 7), (2, 8), (1, 9)]
+    assert only(applied.batches)[2][change.BEFORE]["mail"] == 7
+    assert [letter.batch.data.column("id").to_pylist() for letter in applied.letters] == [[3], [4]]
+    assert {letter.cause for letter in applied.letters} == {"the value does not fit int32"}
+
+
+def test_some_rows_are_decrypted_where_the_others_can_stay_binary() -> None:
+    schema = replace(PEOPLE, columns=(
+        PEOPLE.columns[0], replace(PEOPLE.columns[1], type=pa.binary()), *PEOPLE.columns[2:]
+    ))  # fmt: skip
+    rows = batch(
+        changed(INSERT, person(1, country="DE") | {"mail": b"plain"}),
+        changed(INSERT, person(2, country="FR") | {"mail": b"plain"}), schema=schema,
+    )  # fmt: skip
+    sealed = Encrypt(columns=("mail",), key="old", when="country == 'DE'")
+    found = plan_of(sealed, Decrypt(columns=("mail",), to="binary", when="country == 'DE'")).apply(rows).batches
+    assert values(found, "mail") == [(b"plain",), (b"plain",)]
 
 
 def test_a_rule_that_never_matched_is_reported() -> None:
@@ -384,3 +428,29 @@ def test_a_load_says_when_rows_are_set_aside() -> None:
         plan_of(rule).rows(PEOPLE, data)
     assert "a load sets such rows aside" in raised.value.hint
     assert "on_error" not in raised.value.hint, "that is what it has"
+
+
+@pytest.mark.parametrize("given", [None, 3, [], pa.RecordBatch.from_pylist([{"mail": "m"}])], ids=type)
+def test_what_is_no_batch_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="no batch of changes") as raised:
+        plan_of(Null(columns=("mail",))).apply(given)
+    assert "batch_of" in raised.value.hint
+    with pytest.raises(ConfigError, match="no shape of a table"):
+        plan_of(Null(columns=("mail",))).transformed_schema(given)
+
+
+def test_a_failure_at_a_row_without_a_position_names_none() -> None:
+    injected = batch(changed(Operation.INSERT, person(1, "m", "1", "DE")))
+    place = injected.data.schema.get_field_index(change.POSITION)
+    injected = replace(injected, data=injected.data.set_column(place, change.POSITION, pa.array([""])))
+    with pytest.raises(TransformFailed) as raised:
+        plan_of(Cast(columns=("mail",), to="int32")).apply(injected)
+    assert "position" not in raised.value.fields
+
+
+def test_a_rule_that_keeps_every_column_there_is_concerns_the_table() -> None:
+    plan = plan_of(Include(name="all", columns=("*",)), Exclude(name="none", columns=("zap*",)))
+    given = batch(changed(Operation.INSERT, person(1, "m", "1", "DE")))
+    assert only(plan.apply(given).batches) == only([given])
+    assert plan.transformed_schema(PEOPLE) == PEOPLE
+    assert [rule.rule for rule in plan.unmatched()] == ["none"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
-from tailrace.errors import RuleInvalid, Unsupported
+from tailrace.errors import ConfigError, RuleInvalid, TransformFailed, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.transforms.rules import Mask, Outbox, Route, Unwrap
+from tailrace.transforms.rules import Cast, Mask, Outbox, Route, Unwrap
+from tailrace.transforms.shape import is_touched
 from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_of, values
 
 INSERT, UPDATE, DELETE, READ = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.READ
@@ -81,6 +84,55 @@ def test_a_message_without_a_type_is_set_aside() -> None:
     assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("box", 1)]
 
 
+def test_a_message_without_a_type_halts_and_says_which_rule() -> None:
+    rows = batch(changed(INSERT, message("1", "bill")), changed(INSERT, message("2", None)), schema=OUTBOX)
+    with pytest.raises(TransformFailed, match="box"):
+        plan_of(Outbox(name="box")).apply(rows)
+
+
+SOME = Outbox(name="box", to="events.{type}", when="payload != '' and aggregateid != 'test'")
+
+
+def test_rows_of_an_outbox_that_a_condition_is_not_true_of_are_no_messages() -> None:
+    given = [message("1", "order"), message("2", "order") | {"payload": ""}, message("3", "bill"), message("4", None)]
+    given += [message("5", "bill") | {"aggregateid": "test"}, message("6", None) | {"payload": None}]
+    rows = batch(*(changed(INSERT, row) for row in given[:3] + given[4:]), schema=OUTBOX)
+    for made in (plan_of(SOME).apply(rows).batches, plan_of(SOME).marking(rows)):
+        assert {table: values([one], "id") for table, one in by_table(made).items()} == {
+            "events.order": [("1",)], "events.bill": [("3",)],
+        }  # fmt: skip
+    data = pa.RecordBatch.from_pylist(given[:3] + given[4:], pa.schema(OUTBOX.row_fields()))
+    assert plan_of(SOME).rows(OUTBOX, data, TableId("events", "order")).column("id").to_pylist() == ["1"]
+    with pytest.raises(TransformFailed, match="names no type"):
+        plan_of(SOME).apply(batch(changed(INSERT, given[3]), schema=OUTBOX))
+
+
+def test_a_message_of_which_nobody_can_say_whether_it_is_one_is_set_aside() -> None:
+    odd = changed(INSERT, message("1", "order"), unfit={"payload": "x"})
+    applied = plan_of(SOME.model_copy(update={"on_error": "dead-letter"})).apply(
+        batch(odd, changed(INSERT, message("2", "order")), schema=OUTBOX)
+    )
+    assert values(applied.batches, "id") == [("2",)]
+    assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("box", 1)]
+
+
+def test_another_condition_of_an_outbox_makes_another_shape_of_its_tables() -> None:
+    order, other = TableId("events", "order"), SOME.model_copy(update={"when": "payload != ''"})
+    plain = SOME.model_copy(update={"when": None})
+    shapes = [plan_of(rule).transformed_schema(OUTBOX, order) for rule in (SOME, other, plain)]
+    assert len({shape.columns for shape in shapes}) == 3
+    assert not any(is_touched(column) for shape in shapes for column in shape.columns), "rows can be asked for by key"
+
+
+def test_a_row_that_a_rule_has_failed_at_is_one_letter_though_it_could_go_to_two_tables() -> None:
+    numbers = Cast(name="numbers", columns=("mail",), to="int32", on_error="dead-letter")
+    rows = batch(changed(INSERT, person(1, "7")), changed(INSERT, person(2, "odd")))
+    for when in ("mail > 5", "mail is None"):
+        applied = plan_of(numbers, Route(to="elsewhere.people", when=when)).apply(rows)
+        assert values(applied.batches, "id") == [(1,)]
+        assert [(letter.rule, len(letter.batch)) for letter in applied.letters] == [("numbers", 1)]
+
+
 def test_rows_that_go_to_several_tables_are_not_loaded_into_one() -> None:
     data = pa.RecordBatch.from_pylist([message("1", "order")], pa.schema(OUTBOX.row_fields()))
     with pytest.raises(Unsupported, match="several"):
@@ -95,13 +147,67 @@ def test_unwrapped_rows_have_no_old_ones_and_no_deletes() -> None:
 
 
 def test_deletes_are_marked_and_leave_what_was_not_told_alone() -> None:
-    told = person(2, "x")
-    rows = batch(changed(INSERT, person(1, "a")), changed(DELETE, person(1)), changed(DELETE, told, before=told))
-    found = only(plan_of(Unwrap(deletes="mark")).apply(rows).batches)
+    come, told = changed(INSERT, person(1, "a")), changed(DELETE, person(2, "x"))
+    found = only(plan_of(Unwrap(deletes="mark")).apply(batch(come, told)).batches)
     assert [(row[change.OP], row["deleted"], row["mail"]) for row in found] == [
-        ("insert", False, "a"), ("update", True, None), ("update", True, "x"),
+        ("insert", False, "a"), ("update", True, "x"),
     ]  # fmt: skip
-    assert [row[change.UNCHANGED] for row in found] == [None, ["mail", "amount", "country"], None]
+    assert change.UNCHANGED not in found[1], "the source sends the whole row"
+    bare = batch(come, changed(DELETE, person(1)), schema=replace(PEOPLE, identity=Identity.KEY))
+    found = only(plan_of(Unwrap(deletes="mark")).apply(bare).batches)
+    assert [(row[change.OP], row["deleted"]) for row in found] == [("insert", False), ("update", True)]
+    assert [row[change.UNCHANGED] for row in found] == [None, ["mail", "amount", "country"]]
+
+
+GERMAN, FRENCH = person(1, "a", country="DE"), person(2, "b", country="FR")
+
+
+def test_only_some_rows_are_unwrapped() -> None:
+    rows = batch(
+        *(changed(UPDATE, row | {"mail": "x"}, before=row) for row in (GERMAN, FRENCH)),
+        *(changed(DELETE, row) for row in (GERMAN, FRENCH)),
+    )  # fmt: skip
+    found = only(plan_of(Unwrap(metadata={"_op": "op"}, when="country == 'DE'")).apply(rows).batches)
+    assert [(row[change.OP], row["id"], row["op"]) for row in found] == [
+        ("update", 1, "update"), ("update", 2, None), ("delete", 2, None),
+    ]  # fmt: skip
+    assert [row[change.BEFORE] for row in found] == [None, FRENCH | {"op": None}, None]
+    assert found[2]["mail"] == "b"
+
+
+def test_only_some_deletes_are_marked() -> None:
+    rows = batch(changed(INSERT, FRENCH), changed(DELETE, GERMAN), changed(DELETE, FRENCH))
+    found = only(plan_of(Unwrap(deletes="mark", when="country == 'DE'")).apply(rows).batches)
+    assert [(row[change.OP], row["id"], row["deleted"], row["mail"]) for row in found] == [
+        ("insert", 2, None, "b"), ("update", 1, True, "a"), ("delete", 2, None, "b"),
+    ]  # fmt: skip
+    assert change.UNCHANGED not in found[2]
+
+
+def test_whether_a_delete_is_unwrapped_must_be_told_by_what_is_sent_of_it() -> None:
+    bare = replace(PEOPLE, identity=Identity.KEY)
+    with pytest.raises(RuleInvalid, match="does not send of a deleted row") as raised:
+        plan_of(Unwrap(when="country == 'DE'")).transformed_schema(bare)
+    assert "REPLICA IDENTITY FULL" in raised.value.hint
+    rows = batch(changed(DELETE, {"id": 1}), changed(DELETE, {"id": 7}), schema=bare)
+    (found,) = plan_of(Unwrap(when="id > 5")).apply(rows).batches
+    assert found.data.column("id").to_pylist() == [1]
+
+
+def test_a_row_of_which_the_condition_cannot_be_computed_is_set_aside_as_it_came() -> None:
+    rule = Unwrap(name="plain", deletes="mark", when="1 / (id - 1) == 1", on_error="dead-letter")
+    rows = batch(changed(DELETE, GERMAN), changed(DELETE, FRENCH))
+    applied = plan_of(rule).apply(rows)
+    assert [(row[change.OP], row["id"]) for row in only(applied.batches)] == [("update", 2)]
+    assert [(letter.cause, letter.batch.data.column("_op").to_pylist()) for letter in applied.letters] == [
+        ("it divides by zero", ["delete"])
+    ]
+
+
+def test_a_delete_that_a_rule_has_failed_at_is_heard_of_though_deletes_go_unsaid() -> None:
+    numbers = Cast(name="numbers", columns=("mail",), to="int32")
+    with pytest.raises(TransformFailed, match="numbers"):
+        plan_of(numbers, Unwrap()).apply(batch(changed(DELETE, person(1, "odd"))))
 
 
 def test_a_marker_that_is_there_already_is_refused() -> None:
@@ -111,5 +217,5 @@ def test_a_marker_that_is_there_already_is_refused() -> None:
 
 @pytest.mark.parametrize("to", ["people", "{nobody}.x", "a{.b"])
 def test_a_target_names_schema_and_table(to: str) -> None:
-    with pytest.raises(ValueError, match=r"schema\.table"):
+    with pytest.raises(ConfigError, match=r"schema\.table"):
         Route(to=to)

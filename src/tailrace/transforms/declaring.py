@@ -1,0 +1,108 @@
+"""What a person declares, and how a mistake in it is told.
+
+A settings file is read as a whole, and its reader tells every mistake at its line. In Python there is no line: there a
+mistake is a `ConfigError` with its hint, as everywhere else, whichever way the object is made.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from tailrace.errors import ConfigError
+
+WANTED = {
+    "union_tag_invalid": "has a `do` that is no rule",
+    "union_tag_not_found": "lacks `do`, which says what the rule does",
+    "union_tag_type": "has a `do` that is no rule",
+    "tuple_type": "must be a list",
+    "string_type": "must be a text",
+    "string_unicode": "must be a text",
+    "string_too_long": "must have {max_length} characters or less",
+    "string_pattern_mismatch": "is no id of a key: that is 1 to 64 letters, digits, `_`, `.` and `-`",
+    "too_short": "must not be empty",
+    "too_long": "must be {max_length} or less",
+    "string_too_short": "must not be empty",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "finite_number": "must be a whole number",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than_equal": "must be {le} or less",
+    "path_type": "must be a file's path",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "invalid_key": "is not a key we know",
+    "missing": "is missing",
+    "extra_forbidden": "is not a key we know",
+    "literal_error": "has a value it cannot have: there are {expected}",
+}
+"""What pydantic's refusals mean here. There are no others: a test gives every key of every rule all sorts of things."""
+HINT = "docs/guides/transforms.md has all rules and their keys."
+
+
+def said(detail: ErrorDetails) -> str:
+    """What is wrong, in our words, which hold no value."""
+    context = detail.get("ctx", {})
+    if message := context.get("message"):
+        return str(message)
+    listed = {name: str(value).replace(" or ", " and ") for name, value in context.items()}
+    return WANTED.get(detail["type"], "has a value it cannot have").format_map(listed)
+
+
+def refusal(message: str, hint: str) -> PydanticCustomError:
+    """What is wrong with a rule, and what to do; the settings' reader shows both."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint})
+
+
+class Declared(BaseModel):
+    """Something that is declared. No value stands in what is said of it: it could be a secret."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True)
+
+    def __init__(self, /, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            raise _refused(type(self), error) from error
+
+    # Or pydantic calls it for each part of a settings file, and none of the mistakes behind the first are found.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as BaseModel's own has it
+
+    @classmethod
+    def model_validate(cls, obj: Any, **given: Any) -> Self:
+        try:
+            return super().model_validate(obj, **given)
+        except ValidationError as error:
+            raise _refused(cls, error) from error
+
+
+def _refused(kind: type[Declared], error: ValidationError) -> ConfigError:
+    first, *more = error.errors(include_url=False, include_input=False)
+    place = [part for at, part in enumerate(first["loc"]) if not (at == 2 and first["loc"][0] == "rules")]
+    where = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]"
+    ).lstrip(".")
+    wrong = said(first)
+    if more:
+        wrong += f" (and {len(more)} more problem{'s' if len(more) > 1 else ''})"
+    do = kind.model_fields["do"].default if "do" in kind.model_fields else None
+    named = {"rule": do} if do else {}
+    return ConfigError(f"`{where}` {wrong}" if where else wrong, hint=_hint(kind, first), **named)
+
+
+def _hint(kind: type[Declared], detail: ErrorDetails) -> str:
+    if hint := detail.get("ctx", {}).get("hint"):
+        return str(hint)
+    key = str(detail["loc"][-1]) if detail["loc"] else ""
+    if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
+        close = difflib.get_close_matches(key, kind.model_fields, n=1)
+        return f"Did you mean `{close[0]}`?" if close else f"There are {', '.join(kind.model_fields)}."
+    if detail["type"].startswith("union_tag"):
+        return f"There are {detail['ctx']['expected_tags']}." if "expected_tags" in detail.get("ctx", {}) else HINT
+    return HINT

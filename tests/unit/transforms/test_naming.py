@@ -1,0 +1,105 @@
+"""Which tables rules make of which: each of one, so that nothing that is done to one table is done to another."""
+
+from __future__ import annotations
+
+import pickle
+
+import pyarrow as pa
+import pytest
+
+from tailrace.errors import RuleInvalid
+from tailrace.model.change import Operation
+from tailrace.model.schema import TableId
+from tailrace.transforms.naming import Names
+from tailrace.transforms.plan import TransformPlan
+from tailrace.transforms.rules import Mask, Outbox, Rename, Route, Rule, Transforms
+from tests.support.transforms import PEOPLE, batch, changed, person
+from tests.unit.transforms.test_routing import OUTBOX, message
+
+GERMANS = Route(tables=("public.people",), to="de.{table}", when="country == 'DE'")
+
+
+def named(text: str) -> TableId:
+    return TableId(*text.split("."))
+
+
+def apart(*rules: Rule) -> TransformPlan:
+    return TransformPlan(Transforms.model_validate({"rules": rules}), names=Names(rules))
+
+
+def test_most_rows_go_where_the_last_rule_without_a_condition_says() -> None:
+    names = Names((Route(to="a.{table}"), GERMANS, Route(to="lake.{schema}_{table}")))
+    assert names.of(named("public.people")) == (named("lake.public_people"), named("de.people"))
+    assert names.of(named("public.orders")) == (named("lake.public_orders"),)
+    assert names.source_of(named("de.people")) == named("public.people")
+
+
+@pytest.mark.parametrize(("rules", "said"), [
+    ((Route(to="lake.all"),), "two tables would become one"),
+    ((Route(tables=("public.people",), to="public.orders"),), "two tables would become one"),
+    ((GERMANS, Route(tables=("public.people",), to="de.people", when="country == 'AT'")), "to the same table"),
+    ((Outbox(tables=("public.people",)), Route(to="lake.{table}")), "by another rule, too"),
+    ((Outbox(tables=("x.outbox",), to="public.{type}"),), "a name that messages may go to"),
+])  # fmt: skip
+def test_a_table_is_made_of_one_and_in_one_way(rules: tuple[Rule, ...], said: str) -> None:
+    names = Names(rules)
+    with pytest.raises(RuleInvalid, match=said) as raised:
+        _ = [names.of(named(table)) for table in ("public.people", "public.orders")]
+    assert raised.value.hint
+
+
+def test_rows_of_two_tables_that_would_become_one_are_not_let_through_in_whichever_process() -> None:
+    plan = apart(Route(tables=("public.people",), to="lake.orders"), Outbox(tables=("x.outbox",), to="lake.{type}"))
+    for one in (plan, pickle.loads(pickle.dumps(plan))):
+        with pytest.raises(RuleInvalid, match="a name that messages"):
+            one.marking(batch(changed(Operation.INSERT, person(1))))
+
+
+def test_the_type_of_messages_must_be_the_source_s_own() -> None:
+    swapped = Rename(columns={"aggregatetype": "kind", "payload": "aggregatetype"})
+    for rule in (Mask(columns=("aggregatetype",)), swapped):
+        with pytest.raises(RuleInvalid, match="changed the type"):
+            apart(rule, Outbox(tables=("public.outbox",))).transformed_schema(OUTBOX)
+    late = apart(Outbox(tables=("public.outbox",)), Mask(columns=("payload",)))
+    assert late.transformed_schema(OUTBOX, named("outbox.order")).table == named("outbox.order")
+
+
+def test_a_load_gets_the_rows_of_its_own_table() -> None:
+    data = pa.RecordBatch.from_pylist(
+        [person(1, "a", None, "DE"), person(2, "b", None, "FR"), person(3, "c")], pa.schema(PEOPLE.row_fields())
+    )
+    plan = apart(GERMANS, Mask(columns=("mail",)))
+    unfit = pa.nulls(3, pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())])))
+    for table, ids in (("de.people", [1]), ("public.people", [2, 3]), ("x.y", [])):
+        assert plan.rows(PEOPLE, data, named(table)).column("id").to_pylist() == ids
+        assert plan.marked_rows(PEOPLE, data, unfit, named(table))[0].column("id").to_pylist() == ids
+
+
+def test_a_row_that_cannot_be_judged_is_marked_in_both_tables_and_is_one_letter() -> None:
+    rule = GERMANS.model_copy(update={"on_error": "dead-letter"})
+    rows = batch(changed(Operation.UPDATE, person(1), unchanged=["country"]))
+    made = apart(rule).marking(rows)
+    assert sorted(str(one.schema.table) for one in made) == ["de.people", "public.people"]
+    assert all(one.data.column("_unfit")[0].as_py() for one in made)
+    applied = apart(rule).apply(rows)
+    assert (applied.batches, len(applied.letters)) == ((), 1)
+
+
+def test_another_condition_makes_another_shape_of_both_tables_and_another_name_does_not() -> None:
+    one, other = apart(GERMANS), apart(GERMANS.model_copy(update={"when": "country == 'AT'"}))
+    for table in ("de.people", "public.people"):
+        assert one.transformed_schema(PEOPLE, named(table)) != other.transformed_schema(PEOPLE, named(table))
+    whole = apart(Route(to="lake.{table}")).transformed_schema(PEOPLE)
+    assert (whole.columns, whole.relation, whole.at_source) == (PEOPLE.columns, PEOPLE.relation, PEOPLE)
+
+
+def test_a_key_that_changes_is_no_new_message_and_a_type_without_letters_is_none() -> None:
+    rows = batch(
+        changed(Operation.INSERT, message("1", "order")), changed(Operation.DELETE, {"id": "1"}),
+        changed(Operation.INSERT, message("2", "order"), moved_from={"id": "1"}), schema=OUTBOX,
+    )  # fmt: skip
+    (made,) = apart(Outbox(tables=("public.outbox",))).apply(rows).batches
+    assert made.data.column("id").to_pylist() == ["1"]
+    empty = batch(changed(Operation.INSERT, message("1", "")), schema=OUTBOX)
+    applied = apart(Outbox(tables=("public.outbox",), on_error="dead-letter")).apply(empty)
+    assert (applied.batches, len(applied.letters)) == ((), 1)
