@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from tailrace.changelog import lease, objects
 from tailrace.changelog import writer as writer_module
@@ -30,6 +31,10 @@ from tailrace.changelog.verify import verify
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogTrimmed, LogUnreachable, LogUnusable
 from tailrace.pipeline.settings import load_settings
+from tailrace.spark.arrow import spark_schema
+from tailrace.spark.log_frame import look
+from tailrace.spark.log_options import LogOptions
+from tailrace.spark.stream import LogStreamReader
 from tests.support.loads import Scene
 from tests.support.logs import (
     Diary,
@@ -109,6 +114,22 @@ def test_a_log_is_opened_by_its_url_and_what_the_environment_says(
     assert [hold.name for hold in holds(place(str(log)))] == ["nightly"]
 
 
+def test_a_log_is_the_same_log_by_either_spelling(log: ObjectPath, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint)
+    sparks = str(log).replace("s3://", "s3a://")
+    writer = LogWriter(sparks, SOURCE)
+    writer.append(rows_window(0, 100, 1))
+    with pytest.raises(LogBusy):
+        Lease(place(str(log)), wait_seconds=0.0)
+    writer.close()
+    assert [key for _, key in ids(list(ChangeLog.open(sparks).follow(0, consumer="nightly")))] == [1]
+    writer = LogWriter(str(log), SOURCE)
+    writer.append(rows_window(100, 200, 2))
+    writer.close()
+    assert [key for _, key in ids(list(ChangeLog.open(sparks).follow(consumer="nightly")))] == [2], "it goes on"
+    assert ChangeLog.open(sparks).log_id == ChangeLog.open(log).log_id
+
+
 SHOP = """
 CREATE TABLE things (id int PRIMARY KEY, amount numeric(10, 2));
 INSERT INTO things SELECT g, g FROM generate_series(1, 2000) g;
@@ -145,6 +166,42 @@ def test_a_pipeline_captures_loads_applies_and_sets_aside_with_its_log_in_a_stor
     assert scene.pipeline.ask("log", "verify").returncode == 0
     assert json.loads(scene.pipeline.ask("at", "--json").stdout)["tables"]
     assert not (tmp_path / "changes").exists()
+
+
+def test_two_servers_that_have_a_log_of_one_name_are_told_apart(log: ObjectPath) -> None:
+    with s3_server() as another:
+        there = ObjectPath.parse(str(log), endpoint=another.endpoint)
+        for where, content in ((log, b"here"), (there, b"there")):
+            (where / "sealed").write_bytes(content)
+        assert [bytes(objects.kept.view(where / "sealed")) for where in (log, there)] == [b"here", b"there"]
+
+
+class Writing:
+    """A capture that has nothing to do."""
+
+    def start(self) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def test_a_stream_that_captures_goes_on_in_the_store_that_its_option_names(log: ObjectPath, s3: S3) -> None:
+    diary = Diary(log)
+    for key in (1, 2, 3):
+        diary.commit(inserts(key))
+    options = {"log": str(log), "logEndpoint": s3.endpoint, "url": "postgresql://x@127.0.0.1:1/x", "tables": "*"}
+    made = look(LogOptions.parse({**options, "startingPosition": "3"}))
+
+    def started() -> LogStreamReader:
+        return LogStreamReader(made, spark_schema(made.fields), Writing())
+
+    place = {"log": ChangeLog.open(log).log_id, "commit": 2}
+    assert started().initialOffset() == place, "it is no new log"
+    assert started().latestOffset(place, ReadAllAvailable())["commit"] == 3, "the checkpoint is of this one"
+    diary.close()
 
 
 # ---- one wins --------------------------------------------------------------------------------------------

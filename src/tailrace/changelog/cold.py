@@ -118,6 +118,8 @@ class CommitList:
     commit: npt.NDArray[np.int64]
     end: npt.NDArray[np.int64]
     next_seq: npt.NDArray[np.int64]
+    committed_at: npt.NDArray[np.int64]
+    """-1 if it has no transaction."""
 
     def place(self, commit: int) -> int:
         """Where a commit stands, or the one that speaks for the empty run it was in."""
@@ -189,7 +191,8 @@ def _only(stored: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
 def read_commits(log: LogPath, seal: Seal) -> CommitList:
     """The commits of a seal, checked; FileNotFoundError if it has been replaced meanwhile."""
     table = commits_table(log, seal)
-    return CommitList(*(table.column(name).to_numpy() for name in ("commit", "end", "next_seq")))
+    names = ("commit", "end", "next_seq", "committed_at")
+    return CommitList(*(table.column(name).fill_null(-1).to_numpy() for name in names))
 
 
 def commits_table(log: LogPath, seal: Seal) -> pa.Table:
@@ -328,7 +331,8 @@ class ColdIndex:
             wider = self.covering(seal.last)
             if wider is not None and wider.stem != seal.stem:
                 return self.commits_near(wider)
-            return CommitList(np.array([seal.last]), np.array([seal.end.value]), np.array([seal.next_seq]))
+            newest = -1 if seal.committed_at is None else seal.committed_at
+            return CommitList(*(np.array([value]) for value in (seal.last, seal.end.value, seal.next_seq, newest)))
 
 
 def _chain(found: list[tuple[int, int, str]]) -> list[str]:

@@ -49,7 +49,7 @@ class Block:
     next_seq: Numbers
     written_at: Numbers
     committed_at: Numbers
-    """Of a commit's last transaction, µs since 1970; -1 if it has none."""
+    """Of a commit's newest transaction, µs since 1970; -1 if it has none."""
 
     @property
     def last(self) -> int:

@@ -30,6 +30,7 @@ from tailrace.changelog import objects
 from tailrace.changelog.objects import Meta, ObjectPath, Refused, Unreachable
 from tailrace.durable import Doubtful
 from tailrace.errors import LogFenced, LogFull, LogUnreachable, LogUnusable
+from tailrace.given import folder_named
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,7 +78,7 @@ def place(given: Path | ObjectPath | str, *, endpoint: str | None = None, region
     """A folder's path, or `s3://bucket/prefix`; whatever else the store needs comes from the environment."""
     if isinstance(given, str) and "://" in given:
         return ObjectPath.parse(given, endpoint=endpoint, region=region)
-    return Path(given) if isinstance(given, str) else given
+    return given if isinstance(given, ObjectPath) else folder_named(given, "the log")
 
 
 def is_remote(path: LogPath) -> bool:
@@ -118,7 +119,7 @@ def told(error: OSError, path: LogPath) -> LogUnusable:
         return LogUnreachable(
             f"the log cannot be reached: {durable.said(error)}",
             path=named,
-            hint="Look at the network, the store and its address (`log.endpoint`, or AWS_ENDPOINT_URL).",
+            hint="Look at the network, the store and its address (`log.endpoint`, `logEndpoint`, or AWS_ENDPOINT_URL).",
         )
     if isinstance(error, Refused):
         return LogUnusable(

@@ -93,6 +93,7 @@ class Header:
     """The `_seq` that the first row after this commit will have; the first row of all has 1."""
     written_at: int
     committed_at: int | None
+    """The newest of its transactions' times."""
     bodies: tuple[Body, ...]
     big: tuple[Piece, ...] = ()
     shapes: int = 0

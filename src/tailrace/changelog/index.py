@@ -31,7 +31,7 @@ class Slice:
     rows: int
     last_seq: int
     committed_at: int
-    """Of the last transaction, µs since 1970."""
+    """Of the newest transaction in a commit, of the last one in a row group; µs since 1970."""
     special: bool = False
     """Whether a TRUNCATE, or a value that its type cannot hold, may be among them."""
 
@@ -46,6 +46,8 @@ class _Hot(NamedTuple):
     transactions: int
     rows: int
     bytes: int
+    newest: int | None
+    """When the newest of all transactions up to here was committed."""
 
 
 class LogIndex:
@@ -128,9 +130,10 @@ class LogIndex:
         self.transactions += header.transactions
         self.rows += header.rows
         self.bytes += size
+        newest = _newest(self.committed_upto(self.commit), header.committed_at)
         # Readers find a commit here, so what else is known of it must be there first.
         self._hot.append(_Hot(
-            header.commit, header.start, header.end, header.next_seq, header.transactions, header.rows, size
+            header.commit, header.start, header.end, header.next_seq, header.transactions, header.rows, size, newest
         ))  # fmt: skip
         self.commit = header.commit
 
@@ -182,6 +185,18 @@ class LogIndex:
                 return int(commits.next_seq[commits.place(commit)])
         return self._gone.next_seq if commit else 1
 
+    def committed_upto(self, commit: int) -> int | None:
+        """When the newest of all transactions up to a commit was committed, by the source's clock, as far as they are
+        kept; None if none is."""
+        if found := self._unsealed(commit):
+            return found.newest
+        known = [seal.committed_at for seal in self._seals if seal.last <= commit]
+        for seal in reversed(self._seals):
+            if seal.first <= commit < seal.last:
+                commits = self._log.cold.commits_near(seal)
+                known += map(int, commits.committed_at[: commits.place(commit) + 1])
+        return _newest(*known)
+
     def commit_at(self, position: Lsn) -> int:
         """The last commit that ends at or before the position; 0 if none does."""
         hot = self._hot  # once: another thread may put a shorter one in its place
@@ -217,14 +232,6 @@ class LogIndex:
         first = bisect.bisect_right(slices, seq, key=lambda item: item.last_seq)
         return slices[first : bisect.bisect_right(slices, to, key=lambda item: item.first)]
 
-    def last_row(self, commit: int) -> Slice | None:
-        """The slice of any table with the newest rows up to a commit; None if none are kept."""
-        found = []
-        for slices in list(self._slices.values()):
-            end = bisect.bisect_right(slices, commit, key=lambda item: item.last)
-            found += slices[max(0, end - 1) : end]
-        return max(found, key=lambda item: item.last, default=None)
-
     def lacks(self, table: int, seq: int) -> TrimmedTable | None:
         """What the log no longer holds of the table's rows after `seq`; None if it holds them all."""
         return self._gone.lacks(table, seq)
@@ -238,3 +245,7 @@ class LogIndex:
     def captured(self, table: int) -> int:
         """Rows of the table that the log has or had."""
         return self._captured.get(table, 0)
+
+
+def _newest(*times: int | None) -> int | None:
+    return max((time for time in times if time is not None and time >= 0), default=None)

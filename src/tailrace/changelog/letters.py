@@ -2,7 +2,7 @@
 
     table.json              which table it is
     <seq>-<n>.arrow         a step: letters, each with its payload and cause, and which earlier ones it clears; or rows
-                            that a load could not bring, which count once the table came from that load
+                            that a load could not bring, which count once the table came from that load; or a promise
     load.json               a load of the whole table is about to land: what it clears
     forgotten-<id>.json     letters that a person has dropped
     replay.json             a person asks for them to be tried again
@@ -11,6 +11,10 @@
 A step is written before the table's own commit and named by the `_seq` that it reaches: it counts once the table is
 there. So a letter is never lost, and what a crash left of a commit that was not made is void. The same change is one
 letter, known by its `_seq`; a row that a load has read is known by a number below zero, given when the load lands.
+A step may say of letters that they have *passed*: they stay open, but nothing builds on what they hold any more.
+A step may be a *promise* to clear letters whose own changes are about to come into the table, and has a name. The
+commit that brings them bears it, so a promise counts once somebody has found that the table does (`settle`). One
+that was not kept stays until another is: whoever made it may still be at it.
 Payloads are copies: what the log lets go of does not matter here.
 
 Whoever looks says where the table is, and which load it came from: what that has cleared is not there, also before the
@@ -24,9 +28,9 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -58,12 +62,21 @@ CAUSE_FIELDS = (
 _SEQ_PLACE = len(CAUSE_FIELDS) + [field.name for field in change.ALWAYS].index(change.SEQ)
 
 
+class Origin(NamedTuple):
+    """What rows that a load has brought say of where they come from, so that those that it could not bring say it too
+    when they come later."""
+
+    seq: int
+    position: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
     """Letters of one shape, in `_seq` order: `CAUSE_FIELDS`, then the columns of a change."""
 
     shape: TableSchema
     rows: pa.Table
+    origin: Origin | None = None
 
     @property
     def changes(self) -> pa.Table:
@@ -85,6 +98,10 @@ class _Step:
     shape: dict[str, Any]
     load: str | None = None
     """Whose rows they are: it counts only for a table that came from this load."""
+    passed: tuple[int, ...] = ()
+    origin: Origin | None = None
+    late: str | None = None
+    """Of a promise, its name."""
 
 
 class Letters:
@@ -105,24 +122,27 @@ class Letters:
 
     def open(self, seq: int, load: str | None = None, *, only: Collection[int] | None = None) -> list[Bundle]:
         """Those that are, or some of them, each with its payload and its newest cause."""
-        return [Bundle(shape=shape, rows=rows) for shape, rows in self._bundles(seq, load, only)]
+        return self._bundles(seq, load, only)
 
     def keys(self, seq: int, load: str | None = None) -> list[Bundle]:
-        """Those that are, with no column of the table but its key: payloads may be large."""
-        found = self._bundles(seq, load, None)
-        return [Bundle(shape=shape, rows=rows.select(_key_places(shape, rows))) for shape, rows in found]
+        """Those that have not passed, with no column of the table but its key: payloads may be large."""
+        passed, waiting = self.passed(seq, load), None
+        if passed:
+            waiting = {number for number in self._open(self._counting(seq, load)) if number not in passed}
+        found = self._bundles(seq, load, waiting)
+        return [replace(bundle, rows=bundle.rows.select(_key_places(bundle.shape, bundle.rows))) for bundle in found]
 
-    def _bundles(
-        self, seq: int, load: str | None, only: Collection[int] | None
-    ) -> list[tuple[TableSchema, pa.Table]]:
+    def passed(self, seq: int, load: str | None = None) -> frozenset[int]:
+        """Letters, open or not, that nothing builds on any more."""
+        return frozenset(number for _, step in self._counting(seq, load) for number in step.passed)
+
+    def _bundles(self, seq: int, load: str | None, only: Collection[int] | None) -> list[Bundle]:
         for _ in range(LOOKS_MAX):
             with suppress(FileNotFoundError):  # whoever applies has removed a step since: what is there now?
                 return list(self._read(seq, load, only))
         raise _unreadable(self._path)
 
-    def _read(
-        self, seq: int, load: str | None, only: Collection[int] | None
-    ) -> Iterator[tuple[TableSchema, pa.Table]]:
+    def _read(self, seq: int, load: str | None, only: Collection[int] | None) -> Iterator[Bundle]:
         steps = self._counting(seq, load)
         owner = self._open(steps)
         for path, step in steps:
@@ -131,16 +151,18 @@ class Letters:
                 rows = _read_rows(path)
                 places = np.flatnonzero(np.isin(rows.column(_SEQ_PLACE).to_numpy(), np.array(mine, np.int64)))
                 whole = len(places) == rows.num_rows
-                yield TableSchema.from_json(step.shape), rows if whole else rows.take(pa.array(places))
+                rows = rows if whole else rows.take(pa.array(places))
+                yield Bundle(shape=TableSchema.from_json(step.shape), rows=rows, origin=step.origin)
 
     def write(
         self, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
-        cleared: Collection[int], *, there: bool = False, version: int | None = None,
+        cleared: Collection[int], *, passed: Collection[int] = (), there: bool = False, version: int | None = None,
+        origin: Origin | None = None, late: str | None = None,
     ) -> None:  # fmt: skip
         """A step that counts once the table has come to `reaches`; durable when this returns.
 
         With `there` it has, and rows were put in where it stands: a version of before has the same `_seq`. Which one
-        has them is `version`, if that is known.
+        has them is `version`, if that is known. With a name it is a promise, and counts once that is kept.
         """
         files.make_folder(self._path)
         with files.explained(self._path):
@@ -148,8 +170,29 @@ class Letters:
                 self._record("table.json", {"schema": self.table.schema, "table": self.table.name})
             seqs = letters.column(change.SEQ).to_pylist()
             self._note_past(reaches if there else reaches - 1, seqs, version=version)
-            content = _encoded(self.table, shape, reaches, with_causes(letters, causes), sorted(cleared))
+            told = with_causes(letters, causes)
+            content = _encoded(
+                self.table, shape, reaches, told, sorted(cleared), passed=sorted(passed), origin=origin, late=late
+            )
             files.replace_durably(self._next(reaches), content)
+
+    def keep(self, late: str, version: int | None) -> None:
+        """A promise was kept, in this version of the table if that is known: no other can be any more."""
+        with files.explained(self._path):
+            for path, step in self._steps():
+                if step.late == late:
+                    self._note_past(step.reaches, (), version=version)
+                    self._settled(path, step)
+                elif step.late is not None:
+                    path.unlink(missing_ok=True)
+
+    def _settled(self, path: LogPath, step: _Step) -> None:
+        """Have a step count whatever comes."""
+        content = _encoded(
+            self.table, TableSchema.from_json(step.shape), step.reaches, _read_rows(path), step.cleared,
+            passed=step.passed, origin=step.origin,
+        )  # fmt: skip
+        files.replace_durably(path, content)
 
     def _next(self, reaches: int) -> LogPath:
         """A step's name that none has."""
@@ -173,26 +216,39 @@ class Letters:
                 if any(owner.get(number) == path for number in step.letters):
                     break
                 path.unlink(missing_ok=True)
+            for path, step in [] if owner else self._steps():
+                if step.late is not None:
+                    path.unlink(missing_ok=True)
             if not self._steps():
                 for path in self._path.glob("forgotten-*.json"):
                     path.unlink(missing_ok=True)
 
     # Loads.
 
-    def before_load(self, load: str, *, whole: bool, now: str | None, seq: int) -> None:
-        """A load is about to land at this `_seq` in a table that came from the load `now`; a whole one clears what is
-        here."""
-        self.settle(now)
+    def before_load(self, load: str, *, whole: bool, now: str | None, seq: int, late: str | None = None) -> None:
+        """A load is about to land at this `_seq` in a table that came from the load `now`, and bears the name of a
+        promise if one was kept last; a whole one clears what is here."""
+        self.settle(now, late)
         if whole and (steps := [(path, step) for path, step in self._steps() if step.load != load]):
             self._note_past(seq, (), load=load)
             self._record("load.json", {"load": load, "steps": [path.name for path, _ in steps]})
+
+    def pass_by_load(self, load: str, shape: TableSchema, reaches: int) -> None:
+        """A load is about to land that brings every row as it is now, and not what it was: the letters of before stay,
+        and have passed once the table came from that load. May be repeated after `before_load`."""
+        if not (owner := self._open(self._steps())):
+            return
+        with files.explained(self._path):
+            none = with_causes(shape.change_schema().empty_table(), [])
+            content = _encoded(self.table, shape, reaches, none, (), load, passed=sorted(owner))
+            files.replace_durably(self._next(reaches), content)
 
     def cleared_by(self, load: str | None) -> tuple[str, ...]:
         """The steps that the load has cleared which the table came from."""
         stored = self._stored("load.json")
         return () if stored is None or stored["load"] != load else tuple(stored["steps"])
 
-    def write_load(self, load: str, reaches: int, rows: Sequence[Bundle]) -> None:
+    def write_load(self, load: str, reaches: int, rows: Sequence[Bundle], origin: Origin | None = None) -> None:
         """Rows that a load, which is about to land at this `_seq`, could not bring; of one shape. May be repeated."""
         files.make_folder(self._path)
         with files.explained(self._path):
@@ -203,7 +259,7 @@ class Letters:
             numbers = pa.array(range(first, first + letters.num_rows), pa.int64())
             letters = letters.set_column(_SEQ_PLACE, letters.schema.field(_SEQ_PLACE), numbers)
             self._note_past(reaches, numbers.to_pylist())
-            content = _encoded(self.table, rows[0].shape, reaches, letters, (), load)
+            content = _encoded(self.table, rows[0].shape, reaches, letters, (), load, origin=origin)
             files.replace_durably(self._next(reaches), content)
 
     def _numbers(self) -> Iterator[int]:
@@ -213,18 +269,17 @@ class Letters:
         for forgotten in self._path.glob("forgotten-*.json"):
             yield from (self._stored(forgotten.name) or {"seqs": []})["seqs"]
 
-    def settle(self, load: str | None) -> None:
+    def settle(self, load: str | None, late: str | None = None) -> None:
         """Remove what the load that the table came from has cleared, and what is of a load that came to nothing. What
-        that load itself has left counts from here on whatever is loaded later, as far as that does not clear it."""
+        that load itself has left counts from here on whatever is loaded later, as far as that does not clear it; and
+        so does a promise whose name the table bears."""
         cleared = self.cleared_by(load)
         with files.explained(self._path):
             for path, step in self._steps():
                 if path.name in cleared or step.load not in (None, load):
                     path.unlink(missing_ok=True)
-                elif step.load is not None:
-                    files.replace_durably(path, _encoded(
-                        self.table, TableSchema.from_json(step.shape), step.reaches, _read_rows(path), step.cleared
-                    ))  # fmt: skip
+                elif step.load is not None or (step.late is not None and step.late == late):
+                    self._settled(path, step)
             if cleared:
                 (self._path / "load.json").unlink(missing_ok=True)
 
@@ -290,7 +345,7 @@ class Letters:
         return found
 
     def _counting(self, seq: int, load: str | None = None) -> list[tuple[LogPath, _Step]]:
-        steps = [(path, step) for path, step in self._steps() if step.reaches <= seq]
+        steps = [(path, step) for path, step in self._steps() if step.reaches <= seq and step.late is None]
         if load is not None:
             steps = [(path, step) for path, step in steps if step.load in (None, load)]
         cleared = self.cleared_by(load) if steps and load is not None else ()
@@ -370,12 +425,16 @@ def read_letters(path: LogPath) -> Bundle:
 
 
 def _encoded(
-    table: TableId, shape: TableSchema, reaches: int, letters: pa.Table, cleared: Sequence[int], load: str | None = None
-) -> bytes:
+    table: TableId, shape: TableSchema, reaches: int, letters: pa.Table, cleared: Sequence[int],
+    load: str | None = None, *, passed: Sequence[int] = (), origin: Origin | None = None,
+    late: str | None = None,
+) -> bytes:  # fmt: skip
     meta = {
         "format": FORMAT, "schema": table.schema, "table": table.name, "reaches": reaches, "shape": shape.to_json(),
         "letters": letters.column(_SEQ_PLACE).to_pylist(), "cleared": [int(number) for number in cleared],
         **({} if load is None else {"load": load}),
+        **({"passed": [int(number) for number in passed]} if passed else {}),
+        **({} if origin is None else {"origin": list(origin)}), **({} if late is None else {"late": late}),
     }  # fmt: skip
     fields = letters.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
@@ -396,6 +455,8 @@ def _read_step(path: LogPath, _: Stamp | None) -> _Step:
         return _Step(
             reaches=stored["reaches"], letters=tuple(stored["letters"]), cleared=tuple(stored["cleared"]),
             shape=stored["shape"], load=stored.get("load"),
+            passed=tuple(stored.get("passed", ())), late=stored.get("late"),
+            origin=Origin(*stored["origin"]) if "origin" in stored else None,
         )  # fmt: skip
     except FileNotFoundError:
         raise

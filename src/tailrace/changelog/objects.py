@@ -31,6 +31,16 @@ from tailrace.errors import ConfigError
 
 SCHEMES = ("s3", "memory")
 """`memory` lives and dies with the process: for tests, and for trying things out."""
+SPELLINGS = {"s3a": "s3"}
+"""Hadoop's name for the same, and so Spark's. A path has one spelling, so that a log is one log under both."""
+STORES_HINT = (
+    "A log lies in a folder, or in an object store that speaks S3: `s3://bucket/prefix`, or `s3a://`, which is the "
+    "same. What was tested is moto's S3 server; other stores' own addresses are not taken."
+)
+_BARE_HINT = (
+    "Give `s3://bucket/prefix` alone. Credentials come from the environment, or are the machine's role; the address of "
+    "a server that is not Amazon's is given apart."
+)
 PUT_SECONDS_MAX = 120.0
 """For a put that must happen once, tried again with the same bytes, until it is not known whether it was done."""
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 0.2, 5.0
@@ -44,7 +54,10 @@ _KEPT_BYTES_MAX = 512 << 20
 """Of sealed files that were fetched, in files without a name: they are read again and again, and never change."""
 _DELETED_AT_ONCE = 1000
 _OPTIONS = ("endpoint", "region")
+ENDPOINT = re.compile(r"https?://[^\s/@?#]+/?")
+"""Of a server, and nothing more: credentials have no place in it."""
 
+_Options = tuple[tuple[str, str], ...]
 _T = TypeVar("_T")
 
 
@@ -72,20 +85,22 @@ class ObjectPath:
     bucket: str
     """With its scheme: `s3://name`."""
     key: str
-    options: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)
+    options: _Options = field(default=(), compare=False, repr=False)
 
     @classmethod
     def parse(cls, url: str, **options: str | None) -> ObjectPath:
         """From `s3://bucket/prefix`. Credentials, and whatever is not given here, come from the environment."""
-        scheme, _, rest = url.partition("://")
+        written, rest = url.partition(":/")[0], url.partition("://")[2]
+        scheme = SPELLINGS.get(written, written)
         bucket, _, key = rest.partition("/")
         segments = [segment for segment in key.split("/") if segment]
-        if scheme not in SCHEMES or not bucket or any(segment in (".", "..") for segment in segments):
-            raise ConfigError(
-                "this is not the address of a place in an object store",
-                url=url,
-                hint="It is `s3://bucket/prefix`.",
-            )
+        if scheme not in SCHEMES:
+            raise ConfigError(f"a log cannot lie at `{_shown(written)}://`", hint=STORES_HINT)
+        if re.search(r"[@:]", bucket):
+            # As Hadoop once took credentials. The address is not repeated here: it would be read by others.
+            raise ConfigError("the address of a log has more in it than a bucket and a prefix", hint=_BARE_HINT)
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket) or any(segment in (".", "..") for segment in segments):
+            raise ConfigError("this is not the address of a place in an object store", url=url, hint=STORES_HINT)
         given = tuple(sorted((name, value) for name, value in options.items() if value is not None))
         assert all(name in _OPTIONS for name, _ in given), "an option that nobody takes"
         return cls(f"{scheme}://{bucket}", "/".join(segments), given)
@@ -292,27 +307,28 @@ def view(path: ObjectPath) -> memoryview:
 
 
 class _Kept:
-    """The objects fetched last, as many as fit."""
+    """The objects fetched last, as many as fit. Two servers may have objects of one name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: OrderedDict[ObjectPath, memoryview] = OrderedDict()
+        self._found: OrderedDict[tuple[ObjectPath, _Options], memoryview] = OrderedDict()
 
     def view(self, path: ObjectPath) -> memoryview:
+        which = path, path.options
         with self._lock:
-            if path in self._found:
-                self._found.move_to_end(path)
-                return self._found[path]
+            if which in self._found:
+                self._found.move_to_end(which)
+                return self._found[which]
         found = view(path)
         with self._lock:
-            self._found[path] = found
+            self._found[which] = found
             while len(self._found) > 1 and sum(map(len, self._found.values())) > _KEPT_BYTES_MAX:
                 self._found.popitem(last=False)  # whoever still reads it keeps it alive
         return found
 
     def forget(self, path: ObjectPath) -> None:
         with self._lock:
-            self._found.pop(path, None)
+            self._found.pop((path, path.options), None)
 
 
 kept = _Kept()
@@ -320,7 +336,7 @@ kept = _Kept()
 
 # Asking the store.
 
-_stores: dict[tuple[int, str, tuple[tuple[str, str], ...]], Any] = {}
+_stores: dict[tuple[int, str, _Options], Any] = {}
 _memories: dict[str, Any] = {}
 
 
@@ -394,6 +410,11 @@ def _translated(library: Any, error: Exception) -> OSError:
     if isinstance(error, (named.NotSupportedError, named.UnknownConfigurationKeyError, named.InvalidPathError)):
         return Refused("the store does not know what we asked for")
     return Unreachable(f"the store does not answer{said}")
+
+
+def _shown(scheme: str) -> str:
+    """What stands before `://`, if it is no more than that."""
+    return scheme if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]{0,15}", scheme) else "…"
 
 
 def _named(error: OSError, path: ObjectPath) -> OSError:

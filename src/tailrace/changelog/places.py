@@ -6,7 +6,8 @@ place names the last row before it. Numbers are taken as *from this commit on* a
 to the first one committed later*. So what ends at a position goes on there, with nothing between and nothing twice.
 
 A start from before all that the log has is refused, be it that the log began later or that what it had is gone: nobody
-could see that what comes is a part. `earliest` is the way to ask for what there is.
+could see that what comes is a part. `earliest` is the way to ask for what there is. So is a start from after all that
+the log was read up to: what comes next may lie before it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def starting_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Plac
             place, has_earlier = _before(log, _microseconds(point), tables)
             if not has_earlier and point < (begin := _begun_at(log)):
                 raise _too_early(log, point, begin)
+            if place == Place(newest):
+                _refuse_unread(log, point)
             return place
         case Lsn():
             _refuse_unread(log, point)
@@ -80,6 +83,18 @@ def starting_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Plac
             return _after(log, point, tables)
         case _:
             return Place(newest) if point == LATEST else _earliest(log, tables)
+
+
+def refuse_past(point: Point) -> None:
+    """Refuse a start in the past of a log that is yet to be made: it will have none."""
+    if point in (EARLIEST, LATEST) or (isinstance(point, int) and FIRST_COMMIT <= point <= FIRST_COMMIT + 1):
+        return
+    raise ConfigError(
+        "the log is new, and begins with what is committed from now on",
+        asked=point.isoformat() if isinstance(point, datetime) else point,
+        hint="Leave out `startingPosition`. What is there already is had by reading the table as a whole: "
+        "`spark.read.format(\"cdc\")` with `url`.",
+    )
 
 
 def ending_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Place:
@@ -178,7 +193,7 @@ def _begun_at(log: ChangeLog) -> datetime:
     first = log.trimmed().commit + 1
     if log.newest() < first:
         return datetime.now(UTC)
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=begin_at(log, first).written_at)
+    return _time(begin_at(log, first).written_at)
 
 
 def _begun_after(log: ChangeLog) -> Lsn:
@@ -187,17 +202,31 @@ def _begun_after(log: ChangeLog) -> Lsn:
     return gone.position if gone.commit else begin_at(log, FIRST_COMMIT).after
 
 
+def _time(microseconds: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)
+
+
 def _microseconds(time: datetime) -> int:
     since = time - datetime(1970, 1, 1, tzinfo=UTC)
     return (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
 
 
-def _refuse_unread(log: ChangeLog, position: Lsn) -> None:
+def _refuse_unread(log: ChangeLog, point: Lsn | datetime) -> None:
     last = log.last_header()
-    if last is None or position > last.end:
+    name, asked, reaches = "position", str(point), "nothing"
+    if isinstance(point, Lsn):
+        unread = last is None or point > last.end
+        reaches = str(last.end) if last else reaches
+    else:
+        # A quiet source has only commits without a transaction: when they were written is how far it was read.
+        until = _time(max(last.written_at, last.committed_at or 0)) if last else None
+        unread = until is None or point > until
+        name, asked, reaches = "time", point.isoformat(), until.isoformat() if until else reaches
+    if unread:
         raise ConfigError(
-            "the log has not been read up to this position", position=position, reaches=last.end if last else "nothing",
-            hint="Is the capture running? Wait until the log has it, or give an earlier one.",
+            f"the log has not been read up to this {name}", **{name: asked}, reaches=reaches,
+            hint="Is the capture running? Wait until the log has it, or give an earlier one; `latest` begins with what "
+            "comes next.",
         )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import re
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import pyarrow as pa
@@ -28,6 +29,8 @@ from tailrace.changelog.format import Body, Header, commit_path, corrupt
 from tailrace.changelog.gaps import NAME as GAPS
 from tailrace.changelog.gaps import Gap, known_gaps
 from tailrace.changelog.merged import conform, merged_shape
+from tailrace.changelog.published import NAME as PUBLISHED
+from tailrace.changelog.published import Published, read_published
 from tailrace.changelog.rows import after_position, between, restore
 from tailrace.changelog.schemas import Schemas
 from tailrace.changelog.trimmed import NAME as TRIMMED
@@ -68,6 +71,7 @@ class ChangeLog:
         self._newest = 0
         self._trimmed = records.Watched(path / TRIMMED, lambda: read_trimmed(path))
         self._gaps = records.Watched(path / GAPS, lambda: known_gaps(path, self.newest()))
+        self._published = records.Watched(path / PUBLISHED, lambda: read_published(path))
         self._mapped: tuple[tuple[int, int], memoryview] = ((0, 0), memoryview(b""))
 
     @classmethod
@@ -211,6 +215,10 @@ class ChangeLog:
         """Where changes are missing, oldest first. Cheap when nothing changed."""
         return self._gaps.now()
 
+    def published(self) -> Published:
+        """When tables came into the publication. Cheap when nothing changed."""
+        return self._published.now()
+
     def files(self, table: TableId | str | int) -> list[LogPath]:
         """The sealed files of a table now, in order: Parquet, for any reader. What is not sealed is not in them."""
         self.cold.refresh()
@@ -317,12 +325,8 @@ class ChangeLog:
                 )
                 # A seal may begin before the commit that is wanted: it was made since the last one was read.
                 if end is not None and held.start != end and (seal is None or seal.first == commit):
-                    path = (
-                        commit_path(self.path, commit)
-                        if seal is None
-                        else cold.seal_path(self.path, seal.stem)
-                    )
-                    raise corrupt(path, "it does not start where the one before ended")
+                    where = cold.seal_path(self.path, seal.stem) if seal else commit_path(self.path, commit)
+                    raise corrupt(where, "it does not start where the one before ended")
                 for done, number, batch in found:
                     fresh = between(batch, max(after_seq, delivered.get(number, 0)), to_seq)
                     if len(fresh):
@@ -394,10 +398,8 @@ class ChangeLog:
         seal = self.cold.covering(commit)
         if seal is None:
             return self._missing(commit, error)
-        path = (
-            files.named(self.path, error.filename) if error.filename else cold.seal_path(self.path, seal.stem)
-        )
-        return cold.damaged(path, "it is missing")
+        path = cold.seal_path(self.path, seal.stem)
+        return cold.damaged(files.named(self.path, error.filename) if error.filename else path, "it is missing")
 
     def follow(
         self, after: int | Lsn | None = None, *, table: TableId | str | int | None = None,
@@ -450,8 +452,8 @@ class ChangeLog:
 
     def _conformed(self, batch: ChangeBatch) -> ChangeBatch:
         """The batch in one shape over all versions of its table that are known by now."""
-        versions = self.schemas.versions(batch.schema)
-        return conform(batch, merged_shape(versions))
+        view = merged_shape(self.schemas.versions(batch.schema))
+        return conform(batch, replace(view, identity=batch.schema.identity))  # what was told of old rows was told so
 
     def commit_at(self, position: Lsn) -> int:
         """The last commit that ends at or before a position of the source; 0 if none does."""

@@ -30,6 +30,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.schemas import Schemas, Version
 from tailrace.changelog.spill import Spill
 from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
+from tailrace.given import require_instance
 from tailrace.model import change, system
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO
@@ -46,6 +47,7 @@ class LogWriter:
 
     def __init__(self, path: LogPath | str, source: SourceId, *, take_over: bool = False) -> None:
         path = files.place(path)
+        require_instance("source", source, SourceId, "Give what the source is: `source.identify()`.")
         self.path, self.commit = path, 0
         self._token = uuid.uuid4().hex if files.is_remote(path) else ""
         with files.explained(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,7 +13,7 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import LogCorrupt, LogForeign, LogUnusable
+from tailrace.errors import ConfigError, LogCorrupt, LogForeign, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import ZERO, Lsn
@@ -214,3 +215,14 @@ def test_a_log_that_is_not_there_is_not_an_empty_log(tmp_path: Path) -> None:
     with pytest.raises(LogUnusable, match="no log here") as caught:
         ChangeLog.open(tmp_path / "nothing")
     assert "tailrace run" in caught.value.hint
+
+
+@pytest.mark.parametrize(("path", "source"), [("", SOURCE), (3, SOURCE), (None, SOURCE), ("log", 3), ("log", None)])
+def test_what_a_log_cannot_be_made_of_is_refused_before_anything_is(
+    path: Any, source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        LogWriter(path, source)
+    assert raised.value.hint
+    assert list(tmp_path.iterdir()) == []

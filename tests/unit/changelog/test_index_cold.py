@@ -101,6 +101,23 @@ def test_the_index_says_the_same_wherever_the_rows_lie(diary: Diary, how: str) -
             )
 
 
+@pytest.mark.parametrize("limits", [None, PAIRS, Limits(commits=99)])
+def test_when_the_newest_transaction_up_to_a_commit_was_committed_is_known_wherever_it_lies(
+    diary: Diary, limits: Limits | None
+) -> None:
+    diary.commit()
+    for number, seconds in enumerate((100, 200, 150, 180, 300), start=1):
+        diary.commit(inserts(number), at=seconds * 1_000_000)
+    if limits is not None:
+        seal(diary.path, limits=limits)
+    index = index_of(diary.path)
+    diary.commit(inserts(6), at=250_000_000)
+    diary.commit()
+    index.grow()
+    known = [index.committed_upto(commit) for commit in range(1, 9)]
+    assert known == [None, *(seconds * 1_000_000 for seconds in (100, 200, 200, 200, 300, 300, 300))]
+
+
 @pytest.mark.parametrize("sealed", [False, True])
 def test_positions_and_commits_are_found_from_each_other(diary: Diary, sealed: bool) -> None:
     write(diary)

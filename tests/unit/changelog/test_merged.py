@@ -15,8 +15,8 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.schema import Column, TableSchema
-from tests.support.changes import SHOP, insert, move
+from tailrace.model.schema import Column, Identity, TableSchema
+from tests.support.changes import SHOP, delete, insert, move
 from tests.support.windows import SOURCE, batch, window
 
 
@@ -101,6 +101,16 @@ def test_the_view_is_read_from_the_log_with_old_keys_and_missing_columns(tmp_pat
     assert {found.schema for found in views} == {wider}
     assert [row["added"] for found in views for row in found.data.to_pylist()] == [None] * 4
     assert [row["_moved_from"] for row in views[0].data.to_pylist()][-1] is not None
+
+
+def test_the_view_tells_of_a_deleted_row_what_was_sent_of_it_then(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "log", SOURCE)
+    full = replace(SHOP, identity=Identity.FULL)
+    writer.append(window(0, 10, batch(SHOP, delete(1)), batch(full, delete(2, name="a", n=3), first=1)))
+    writer.close()
+    views = ChangeLog.open(tmp_path / "log").follow(table=str(SHOP.table), merged=True)
+    told = [event.before for found in views for event in found.events()]
+    assert told == [{"id": 1}, {"id": 2, "name": "a", "big": None, "n": 3}]
 
 
 KEYS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import uuid
 from pathlib import Path
@@ -50,10 +51,36 @@ def test_a_path_is_its_url_wherever_it_is_sent() -> None:
     assert files.place("/tmp/log") == Path("/tmp/log")
 
 
-@pytest.mark.parametrize("url", ["s3://", "gs://bucket/x", "s3:///x", "s3://bucket/../x", "s3://bucket/a/./b"])
+def test_both_spellings_of_a_store_name_one_place() -> None:
+    ours, sparks = ObjectPath.parse("s3://bucket/a/b"), ObjectPath.parse("s3a://bucket/a/b/")
+    assert sparks == ours
+    assert str(sparks) == "s3://bucket/a/b"
+    assert files.place("s3a://bucket/a/b") == ours
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3a://", "s3:///x", "s3://bucket/../x", "s3://bucket/a/./b", "s3://my bucket/x"]
+)
 def test_an_address_that_leads_nowhere_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="not the address"):
         ObjectPath.parse(url)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/x", "s3n://bucket/x", "hdfs://host:8020/x", "abfss://c@account/x"])
+def test_a_store_that_was_never_tried_is_refused_and_what_was_tried_is_said(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot lie at `{url.partition(':')[0]}://`") as caught:
+        ObjectPath.parse(url)
+    assert "s3a://" in caught.value.hint
+    assert "tested is moto's S3 server" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "url", ["s3a://KEY:secret@bucket/x", "s3a://KEY:se/cret@bucket/x", "KEY:secret://bucket/x", "s3://minio:9000/b"]
+)
+def test_what_an_address_must_not_hold_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ObjectPath.parse(url)
+    assert not re.search("KEY|cret", str(caught.value))
 
 
 # ---- looking ---------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def log(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ChangeLog]:
             batches = transactions(*found) if found else []
             writer.append(Window(
                 start=writer.position, end=Lsn(number * 100 + 50), batches=tuple(batches), transactions=len(found),
-                rows=2 * len(found), last_committed_at=found[-1][1] * 1_000_000 if found else None,
+                rows=2 * len(found), last_committed_at=max((second * 1_000_000 for _, second in found), default=None),
             ))  # fmt: skip
         writer.close()
         if request.param:
@@ -112,6 +112,27 @@ def test_what_the_log_does_not_have_yet_is_told(log: ChangeLog, point: int | Lsn
         with pytest.raises(ConfigError) as caught:
             place(log, point, TABLES)
         assert caught.value.hint
+
+
+def test_a_time_that_the_log_was_not_read_up_to_is_refused_as_a_start_and_is_an_end(log: ChangeLog) -> None:
+    ahead = datetime.now(UTC) + timedelta(hours=1)
+    with pytest.raises(ConfigError, match=r"has not been read up to this time.*`latest`"):
+        starting_place(log, ahead, TABLES)
+    assert ending_place(log, ahead, TABLES) == Place(4)
+
+
+def test_a_time_is_reached_by_the_sources_clock_too_and_by_commits_of_a_quiet_source(tmp_path: Path) -> None:
+    diary = Diary(tmp_path / "log")
+    diary.commit(inserts(1), at=1_000_000)
+    asked = datetime.now(UTC)
+    with pytest.raises(ConfigError, match="not been read up to"):
+        starting_place(ChangeLog.open(diary.path), asked, TABLES)
+    diary.commit()
+    assert starting_place(ChangeLog.open(diary.path), asked, TABLES) == Place(2)
+    ahead = asked + timedelta(minutes=1)
+    diary.commit(inserts(2), at=round((asked.timestamp() + 90) * 1e6))
+    diary.close()
+    assert starting_place(ChangeLog.open(diary.path), ahead, TABLES) == Place(2)
 
 
 def test_a_time_before_the_first_transaction_may_lie_before_the_log_and_is_refused(log: ChangeLog) -> None:
