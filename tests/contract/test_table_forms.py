@@ -31,6 +31,7 @@ from tests.support.changes import (
     COMPOSITE,
     KEYLESS,
     SHOP,
+    arrival,
     delete,
     insert,
     move,
@@ -415,6 +416,33 @@ def test_a_row_that_a_chunk_saw_after_it_moved_goes_when_the_source_has_it_no_mo
     assert table.tuples("id", "big", *(["_deleted"] if form.soft_delete else [])) == (gone if form.soft_delete else [])
 
 
+@pytest.mark.parametrize("form", [PLAIN, MARKED], ids=str)
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_row_that_came_without_its_value_takes_none_of_an_earlier_row(
+    open_table: OpenTable, tmp_path: Path, form: Form, emptied: bool
+) -> None:
+    earlier = [{"id": i, "big": "earlier"} for i in (1, 2, 3)]
+    table = Formed(open_table(tmp_path / "t", form), form, tmp_path / "t", rows=earlier)
+    came = (arrival(1, unchanged=BIG), update(2, unchanged=BIG))
+    batch = stored(SHOP, [tx(2000, *([truncate()] if emptied else [delete(2)]), *came)], table.seq + 1)
+    here, then = table.cursor(table.seq), table.cursor(table.seq + batch.num_rows)
+    folded = fold_into(table.form, SHOP, batch, rereads=True)
+    with pytest.raises(BaseRowMissing):
+        table.table.apply(SHOP, folded, here, then)
+
+    def source_has_the_first(keys: pa.Table) -> pa.Table:
+        assert sorted(keys.column("id").to_pylist()) == [1, 2]
+        return pa.Table.from_pylist([{"id": 1, "big": "now"}], pa.schema(SHOP.row_fields()))
+
+    applied = table.table.apply(SHOP, folded, here, then, reread=source_has_the_first)
+    assert (applied.committed, applied.upserted) == (True, 1)
+    left = [(1, "now", False), (3, "earlier", emptied)]
+    if form.soft_delete:
+        assert table.tuples("id", "big", "_deleted") == left
+    else:
+        assert table.tuples("id", "big") == [(key, big) for key, big, deleted in left if not deleted]
+
+
 def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: OpenTable, tmp_path: Path) -> None:
     table = Formed(open_table(tmp_path / "t", HISTORY), HISTORY, tmp_path / "t", rows=ROWS)
     more = replace(HISTORY, columns=(("nope", "other"),))
@@ -541,3 +569,18 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else value[0] if isinstance(value, list) else str(value)
+
+
+# --- messages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partition_by", [(), ("id",)])
+def test_a_load_of_messages_adds_what_is_missing_and_takes_nothing_away(made: Any, partition_by: Any) -> None:
+    form = Form(keeps=True, partition_by=partition_by)
+    table = made(form)
+    table.apply(tx(1, insert(4, name="n4")))
+    again(table, [ROWS[1] | {"name": "other"}, ROWS[0] | {"id": 5}], "second", READ_AT + 9)
+    assert table.tuples("id", "name") == [(1, "n1"), (2, "other"), (3, "n3"), (4, "n4"), (5, "n1")]
+    again(table, [], "third", READ_AT + 19)
+    assert [number for (number,) in table.tuples("id")] == [1, 2, 3, 4, 5]
+    assert Form.from_json(form.to_json()) == form

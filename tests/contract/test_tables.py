@@ -536,6 +536,14 @@ def test_a_table_that_is_dropped_before_its_rows_are_read_is_read_all_the_same(s
     assert set(scene.capture.describe([scene.id("t"), scene.id("stays")])) == {scene.id("stays")}
 
 
+def test_a_table_that_is_not_published_has_no_columns_or_those_that_we_would_publish(scene: Scene) -> None:
+    scene.run("create table t (id int primary key, v text)")
+    ours, theirs = scene.capture, PostgresCapture(scene.settings(own=True))
+    for capture, names in ((ours, ["id", "v"]), (theirs, [])):
+        assert capture.describe([scene.id("t")])[scene.id("t")].names == []
+        assert capture.describe([scene.id("t")], unpublished=True)[scene.id("t")].names == names
+
+
 def test_a_server_that_goes_away_in_the_middle_does_not_make_tables_look_dropped(scene: Scene) -> None:
     scene.run("create table t (id int primary key)", "create table other (id int primary key)")
 

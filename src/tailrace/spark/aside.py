@@ -11,6 +11,7 @@ if there are some all is told apart once more.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from tailrace.spark.setting_aside import (
 )
 from tailrace.spark.tasks import ApplyWork, as_ours, read_again
 from tailrace.tables.fold import Flags
+from tailrace.tables.identity import Ints
 from tailrace.tables.lookup import answers_to
 from tailrace.tables.sifting import Holds, Sifted
 
@@ -49,7 +51,9 @@ class Aside:
     causes: tuple[TailraceError, ...]
     """Why, letter by letter."""
     cleared: tuple[int, ...]
-    """`_seq` of earlier letters."""
+    """`_seq` of earlier letters,"""
+    passed: tuple[int, ...] = ()
+    """and of letters that nothing builds on any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +67,17 @@ class KeepWork:
 def sift_aside(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table, Aside | None]:
     """The changes that the table can take; the others go into a file, if there are any."""
     step, letters = _step(work), Letters(work.log, work.table)
-    found = sifted_by(_holds(work, path), step, changes, letters.keys(work.expected.seq))
-    if not found.letters.num_rows and not found.cleared.size:
+    found = sifted_by(_holds(work, path), step, changes, letters)
+    if not found.letters.num_rows and not found.cleared.size and not found.passed.size:
         return found.changes, None
     if not step.on or found.letters.num_rows > LETTERS_MAX:  # how many there are in all is seen later
         refuse_too_many(step, found, letters)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, found.letters.schema) as writer:
         writer.write_table(found.letters)
-    return found.changes, Aside(file=path, causes=tuple(found.causes), cleared=tuple(found.cleared.tolist()))
+    return found.changes, Aside(
+        file=path, causes=tuple(found.causes), cleared=tuple(found.cleared.tolist()),
+        passed=tuple(found.passed.tolist()),
+    )  # fmt: skip
 
 
 def _holds(work: ApplyWork, path: Path) -> Holds:
@@ -101,12 +108,17 @@ def keep_aside(asked: KeepWork) -> TailraceError | None:
         order = np.argsort(letters.column(change.SEQ).to_numpy())
         found = Sifted(
             changes=letters.slice(0, 0), letters=letters.take(pa.array(order)), causes=[causes[i] for i in order],
-            cleared=np.unique(np.concatenate([np.array(item.cleared, np.int64) for item in asked.aside])),
+            cleared=_all([item.cleared for item in asked.aside]), passed=_all([item.passed for item in asked.aside]),
         )  # fmt: skip
         keep_letters(_step(work), found, Letters(work.log, work.table))
     except Exception as error:  # the task's boundary
         return as_ours(error)
     return None
+
+
+def _all(seqs: Iterable[tuple[int, ...]]) -> Ints:
+    found: Ints = np.unique(np.concatenate([np.array(some, np.int64) for some in seqs]))
+    return found
 
 
 def _read(path: Path) -> pa.Table:

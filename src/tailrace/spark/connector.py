@@ -13,7 +13,7 @@ import pyspark
 from tailrace.errors import Unsupported
 from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
 
-CONNECTORS = {"4.2": "io.delta:delta-spark_4.2_2.13:4.4.0"}
+CONNECTORS = {"4.1": "io.delta:delta-spark_4.1_2.13:4.4.0", "4.2": "io.delta:delta-spark_4.2_2.13:4.4.0"}
 """By the line of Spark that each was built for and tested with; another line refuses it in the middle of a merge."""
 ICEBERG_CONNECTORS = {"4.1": "org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.12.0"}
 """The same, for Iceberg tables."""
@@ -24,6 +24,8 @@ _OWN_EXTENSION = "io.delta.sql.DeltaSparkSessionExtension"
 _ICEBERG_EXTENSION = "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
 _DRIVERS = {"postgresql": "org.postgresql:postgresql:42.7.14", "sqlite": "org.xerial:sqlite-jdbc:3.54.1.0"}
 """For a JDBC catalog, by what stands after `jdbc:` in its URL."""
+_REDACTION, _SECRET_OPTIONS = "spark.sql.redaction.options.regex", "(?i)url|uri|credential|header"
+"""Which settings of a catalog Spark shows to nobody, besides what it takes for secret by itself."""
 _DEFAULTS = {
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     # A table's list of files is worked on in as many tasks; 50, as it would be, cost seconds a commit on one machine.
@@ -72,6 +74,7 @@ def iceberg_settings(given: Mapping[str, str], catalog: Catalog) -> dict[str, st
     if kind in _DRIVERS and not _named(settings, _DRIVERS[kind].split(":")[1]):
         _fetch(settings, _DRIVERS[kind])
     _extend(settings, _ICEBERG_EXTENSION)
+    settings.setdefault(_REDACTION, _SECRET_OPTIONS)
     return settings
 
 

@@ -22,14 +22,14 @@ from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.frames import table_at
 from tailrace.spark.guard import guard, was_overtaken
-from tailrace.spark.merging import SCRATCH, MergedTable
+from tailrace.spark.merging import MergedTable
 from tailrace.spark.rows import no_rows, recast_rows, refuse_misfit_rows
 from tailrace.tables.base import Applied, Cursor
 from tailrace.tables.delta import DeltaRsTable, Opened
 from tailrace.tables.deltalog import Position, Written, app_id, made_by, make_durable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.features import PLAIN_FILES, Features, features_of
-from tailrace.tables.folder import find_folder, unreadable
+from tailrace.tables.folder import SCRATCH, find_folder, unreadable
 from tailrace.tables.formed import recast_into
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
 from tailrace.tables.limits import refuse_names, refuse_spark_names

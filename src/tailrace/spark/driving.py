@@ -23,16 +23,18 @@ from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
 from tailrace.changelog.letters import Letters
-from tailrace.errors import BaseRowMissing, TailraceError, ValueUnfit
+from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.spark.aside import ASKED, MISSING, KeepWork, keep_aside
 from tailrace.spark.delta_engine import SparkDeltaTable
 from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.iceberg_engine import SparkIcebergTable
+from tailrace.spark.late_letters import LateWork, StageLateWork, deliver_late, end_late, stage_late
 from tailrace.spark.merging import Given
 from tailrace.spark.redelivery import DeliverWork, StageWork, deliver_letters, stage_letters
 from tailrace.spark.seeds import Seeds
+from tailrace.spark.setting_aside import NOT_TAKEN
 from tailrace.spark.tasks import (
     ApplyWork,
     EvolveWork,
@@ -52,7 +54,6 @@ from tailrace.spark.tasks import (
 from tailrace.tables.base import Applied
 from tailrace.tables.catalogs import Catalog
 from tailrace.tables.fold import key_ordinals
-from tailrace.tables.forms import TableMode
 from tailrace.tables.layout import Place
 
 TABLES_AT_ONCE_MAX = 4
@@ -69,6 +70,7 @@ class SparkEngine:
         self._spark = spark
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
             advance_table: self._advance, refresh_table: self._refresh, deliver_letters: self._deliver,
+            deliver_late: self._deliver_late,
         }  # fmt: skip
         if catalog is not None:
             self._ways |= {land_table: self._land, tend_table: self._tend}
@@ -131,24 +133,22 @@ class SparkEngine:
     def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, Applied]:
         """One commit; what the table cannot take is set aside first, as `setting_aside` has it."""
         table, letters = self._table(work.place), Letters(work.log, work.table)
-        mirrors, keyed = work.place.form.mode is TableMode.MIRROR, bool(work.shape.key)
         with table.scratch() as scratch:
-            if not mirrors or not letters.any:
+            if not letters.any:
                 try:
                     return self._attempted(work, table, scratch / "plain")
-                except (ValueUnfit, BaseRowMissing):
-                    if not mirrors or not keyed or not work.letters:
+                except NOT_TAKEN:
+                    if not work.letters:
                         raise
             here = table.cursor()
             if here != work.expected:  # it is done already, or this says why it cannot be
                 nothing = FoldedFiles()
                 return nothing, table.apply_files(work.shape, nothing, work.expected, work.cursor, touch=True)
-            letters.settle(work.expected.load)
+            letters.settle(work.expected.load, table.late())
             letters.void(work.expected.seq)
-            done = self._attempted(work, table, scratch / "sifted", sifts=keyed)
-        if keyed:
-            letters.tidy(work.cursor.seq)
-            failpoints.hit("letters.tidied")
+            done = self._attempted(work, table, scratch / "sifted", sifts=True)
+        letters.tidy(work.cursor.seq)
+        failpoints.hit("letters.tidied")
         return done
 
     def _attempted(
@@ -221,6 +221,24 @@ class SparkEngine:
                 version = table.put_files(work.shape, found, work.expected).version
         done: Outcome = self._in_tasks(deliver_letters, [replace(work, put=False)])[0]
         return replace(done, version=version)
+
+    def _deliver_late(self, work: LateWork) -> Outcome:
+        return _timed(work.shape.table, partial(self._delivered_late, work))
+
+    def _delivered_late(self, work: LateWork) -> Outcome:
+        """One commit of what letters hold, then what became of them: both as `late_letters` has it."""
+        table, version = self._table(work.place), None
+        with table.scratch() as scratch:
+            (found,) = self._in_tasks(stage_late, [StageLateWork(work=work, path=scratch / "late.parquet")])
+            if isinstance(found, TailraceError):
+                raise found
+            promised, folded = found
+            if promised.late is not None:
+                version = table.add_files(
+                    work.shape, folded, work.expected, after=promised.after, late=promised.late
+                ).version
+        left = end_late(work, promised, version)
+        return Outcome(table=work.shape.table, rows=promised.letters, letters=left, version=version)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ No row passes the driver: tasks read the log and write files, and the driver hea
 is bounded: up to `ROWS_AT_ONCE_MAX` changes are folded by one task as they are; more are first dealt out to buckets by
 key, each of about that many, so that all changes of a key meet in one. Changes that take values from the row of another
 key need that row's changes beside them, so the keys of such moves share a bucket. Of a key that is changed again and
-again only the last change of each batch is dealt out, unless values are absent.
+again only the last change of each piece is dealt out, unless values are absent; no piece ends between the two halves of
+a move.
 
 What a table's form asks for decides what is dealt out. Where each change is a row, nothing is: every part of the
 stretch is folded by itself. Where what the source no longer has is kept, every change of a key counts, a TRUNCATE is
@@ -34,13 +35,15 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.aside import Aside, sift_aside
 from tailrace.spark.tasks import ApplyWork, as_ours, change_batches
 from tailrace.tables.fingerprints import Prints, PrintSet, image_prints, key_prints
-from tailrace.tables.fold import UPSERT, Ended, Folded, fold, folded_schema, key_ordinals
+from tailrace.tables.fold import UPSERT, Ended, Folded, folded_schema, key_ordinals
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import TableMode
 from tailrace.tables.history import LATEST, latest_times
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.limits import refuse_far_dates
 from tailrace.tables.partitions import partition_texts, refuse_misfits
+from tailrace.tables.sifting import has_unfit, unfit_cause
+from tailrace.tables.sifting_images import split_updates
 from tailrace.tables.weighing import Weight, weigh
 
 ROWS_AT_ONCE_MAX = 1 << 18
@@ -130,7 +133,7 @@ def fold_stretch(
     if rows <= rows_max:
         whole = _Part(work=work, number=0, slices=work.slices, after_seq=work.expected.seq, scratch=scratch)
         return _joined(_results(run, _fold_whole, [replace(whole, sifts=sifts)]))
-    parts = list(_parts(work, scratch, rows_max))
+    parts = [replace(part, sifts=sifts) for part in _parts(work, scratch, rows_max)]
     if form.mode is TableMode.APPEND:
         return _joined(_results(run, _fold_each, parts))
     seen = _results(run, _look, parts)
@@ -140,7 +143,7 @@ def fold_stretch(
         last = max((item.truncated_at for item in seen if item.truncated_at is not None), default=None)
     times = np.maximum.accumulate([0, *(item.latest for item in seen)]).tolist()
     dealt = [
-        replace(part, buckets=buckets, truncated_at=last, latest=time, sifts=sifts)
+        replace(part, buckets=buckets, truncated_at=last, latest=time)
         for part, time in zip(parts, times, strict=False)
     ]
     _results(run, _deal, dealt)
@@ -172,10 +175,18 @@ class _Part:
     sifts: bool = False
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """In pieces small enough to be copied."""
+        """In pieces small enough to be copied, as `_pieces` cuts them."""
         for batch in change_batches(replace(self.work, slices=self.slices), self.after_seq):
-            for start in range(0, batch.num_rows, BATCH_ROWS_MAX):
-                yield batch.slice(start, BATCH_ROWS_MAX)
+            self._refuse_unsifted(batch)
+            yield from _pieces(batch, BATCH_ROWS_MAX)
+
+    def _refuse_unsifted(self, batch: pa.RecordBatch) -> None:
+        """A fold takes no notice of a value that a later change replaces. Where letters are kept that must not decide
+        what becomes one: with another cut there would be two batches."""
+        if self.work.letters and not self.sifts and has_unfit(batch):
+            row = int(np.argmax(batch.column(change.UNFIT).is_valid().to_numpy(zero_copy_only=False)))
+            by = self.work.place.form.partitions_of(self.work.shape)
+            raise unfit_cause(self.work.shape, pa.Table.from_batches([batch]), row, by)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +271,7 @@ def _fold_changes(work: ApplyWork, changes: pa.Table, scratch: Path, name: str, 
         changes, some = sift_aside(work, changes, scratch / f"{name}-aside.arrow")
         aside = () if some is None else (some,)
     form = work.place.form
-    folded = fold_into(form, work.shape, changes)
+    folded = fold_into(form, work.shape, changes, rereads=work.rereads)
     done = write_folded(scratch / f"{name}.parquet", form.stored(work.shape), folded, form.partition_by)
     return replace(done, aside=aside)
 
@@ -269,18 +280,23 @@ def _fold_each(part: _Part) -> FoldedFiles | TailraceError:
     """Every change as a row, a few at a time."""
     form, shape = part.work.place.form, part.work.shape
     stored, path = form.stored(shape), part.scratch / f"folded-{part.number:05d}.parquet"
-    rows, weight = 0, Weight(shape)
+    came, rows, weight, aside = 0, 0, Weight(shape), list[Aside]()
     try:
         with pq.ParquetWriter(path, file_fields(stored), store_schema=False) as writer:
-            for batch in part.batches():
+            for number, batch in enumerate(part.batches()):
                 rows += batch.num_rows
                 weight.add(batch)
-                folded = fold_into(form, shape, pa.Table.from_batches([batch])).rows
+                changes = pa.Table.from_batches([batch])
+                if part.sifts:
+                    changes, some = sift_aside(part.work, changes, path.with_suffix(f".{number:05d}-aside.arrow"))
+                    aside += [] if some is None else [some]
+                folded = fold_into(form, shape, changes).rows
+                came += folded.num_rows
                 _refuse_unheld(stored, folded, form.partition_by)
                 writer.write_table(folded.select(file_fields(stored).names))
     except Exception as error:  # the task's boundary
         return as_ours(error)
-    return FoldedFiles(files=(path,), changes=rows, bytes=weight.bytes, upserts=rows)
+    return FoldedFiles(files=(path,), changes=rows, bytes=weight.bytes, upserts=came, aside=tuple(aside))
 
 
 def _look(part: _Part) -> _Seen | TailraceError:
@@ -350,6 +366,17 @@ def _file(scratch: Path, bucket: int, part: int) -> Path:
 # --- rows --------------------------------------------------------------------------------------------------
 
 
+def _pieces(batch: pa.RecordBatch, rows_max: int) -> Iterator[pa.RecordBatch]:
+    """So many changes at a time, and one more where a move would be cut: the delete of the old key lends the values of
+    the change before it to the row that arrives, and by itself would pass for the last that counts of its key."""
+    moved, begin = batch.column(change.MOVED_FROM), 0
+    while begin < batch.num_rows:
+        end = begin + rows_max
+        end += end < batch.num_rows and moved[end].is_valid
+        yield batch.slice(begin, end - begin)
+        begin = end
+
+
 def _is(batch: pa.RecordBatch, operation: Operation) -> Any:
     return pc.equal(batch.column(change.OP), operation.value)
 
@@ -404,7 +431,7 @@ def _shared_out(
         prints = key_prints(_keys(schema, batch), _SEED)
         number = np.where(moved.find(prints) >= 0, 0, prints[:, 0] % buckets) if len(moved) else prints[:, 0] % buckets
     else:
-        batch = _images(schema, batch)
+        (batch,) = split_updates(schema, pa.Table.from_batches([batch])).combine_chunks().to_batches()
         number = image_prints(_own(schema, batch), _SEED)[:, 0] % buckets
     order = np.argsort(number, kind="stable")
     batch, sorted_numbers = batch.take(pa.array(order)), number[order]
@@ -421,29 +448,6 @@ def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
     last = np.full(numbered.limit, -1, np.int64)
     last[numbered.numbers] = np.arange(batch.num_rows)
     return batch.take(pa.array(np.sort(last[last >= 0])))
-
-
-def _images(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The changes of a table without a key, each update as the row that went and the row that came."""
-    updates = _is(batch, Operation.UPDATE)
-    changed = batch.filter(updates)
-    if not changed.num_rows:
-        return batch
-    before = changed.column(change.BEFORE)
-    if before.null_count or batch.column(change.UNCHANGED).null_count < batch.num_rows:
-        fold(schema, pa.Table.from_batches([batch]))  # says what is wrong
-    went = _with(changed, change.OP, pa.array([Operation.DELETE.value] * changed.num_rows))
-    for i, column in enumerate(schema.columns):
-        went = _with(went, change.stored_name(column.name), pc.struct_field(before, [i]))
-    went = _with(went, change.UNFIT, pa.nulls(changed.num_rows, change.UNFIT_TYPE))
-    came = _with(changed, change.OP, pa.array([Operation.INSERT.value] * changed.num_rows))
-    rest = batch.filter(pc.invert(updates))
-    return pa.concat_batches([rest, went, came])
-
-
-def _with(batch: pa.RecordBatch, name: str, values: Any) -> pa.RecordBatch:
-    place = batch.schema.get_field_index(name)
-    return batch.set_column(place, batch.schema.field(place), values)
 
 
 def _truncate(schema: TableSchema) -> pa.Table:

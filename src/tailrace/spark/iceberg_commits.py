@@ -27,11 +27,9 @@ from pyspark.sql import SparkSession
 
 from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
 from tailrace.tables.deltalog import Written, fsync
+from tailrace.tables.iceberg import DATA
 from tailrace.tables.iceberglog import TOKEN, Metadata
 from tailrace.tables.icebergshape import Field, Parting, Spec, parting, partition_json, schema_json
-
-DATA = "data"
-"""The folder of a table's data files, as the connector has it."""
 
 _MAIN = "main"
 _COUNTS = ("added-data-files", "deleted-data-files", "added-files-size")
@@ -69,6 +67,18 @@ class Commits:
         spark.classic.SparkSession.setActiveSession(self._session._jsparkSession)
         return self._iceberg.spark.Spark3Util.loadIcebergCatalog(self._session._jsparkSession, SPARK_CATALOG)
 
+    def _ready(self) -> Any:
+        """The catalog, once it has a namespace for the table."""
+        listed, namespace = self._listed(), self._identifier().namespace()
+        if self._catalog.kind != "hadoop" and not listed.namespaceExists(namespace):
+            listed.createNamespace(namespace)
+        return listed
+
+    @property
+    def location(self) -> str:
+        """Where the table lies, as its metadata says it."""
+        return str(self._path) if self._catalog.kind == "hadoop" else f"file://{self._path}"
+
     def _texts(self, values: Sequence[str]) -> Any:
         gateway = self._session.sparkContext._gateway
         array = gateway.new_array(gateway.jvm.java.lang.String, len(values))  # type: ignore[union-attr] # py4j's
@@ -95,16 +105,14 @@ class Commits:
         properties: Mapping[str, str], summary: Mapping[str, str],
     ) -> int:  # fmt: skip
         """Make the table, with these files, if there is none; the number of its first snapshot."""
-        listed, identifier = self._listed(), self._identifier()
-        if self._catalog.kind != "hadoop" and not listed.namespaceExists(identifier.namespace()):
-            listed.createNamespace(identifier.namespace())
+        listed, identifier = self._ready(), self._identifier()
         schema = self._schema(fields)
         making = listed.buildTable(identifier, schema)
         making = making.withPartitionSpec(self._spec(schema, parting(fields, partition_by, (), ())))
         for name, value in properties.items():
             making = making.withProperty(name, value)
         if self._catalog.kind != "hadoop":
-            making = making.withLocation(f"file://{self._path}")
+            making = making.withLocation(self.location)
         transaction = making.createTransaction()
         added = transaction.newAppend()
         for file in files:
@@ -209,6 +217,47 @@ class Commits:
         table.operations().commit(base, builder.build())
         self._sync_metadata(table.operations())
 
+    # A table that was made beside this one.
+
+    def current(self) -> Any:
+        """All that Iceberg knows of the table, in memory."""
+        return self._table().operations().current()
+
+    def take_over(self, seen: Metadata, made: Any) -> None:
+        """Make the table what another is that went on from a copy of its metadata (`Metadata.as_of`): its newest
+        snapshot is the newest here, after those that led to it. What it no longer is partitioned by goes, as with
+        `replace`."""
+        table = self._table()
+        base = self._base(table, seen)
+        builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(made.properties())
+        held = {spec.specId() for spec in _each(made.specs())}
+        if any(spec["spec-id"] not in held for spec in seen.specs):
+            self._forget_partitions(builder.removeSnapshots(base.snapshots()), seen.specs)
+        schemas = sorted(_each(made.schemas()), key=lambda schema: int(schema.schemaId()))
+        for schema in schemas:
+            builder.addSchema(schema)  # the same as one that is there is that one
+        builder.setCurrentSchema(made.currentSchemaId())
+        for spec in sorted(_each(made.specs()), key=lambda spec: int(spec.specId())):
+            builder.addPartitionSpec(spec)
+        builder.setDefaultPartitionSpec(made.defaultSpecId())
+        new = [item for item in _each(made.snapshots()) if base.snapshot(item.snapshotId()) is None]
+        for snapshot in sorted(new, key=lambda item: int(item.sequenceNumber())):
+            builder.addSnapshot(snapshot)
+        updated = builder.setBranchSnapshot(made.currentSnapshot().snapshotId(), _MAIN).build()
+        # Snapshots call their columns by a number that both tables must give to the same ones.
+        numbered = updated.schemasById()
+        same = all(numbered[schema.schemaId()].sameSchema(schema) for schema in schemas)
+        if not same or not updated.spec().equals(made.spec()):
+            raise Overtaken
+        table.operations().commit(base, updated)
+        self._sync_metadata(table.operations())
+
+    def register(self, file: Path) -> None:
+        """List a table that is not listed: its metadata is in this file."""
+        listed, identifier = self._ready(), self._identifier()
+        listed.registerTable(identifier, f"file://{file}")
+        self._sync_metadata(self._table().operations())
+
     def _data_file(self, table: Any, file: NewFile) -> Any:
         """What the table says of a Parquet file, from its footer, and of the partition that it is of."""
         path, spec = file.path, table.spec()
@@ -232,10 +281,10 @@ class Commits:
         added = [item.location() for item in _each(snapshot.addedDataFiles(io))]
         added += [item.location() for item in _each(snapshot.addedDeleteFiles(io))]
         files = [local_path(name) for name in (*manifests, *added, snapshot.manifestListLocation())]
-        for file in files:
-            fsync(file)
-        for folder in {file.parent for file in files}:
-            fsync(folder)
+        # A folder that is new, as that of a partition may be, is named by the one around it.
+        around = {folder for file in files for folder in file.parents if folder.is_relative_to(self._path)}
+        for path in (*files, *({file.parent for file in files} | around)):
+            fsync(path)
         summary = snapshot.summary()
         return Written(*(int(summary.get(name) or 0) for name in _COUNTS))
 

@@ -9,7 +9,6 @@ staging. Everything that is known of the table without Java is asked of `tables/
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import time
 import uuid
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from py4j.protocol import Py4JError
+from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -30,30 +29,27 @@ from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.connector import catalog_settings
 from tailrace.spark.frames import named, quoted
 from tailrace.spark.iceberg_commits import Commits, NewFile, Overtaken, linked
-from tailrace.spark.merging import SCRATCH, MergedTable
+from tailrace.spark.merging import MergedTable
 from tailrace.spark.rows import recast_rows, refuse_misfit_rows
 from tailrace.tables.base import Applied, Cursor
-from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
+from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
 from tailrace.tables.deltalog import Position, Written
 from tailrace.tables.evolving import Recast
-from tailrace.tables.folder import unreadable
+from tailrace.tables.folder import SCRATCH, unreadable
 from tailrace.tables.formed import loaded, recast_into
 from tailrace.tables.forms import PLAIN, Form, Origin
 from tailrace.tables.iceberg import STAGED, IcebergTable, OpenedIceberg
-from tailrace.tables.iceberglog import TOKEN, Metadata, Properties, Summary, said_of
+from tailrace.tables.iceberglog import LANDED, TOKEN, Metadata, Properties, Summary, landed_as, said_of
 from tailrace.tables.icebergshape import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
 from tailrace.tables.partitions import values_of
 from tailrace.tables.recast import kept_columns, lay_out
 from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
 
-LANDED = "tailrace.landed"
-"""In a summary: which staged files a load has made all that the table holds."""
-
 _SAID = "spark.sql.iceberg.snapshot-property."
 _STAGES = "spark.wap.id"
 _OVERTAKEN = re.compile(r"iceberg\.exceptions\.(CommitFailed|AlreadyExists|Validation)Exception")
-_PROPERTIES = {
+PROPERTIES = {
     "write.merge.mode": "merge-on-read",
     "write.update.mode": "merge-on-read",
     "write.delete.mode": "merge-on-read",
@@ -144,8 +140,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         origin: Origin | None, kept: Sequence[Column] = (),
     ) -> int:  # fmt: skip
         """Swap what was there when the table was looked at for these files."""
-        rows, names = sum(file.rows for file in files), "\n".join(sorted(file.path for file in files))
-        landed = hashlib.sha256(names.encode()).hexdigest() if files else ""
+        rows, landed = sum(file.rows for file in files), landed_as(files)
         if seen is not None and landed and seen.says(LANDED, landed):
             return rows
         stored = self._form.stored(schema)
@@ -172,7 +167,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
         def commit(summary: Summary, properties: Properties) -> int:
             own = {_FILE_BYTES: str(self._file_bytes), _SHUFFLED: "hash" if by else "none"}
-            said, given = {**summary, **more}, {**_PROPERTIES, **own, **properties}
+            said, given = {**summary, **more}, {**PROPERTIES, **own, **properties}
             if seen is None:
                 return self._commits.create(fields, by, news, {**given, "format-version": str(self._version)}, said)
             return self._commits.replace(seen, fields, by, news, given, said)
@@ -250,6 +245,38 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
                 self._commits.expire(int((time.time() - age) * 1000))
         return done
 
+    # Made anew beside itself: `spark/iceberg_remaking.py`.
+
+    def metadata(self) -> Metadata | None:
+        """What its newest commit made of it; None if there is no table."""
+        return self._plain.metadata()
+
+    def has_files(self, snapshot: int) -> bool:
+        """Whether all files of a snapshot are there."""
+        try:
+            found = self.session.sql(f"SELECT file_path FROM {self._name}.files VERSION AS OF {snapshot}").collect()
+        except (PySparkException, Py4JJavaError):  # what lists them is gone
+            return False
+        return all(local_path(row["file_path"]).exists() for row in found)
+
+    def move(self, cursor: Cursor) -> None:
+        """State another position of the same rows, in a commit."""
+        table = self._opened()
+        after = replace(table.position, cursor=cursor)
+        self._made(after, lambda said, given: self._commits.state(table.metadata, given, said))
+
+    @property
+    def commits(self) -> Commits:
+        return self._commits
+
+    def swap(self, commit: Callable[[], None]) -> None:
+        """Run what commits and states the position by itself, with errors of ours."""
+        try:
+            with self._told():
+                commit()
+        except Overtaken as exc:
+            raise self._overtaken() from exc
+
     # What is Iceberg's own.
 
     def _opened(self) -> OpenedIceberg:
@@ -301,6 +328,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
                     raise
                 number = self._commits.staged(token)
             self._last = number, self._commits.sync(number)
+            failpoints.hit("iceberg.staged")
             self._commits.publish(table.metadata, number, properties)
             return number
 

@@ -1,7 +1,6 @@
 """Rows that a load reads and its table cannot hold, told from the others and set aside.
 
-What must stay true: a row is either staged or a letter, and a letter has all that was read of it. Only a mirror with a
-key can lack a row, which is asked for later by its key; of other tables a row that does not fit is an error.
+What must stay true: a row is either staged or a letter, and a letter has all that was read of it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,11 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.setting_aside import LETTERS_MAX
 from tailrace.tables.forms import Form, Origin, TableMode
 from tailrace.tables.limits import unholdable
-from tailrace.tables.sifting import unfit_cause
+from tailrace.tables.sifting import REPLAY_HINT, unfit_cause
+from tailrace.tables.sifting_images import EACH_HINT, IMAGE_HINT
 
 NO_TRANSACTION = 0
 """Of rows that were read: every snapshot has seen it."""
-
-
-def may_set_aside(form: Form, schema: TableSchema) -> bool:
-    """Whether a row of the table may be missing until somebody sees to it."""
-    return form.mode is TableMode.MIRROR and bool(schema.key)
 
 
 @dataclass
@@ -82,7 +77,8 @@ class LoadLetters:
             [columns[one.name].cast(one.type) if one.name in columns else pa.nulls(size, one.type) for one in fields],
             schema=fields,
         )
-        causes = [unfit_cause(self.schema, made, row, partition_by) for row in range(size)]
+        hint = EACH_HINT if self.form.mode is TableMode.APPEND else REPLAY_HINT if self.schema.key else IMAGE_HINT
+        causes = [unfit_cause(self.schema, made, row, partition_by, hint) for row in range(size)]
         self.count += size
         refuse_too_many(self.schema, self.count, causes[0])
         self._found.append(with_causes(made, causes))

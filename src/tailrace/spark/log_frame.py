@@ -6,20 +6,21 @@ Whoever plans and whoever reads goes by what stands here, and not by what the lo
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from tailrace.changelog.expected import expected, expected_of
+from tailrace.changelog.files import LogPath
 from tailrace.changelog.merged import merged_shape
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import ConfigError, LogUnusable, SourceTableMissing, Unsupported
-from tailrace.model.schema import TableSchema
+from tailrace.errors import ConfigError, LogUnreachable, LogUnusable, SourceTableMissing, Unsupported
+from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.changefeed import feed_fields, refuse_partial
 from tailrace.spark.envelope import envelope_fields
 from tailrace.spark.log_options import LogOptions, Shape
+from tailrace.spark.table_patterns import written
 from tailrace.spark.typed import typed_fields
 
 
@@ -41,7 +42,9 @@ def look(options: LogOptions) -> Frame:
         return Frame(options=options, shape=None, fields=envelope_fields())
     versions = _versions(options)
     if not versions[-1].columns:
-        raise Unsupported("the table has no columns", table=options.table)
+        raise Unsupported(
+            "the table has no columns", table=options.table, hint="There is nothing to read: name another `table`."
+        )
     shape = merged_shape(versions)
     if options.shape is Shape.TYPED:
         fields = typed_fields(shape, with_row=options.with_envelope)
@@ -55,7 +58,7 @@ def look(options: LogOptions) -> Frame:
 def _versions(options: LogOptions) -> list[TableSchema]:
     """Every shape of the table that is known, oldest first: those in the log and, where there is one, the source's.
     Of a table that never changed it is the one that the capture has seen."""
-    found = [] if options.url is not None and not _is_there(options.log) else _logged(options)
+    found = [] if options.url is not None and not _is_there(options.place) else _logged(options)
     if options.url is not None:
         found.append(_described(options))
     if not found:
@@ -63,21 +66,23 @@ def _versions(options: LogOptions) -> list[TableSchema]:
         assert options.table is not None, "one is asked for"
         quiet = expected_of(log.path, options.table)
         if quiet is None:
-            raise _unknown(log, str(options.table))
+            raise _unknown(log, options.table)
         found.append(quiet)
     return found
 
 
-def _is_there(path: str) -> bool:
+def _is_there(path: LogPath) -> bool:
     try:
         ChangeLog.open(path)
+    except LogUnreachable:
+        raise  # what is in it is not known
     except LogUnusable:
         return False
     return True
 
 
 def _opened(options: LogOptions) -> ChangeLog:
-    log = ChangeLog.open(options.log)
+    log = ChangeLog.open(options.place)
     log.schemas.load()
     return log
 
@@ -107,16 +112,17 @@ def _described(options: LogOptions) -> TableSchema:
 def _refuse_unknown(options: LogOptions) -> None:
     """A name that is no pattern is a table that is there."""
     log = _opened(options)
-    plain = [name for name in options.tables if not re.search(r"[*?[]", name)]
-    for name in plain if options.table is None else [options.table]:
-        if not log.schemas.named(name) and str(name) not in {str(shape.table) for shape in expected(log.path)}:
-            raise _unknown(log, str(name))
+    named = [options.table] if options.table is not None else [pattern.table for pattern in options.tables]
+    for table in filter(None, named):
+        if not log.schemas.named(table) and table not in {shape.table for shape in expected(log.path)}:
+            raise _unknown(log, table)
 
 
-def _unknown(log: ChangeLog, table: str) -> ConfigError:
+def _unknown(log: ChangeLog, table: TableId) -> ConfigError:
     shapes = [*(version.schema for version in log.schemas.latest()), *expected(log.path)]
-    names = sorted({str(shape.table) for shape in shapes})
-    close = difflib.get_close_matches(table, names, n=3) or names[:5]
+    names = sorted({written(shape.table) for shape in shapes})
+    alike = difflib.get_close_matches(written(table).lower(), {name.lower() for name in names}, n=3)
+    close = sorted((n for n in names if n.lower() in alike), key=lambda n: alike.index(n.lower())) or names[:5]
     having = f"It has {', '.join(close)}{' and others' if len(close) < len(names) else ''}. " if names else ""
     return ConfigError(
         "the log knows no such table", table=table,

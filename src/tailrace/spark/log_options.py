@@ -7,20 +7,22 @@ when that is known.
 from __future__ import annotations
 
 import enum
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tailrace.changelog import files
 from tailrace.changelog.consumers import consumer_path
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.objects import ENDPOINT, STORES_HINT, ObjectPath
 from tailrace.changelog.places import EARLIEST, EXAMPLES, LATEST, Point, parse_point
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.spark.option_values import (
+    LOG_OPTIONS,
     choice,
-    column_names,
     count,
     named,
     refused,
@@ -28,19 +30,20 @@ from tailrace.spark.option_values import (
     source_url,
     table_name,
 )
+from tailrace.spark.table_patterns import TablePattern, table_patterns
 
 ROWS_PER_PARTITION = 250_000
 PARTITIONS_MAX = 10_000
-OPTIONS = (
-    "log", "path", "checkpointLocation", "url", "table", "tables", "shape", "startingPosition", "endingPosition",
-    "maxRowsPerTrigger", "maxBytesPerTrigger", "onSchemaChange", "consumer", "rowsPerPartition", "maxPartitions",
-)  # fmt: skip
 LOG_OF_CHECKPOINT = "tailrace-log"
 """Where a stream's own log lies in the folder of its query's checkpoint, unless it is given another."""
 LOG_HINT = (
     "A stream needs a change log. Give `log` the folder of one that a pipeline writes, or its `s3://…`; or, with "
-    "`url`, have one captured: into the folder that `log` names or, with `checkpointLocation` here as well as for the "
-    "query, beside the checkpoint."
+    "`url`, have one captured: where `log` says or, with `checkpointLocation` here as well as for the query, beside "
+    "the checkpoint."
+)
+_ENDPOINT_HINT = (
+    "For example: https://minio.example:9000. Credentials come from the environment of driver and executors, or are "
+    "the machines' role."
 )
 _OF_BOTH = ("url", "table", "maxPartitions")
 _OF_STREAMS = ("url", "maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange")
@@ -60,13 +63,15 @@ class Shape(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """Which log, what of it, and how."""
+    """Which log, what of it, and how. All of it is sent to the tasks; the credentials of a store are not among it."""
 
     log: str
+    endpoint: str | None = None
+    region: str | None = None
     url: str | None = field(default=None, repr=False)
     table: TableId | None = None
-    tables: tuple[str, ...] = ()
-    """Names or globs, where there is no one table."""
+    tables: tuple[TablePattern, ...] = ()
+    """Where there is no one table."""
     shape: Shape = Shape.TYPED
     start: Point = EARLIEST
     end: Point = LATEST
@@ -81,10 +86,11 @@ class LogOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> LogOptions:
-        found = named(given, OPTIONS)
+        found = named(given, LOG_OPTIONS)
         log = _log(found)
+        store = {"endpoint": _endpoint(found, log), "region": _region(found, log)}
         table = table_name("table", found["table"]) if "table" in found else None
-        tables = column_names("tables", found["tables"]) if "tables" in found else ()
+        tables = table_patterns("tables", found["tables"]) if "tables" in found else ()
         if (table is None) == (not tables):
             raise ConfigError(
                 "either the option `table` or the option `tables` is needed",
@@ -93,13 +99,12 @@ class LogOptions:
         consumer = found.get("consumer")
         if consumer is not None:
             consumer_path(Path(log), consumer)  # refuses what cannot be one
-        if "url" in found and "://" in log:
+        if "url" in found and log.startswith("memory://"):
             raise refused(
-                "url", "needs a log in a folder: a capture beside a stream writes into no other",
-                "Give `log` a folder; or capture into the store with `tailrace capture`, and leave out `url`.",
-            )  # fmt: skip
+                "url", "needs a log that other processes see: the capture is one", "Give `log` a folder, or `s3://…`."
+            )
         return cls(
-            log=log, url=source_url(found["url"]) if "url" in found else None,
+            log=log, **store, url=source_url(found["url"]) if "url" in found else None,
             table=table, tables=tables, shape=_shape(found, one=table is not None),
             start=_point("startingPosition", found.get("startingPosition", EARLIEST)),
             end=_point("endingPosition", found.get("endingPosition", LATEST)),
@@ -109,6 +114,11 @@ class LogOptions:
             partitions_max=count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
             given=frozenset(found),
         )  # fmt: skip
+
+    @property
+    def place(self) -> LogPath:
+        """The log, for whoever opens it, in whichever process."""
+        return files.place(self.log, endpoint=self.endpoint, region=self.region)
 
     def refuse_for_read(self) -> None:
         """Refuse what `spark.read` does not take."""
@@ -123,16 +133,20 @@ class LogOptions:
             if name in self.given:
                 raise refused(name, why, hint)
 
+    def names(self, table: TableId) -> bool:
+        """Whether a table that is asked for is so by its name, and not by a pattern alone."""
+        return self.table is not None or any(pattern.table == table for pattern in self.tables)
+
     def takes(self, table: TableId) -> bool:
         """Whether a table of this name is asked for."""
         if self.table is not None:
             return table == self.table
-        return any(fnmatch.fnmatchcase(str(table), glob) for glob in self.tables)
+        return any(pattern.takes(table) for pattern in self.tables)
 
 
 def is_of_log(given: Mapping[str, str]) -> bool:
     """Whether a change log is meant, and not a table of a database as it is."""
-    return any(name in given for name in OPTIONS if name not in _OF_BOTH)
+    return any(name in given for name in LOG_OPTIONS if name not in _OF_BOTH)
 
 
 def _limit(value: Callable[[str, str], int], name: str, found: Mapping[str, str]) -> int | None:
@@ -145,14 +159,53 @@ def _log(found: Mapping[str, str]) -> str:
     if given["log"] and given["path"] and _place(given["log"]) != _place(given["path"]):
         raise refused("log", "names another log than `load(…)` does", "Give one of them.")
     if not (given["log"] or given["path"] or given["checkpointLocation"]):
-        raise refused("log", "is missing", LOG_HINT)
-    return _place(given["log"] or given["path"] or f"{given['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
+        raise refused("log", "is missing", _without_log(found))
+    if given["log"] or given["path"]:
+        return _place(given["log"] or given["path"])
+    try:
+        return _place(f"{given['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
+    except ConfigError:
+        raise refused(
+            "checkpointLocation", "is where no log can lie",
+            f"Give `log` a place of its own; the query's checkpoint may stay there. {STORES_HINT}",
+        ) from None  # fmt: skip
+
+
+def _without_log(found: Mapping[str, str]) -> str:
+    """Nobody knows yet whether a read or a stream is meant."""
+    if "url" not in found:
+        return LOG_HINT
+    of_logs = " and ".join(f"`{name}`" for name in found if name not in _OF_BOTH)
+    return f"{LOG_HINT} A read of a table as it is has no log: it takes `url` and one `table`, and no {of_logs}."
 
 
 def _place(text: str) -> str:
-    """Tasks have other working folders than the driver. Spark writes folders as URLs too."""
+    """One spelling for one place. Tasks have other working folders than the driver. Spark writes folders as URLs too,
+    and `s3://` as `s3a://`."""
     text = re.sub(r"^file:(//)?(?=/)", "", text)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) or "://" in text:
+        return str(ObjectPath.parse(text))
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _endpoint(found: Mapping[str, str], log: str) -> str | None:
+    text = _of_store("logEndpoint", found, log)
+    if text is not None and not ENDPOINT.fullmatch(text):
+        raise refused("logEndpoint", "is not the address of an S3 server alone", _ENDPOINT_HINT)
+    return text
+
+
+def _region(found: Mapping[str, str], log: str) -> str | None:
+    text = _of_store("logRegion", found, log)
+    if text is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", text):
+        raise refused("logRegion", "is not the name of a region", "For example: eu-central-1")
+    return text
+
+
+def _of_store(name: str, found: Mapping[str, str], log: str) -> str | None:
+    if name in found and "://" not in log:
+        raise refused(name, "is for a log in an object store, and this one is a folder", "Leave it out.")
+    return found[name].strip() if name in found else None
 
 
 def _point(name: str, text: str) -> Point:
@@ -172,6 +225,6 @@ def _shape(found: Mapping[str, str], *, one: bool) -> Shape:
 
 def _with_envelope(found: Mapping[str, str]) -> bool:
     wanted = choice("onSchemaChange", found.get("onSchemaChange", "stop"), ["stop", "envelope"]) == "envelope"
-    if wanted and found.get("shape", Shape.TYPED.value).strip().lower() != Shape.TYPED.value:
+    if wanted and _shape(found, one="table" in found) is not Shape.TYPED:
         raise refused("onSchemaChange", "is for typed columns", "An envelope takes any; the change feed cannot.")
     return wanted

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
+from tailrace.changelog import files
 from tailrace.changelog.commits import Commits
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogForeign
@@ -23,7 +24,8 @@ _LOGS_MAX = 4
 
 def read_part(frame: Frame, part: LogPart, fields: pa.Schema) -> Iterator[pa.RecordBatch]:
     """The rows of the part, with exactly these fields."""
-    log = _open(frame.options.log, part.log_id)
+    options = frame.options
+    log = _open(options.log, options.endpoint, options.region, part.log_id)
     for columns in _columns(frame, part, log):
         rows = len(next(iter(columns.values())))
         if rows:
@@ -33,9 +35,9 @@ def read_part(frame: Frame, part: LogPart, fields: pa.Schema) -> Iterator[pa.Rec
 
 
 @functools.lru_cache(_LOGS_MAX)
-def _open(path: str, log_id: str) -> ChangeLog:
+def _open(path: str, endpoint: str | None, region: str | None, log_id: str) -> ChangeLog:
     """A worker runs one task after the other: what it knows of the log is kept."""
-    log = ChangeLog.open(path)
+    log = ChangeLog.open(files.place(path, endpoint=endpoint, region=region))
     if log.log_id != log_id:
         raise LogForeign(
             "another log lies here than where the work was planned", log=path,

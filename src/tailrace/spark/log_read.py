@@ -8,7 +8,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.changelog.places import ending_place, starting_place
+from tailrace.changelog.places import ending_place
 from tailrace.changelog.reader import SEQ_MAX
 from tailrace.errors import ConfigError
 from tailrace.spark.arrow import arrow_schema
@@ -26,10 +26,9 @@ class LogReader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         options, view = self._frame.options, LogView(self._frame)
-        tables = view.tables(view.newest())
-        begin = starting_place(view.log, options.start, tables)
-        end = ending_place(view.log, options.end, tables)
-        if end < begin:
+        begin = view.begin()
+        end = ending_place(view.log, options.end, view.tables(view.newest()))
+        if view.firm(end) < view.firm(begin):
             raise ConfigError(
                 "the range ends before it begins", start=options.start, end=options.end,
                 hint="`endingPosition` must not lie before `startingPosition`.",

@@ -8,21 +8,24 @@ the error. The rows of a step are shared out by `_seq`, so any number of tasks r
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tailrace.changelog.commits import Commits, Scale
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.merged import fits
-from tailrace.changelog.places import Place
+from tailrace.changelog.places import Place, starting_place
 from tailrace.changelog.reader import SEQ_MAX, ChangeLog
 from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, TailraceError
 from tailrace.model import change
+from tailrace.model.position import Lsn
 from tailrace.spark.changefeed import partial, untold
+from tailrace.spark.comings import ANEW_HINT, Comings
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_options import Shape
 
-ANEW_HINT = "Read the table as a whole, then begin with a new checkpoint and `startingPosition` {commit}."
+_ENVELOPE_HINT = " A stream with `onSchemaChange` `envelope` goes on instead."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +46,10 @@ class LogView:
     def __init__(self, frame: Frame) -> None:
         self._frame = frame
         self._options = frame.options
-        self.log = ChangeLog.open(frame.options.log)
+        self.log = ChangeLog.open(frame.options.place)
         self._index = LogIndex(self.log)
         self._scale = Scale(self.log)
+        self._comings = Comings(frame.options, self.log, self._index)
         self._fitting: set[tuple[int, int]] = set()
         self._untold: dict[tuple[int, int], tuple[Place, tuple[int, TailraceError] | None]] = {}
         """Of rows that lie together, by table and last row: after which place we looked, and what was found there."""
@@ -56,10 +60,12 @@ class LogView:
         return self.log.newest()
 
     def newest_of_ours(self) -> int:
-        """The newest commit that brings rows of the tables that are asked for; 0 if there is none."""
+        """The newest commit that brings rows of the tables that are asked for, or brought some that are gone; 0 if none
+        does."""
         newest = self.newest()
-        slices = self._slices(Place(0), newest, self.tables(newest))
-        return max((item.last for item in slices), default=0)
+        tables = self.tables(newest)
+        gone = [table.commit for table in self.log.lost(self.log.trimmed(), tables).values()]
+        return max([*gone, *(item.last for item in self._slices(Place(0), newest, tables))], default=0)
 
     def tables(self, upto: int) -> frozenset[int]:
         """The log's numbers of the tables that are asked for and have rows up to a commit, or had."""
@@ -69,6 +75,19 @@ class LogView:
                 self.log.schemas.load()
             self._known = upto, self.log.schemas.matching(self._options.takes)
         return self._known[1]
+
+    def begin(self) -> Place:
+        """After this place begins what is asked for."""
+        point, newest = self._options.start, self.newest()
+        tables = self.tables(newest)
+        place = starting_place(self.log, point, tables)
+        self._comings.look(newest, tables)
+        self._comings.refuse(point, place)
+        return self.firm(place) if isinstance(point, Lsn) else place
+
+    def firm(self, place: Place) -> Place:
+        """The same place, by the last row before it: so any two can be compared."""
+        return Place(place.commit, max(place.seq, self._index.next_seq(place.commit) - 1))
 
     def step(self, after: Place, to: int, *, limited: bool) -> int:
         """The commit to go to from a place, `to` at most; where there is nothing to go for, the one we are at."""
@@ -122,6 +141,10 @@ class LogView:
         """How far it is possible to go, and what is in the way after that."""
         end = to
         error: TailraceError | None = None
+        self._comings.look(to, self.tables(to))
+        self._comings.tell(after, to)
+        if (missing := self._comings.gap(after, to)) is not None:
+            end, error = missing[0] - 1, missing[1]
         for gap in self.log.gaps():
             if after.commit < gap.commit <= end:
                 end, error = gap.commit - 1, _missing(gap.error, gap.commit)
@@ -170,8 +193,8 @@ class LogView:
                 "the table has columns or types now that the DataFrame does not have", table=version.table,
                 commit=item.first,
                 hint="Everything before is delivered. Start the stream again, from `spark.readStream` on and with the "
-                "same checkpoint (a read: make the DataFrame anew): then it has them. Or set `onSchemaChange` to "
-                "`envelope`.",
+                "same checkpoint (a read: make the DataFrame anew): then it has them."
+                + (_ENVELOPE_HINT if self._options.shape is Shape.TYPED else ""),
             )  # fmt: skip
         if self._options.shape is Shape.CHANGELOG:
             last = max(other.last for other in slices if (other.table, other.schema) == which)
@@ -198,11 +221,14 @@ class LogView:
         total = sum(item.rows for item in slices)
         count = min(-(-total // self._options.rows_per_partition), self._options.partitions_max)
         share = -(-total // count)
+        sizes: Counter[int] = Counter()
+        for item in slices:
+            sizes[item.last] += item.rows if item.first == item.last else 0
         parts: list[LogPart] = []
         rows, first, after_seq = 0, max(whole.first, min(item.first for item in slices)), whole.after_seq
         for item, following in itertools.pairwise(slices):
             rows += item.rows
-            divisible = self._options.shape is not Shape.CHANGELOG and rows >= 2 * share
+            divisible = self._options.shape is not Shape.CHANGELOG and sizes[item.last] > share
             if rows >= share and (following.first > item.last or divisible):
                 last = min(whole.last, item.last)
                 parts.append(replace(whole, first=first, last=last, after_seq=after_seq, to_seq=item.last_seq))

@@ -38,16 +38,13 @@ from tailrace.spark.frames import all_of, as_table, named, own_columns
 from tailrace.spark.rows import no_rows, refuse_misfit_rows, staged_rows
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import REPLACE_HINT, Position, Written
-from tailrace.tables.fold import MARK, UPSERT, Ended, Folded, key_ordinals
+from tailrace.tables.fold import DELETE, MARK, UPSERT, Ended, Folded, key_ordinals
 from tailrace.tables.folder import unreadable
 from tailrace.tables.formed import compared, keeping
 from tailrace.tables.forms import CURRENT, Form, Origin, TableMode
 from tailrace.tables.history import ended_after
-from tailrace.tables.refusals import overtaken
+from tailrace.tables.refusals import overtaken, refuse_other_letters
 from tailrace.tables.staging import StagedFile
-
-SCRATCH = "_tailrace"
-"""Below a table's folder; readers and Delta's own upkeep pass over names that begin so."""
 
 BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
 """Rows of a batch whose keys Spark may hand around, through the driver. It goes by the size of files, which says little
@@ -191,9 +188,26 @@ class MergedTable(abc.ABC, Generic[Table]):
         """`MendedTable.put`, of rows that a task has put into files."""
         table = self._opened()
         self._refuse_elsewhere(table.position, schema, expected)
-        version, upserted = self._write(self._form.stored(schema), table, folded, table.position, None)
+        after = replace(table.position, clock=max(table.position.clock, folded.clock or 0))
+        return self._put(schema, table, folded, after)
+
+    def late(self) -> str | None:
+        """The name of the dead letters that came in last, where their own changes did."""
+        return self._opened().position.late
+
+    def add_files(
+        self, schema: TableSchema, folded: FoldedFiles, expected: Cursor, *, after: str | None, late: str
+    ) -> Applied:
+        """`MendedTable.add`, of rows that a task has put into files."""
+        table = self._opened()
+        self._refuse_elsewhere(table.position, schema, expected)
+        refuse_other_letters(self._path, table.position, after)
+        return self._put(schema, table, folded, replace(table.position, late=late))
+
+    def _put(self, schema: TableSchema, table: Table, folded: FoldedFiles, after: Position) -> Applied:
+        version, upserted = self._write(self._form.stored(schema), table, folded, after, None)
         written = self._make_durable(version)
-        return Applied(committed=True, cursor=expected, upserted=upserted, bytes=written.bytes, version=version)
+        return Applied(committed=True, cursor=after.cursor, upserted=upserted, bytes=written.bytes, version=version)
 
     def _given(self, schema: TableSchema, reread: Reread) -> Given:
         """Rows read again by whoever calls; a pipeline has tasks read them."""
@@ -220,8 +234,13 @@ class MergedTable(abc.ABC, Generic[Table]):
         if self._versions:
             rows = timed(schema, rows, table.position.clock)
         if folded.truncated:
+            left_out = 0
+            if folded.absent:  # of the table's own rows none stays to take values from
+                source = self._merge_source(schema, table, rows, folded.absent, given)
+                rows, left_out = source.rows, source.left_out
             came = as_table(schema, rows)
-            return self._commit(table, position, lambda: self._save(table, came, "overwrite")), folded.upserts
+            version = self._commit(table, position, lambda: self._save(table, came, "overwrite"))
+            return version, folded.upserts - left_out
         if schema.key and not folded.empty and not (self._versions and folded.only_adds):
             source = self._merge_source(schema, table, rows, folded.absent, None if self._versions else given)
             ended = ended_after(folded.ended, table.position.clock) if self._versions else folded.ended
@@ -241,7 +260,9 @@ class MergedTable(abc.ABC, Generic[Table]):
         own = [stored.columns[i] for i in key_ordinals(stored)]
         fields = spark_schema(pa.schema([(f"k{i}", column.type) for i, column in enumerate(own)]))
         keys = self.session.read.schema(fields).parquet(*map(str, asked))
-        there = self._read(self._opened()).select(*(named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
+        rows = self._read(self._opened())
+        rows = rows.where(named(CURRENT)) if self._versions else rows
+        there = rows.select(*(named(column.name).alias(f"t{i}") for i, column in enumerate(own)))
         same = [f.col(f"k{i}") == f.col(f"t{i}") for i in range(len(own))]
         # The few keys are handed around, and not the table.
         held = there.join(f.broadcast(keys), same, "left_semi")
@@ -281,10 +302,12 @@ class MergedTable(abc.ABC, Generic[Table]):
         ]  # fmt: skip
         flags = [f.coalesce(takes[i] & still, f.lit(False)).alias(f"k{i}") for i in sorted(absent)]
         if given is not None:
-            # Of a row that moved nothing in the table can be trusted, as `lookup.without_base` says.
+            # Of a row that moved nothing in the table can be trusted, as `lookup.without_base` says; and of one without
+            # a base nothing is found.
             again = partial & (f.col("moved") | missing)
             mine = [*keys, *range(len(schema.columns) - len(self._form.added), len(schema.columns))]
-            wanted = self._keep(joined.where(again).select(*(f.col(f"c{i}").alias(f"w{i}") for i in mine)))
+            asked = [f.col(f"c{i}").alias(f"w{i}") for i in mine]
+            wanted = self._keep(joined.where(again).select(*asked, f.col("base").isNull().alias("baseless")))
             fresh, left_out = self._read_again(schema, wanted, absent, given)
             kept = joined.where(~again).select(*columns, "op", *flags)
             return _Source(rows=kept.unionByName(fresh), kept=absent, left_out=left_out)
@@ -299,7 +322,8 @@ class MergedTable(abc.ABC, Generic[Table]):
         self, schema: TableSchema, wanted: DataFrame, absent: frozenset[int], given: Given
     ) -> tuple[DataFrame, int]:
         """The rows with these keys as they are at the source now, and how many of them are gone there. What the form
-        adds is of the change that asks for the row."""
+        adds is of the change that asks for the row. What stands under the key of one that has no base and is gone goes
+        too, as `lookup.Baseless` has it."""
         theirs = len(schema.columns) - len(self._form.added)
         own = [
             (named(column.name) if i < theirs else f.col(f"w{i}")).alias(f"c{i}")
@@ -315,16 +339,17 @@ class MergedTable(abc.ABC, Generic[Table]):
         answers = given(wanted.select(*(f.col(f"w{i}").alias(name) for i, name in names.items())))
         refuse_misfit_rows(schema, {*self._form.partition_by} & {*answers.columns}, answers)
         same = [named(name) == f.col(f"w{i}") for i, name in names.items()]
-        found = answers.join(wanted, same).select(*own, op, *none)
-        if self._form.soft_delete:  # whatever of such a row stands in the table is marked
-            lost = wanted.join(answers, same, "left_anti").where(f"w{schema.names.index(self._form.mark)}")
-            left = [
-                (f.col(f"w{i}") if i in names or i >= theirs else f.lit(None).cast(kind.dataType)).alias(f"c{i}")
-                for i, kind in enumerate(spark_schema(pa.schema(schema.row_fields())))
-            ]
-            found = found.unionByName(lost.select(*left, f.lit(MARK).cast("tinyint").alias("op"), *none))
-        found = self._keep(found)
-        return found, asked - found.count()
+        found = answers.join(wanted.drop("baseless"), same).select(*own, op, *none)
+        left = [
+            (f.col(f"w{i}") if i in names or i >= theirs else f.lit(None).cast(kind.dataType)).alias(f"c{i}")
+            for i, kind in enumerate(spark_schema(pa.schema(schema.row_fields())))
+        ]
+        # Whatever stands in the table of a row that is to be found as deleted is marked.
+        mark = f.col(f"w{schema.names.index(self._form.mark)}") if self._form.soft_delete else f.lit(False)
+        instead = f.when(mark, MARK).when(f.col("baseless"), DELETE).cast("tinyint")
+        lost = wanted.join(answers, same, "left_anti").where(mark | f.col("baseless"))
+        found = self._keep(found.unionByName(lost.select(*left, instead.alias("op"), *none)))
+        return found, asked - found.where(f.col("op") == UPSERT).count()
 
     def _merge(self, schema: TableSchema, table: Table, source: _Source) -> None:
         view = f"source_{uuid.uuid4().hex}"
@@ -386,6 +411,8 @@ class MergedTable(abc.ABC, Generic[Table]):
         key = [stored.columns[i] for i in key_ordinals(stored)]
         staged = self._staged(table, stored.columns, files)
         listed = None if keys is None else self._staged(table, key, keys)
+        if self._form.keeps:
+            listed = self._read(table)
         past = keeping(self._form, origin, table.position.clock)
         return difference(stored, counts, self._read(table), staged, listed, past)
 

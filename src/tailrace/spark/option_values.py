@@ -1,4 +1,8 @@
-"""What is written in options, as values; each refused that cannot be meant, with the option's name and an example."""
+"""What is written in options, as values; each refused that cannot be meant, with the option's name and an example.
+
+What an option is called decides what is meant, a table as it is or a change log. So one that is misspelled is looked
+for among those of both.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,28 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.schema import TableId
 
+TABLE_OPTIONS = ("url", "table", "columns", "where", "chunkBytes", "maxPartitions", "snapshotSeconds", "idleSeconds")
+LOG_OPTIONS = (
+    "log", "path", "logEndpoint", "logRegion", "checkpointLocation", "url", "table", "tables", "shape",
+    "startingPosition", "endingPosition", "maxRowsPerTrigger", "maxBytesPerTrigger", "onSchemaChange", "consumer",
+    "rowsPerPartition", "maxPartitions",
+)  # fmt: skip
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_QUOTED = r'"(?:[^"]|"")+"'
-_COLUMN = rf'\s*(?:{_QUOTED}|[^\s",][^",]*)\s*'
+QUOTED = r'"(?:[^"]|"")+"'
+"""A name, or a part of one, in quotes."""
+_OPTION_OF = {
+    "`source.url`": "the option `url`", "`source.tables` and `source.exclude`": "the option `tables`",
+    "set `log:` to": "give the option `log`",
+    "create publication and slot yourself and set `create: false` for them":
+        "have a pipeline capture, which takes publication and slot that others made, and read its log",
+    "run `tailrace capture FILE` to see more": "look at what the driver's standard error says",
+    "Run `tailrace capture FILE --log-level debug` to see why": "Look at what the driver's standard error says",
+}  # fmt: skip
+"""How hints call what is said in a settings file, and what it is here."""
+_COLUMN = rf'\s*(?:{QUOTED}|[^\s",][^",]*)\s*'
 
 
 def refused(name: str, why: str, hint: str) -> ConfigError:
@@ -19,15 +39,34 @@ def refused(name: str, why: str, hint: str) -> ConfigError:
     return ConfigError(f"the option `{name}` {why}", hint=hint)
 
 
+def in_options(error: TailraceError) -> TailraceError:
+    """The same error, for a reader who has options and no settings file."""
+    hint = error.hint
+    for setting, option in _OPTION_OF.items():
+        hint = hint.replace(setting, option)
+    return error if hint == error.hint else type(error)(error.message, hint=hint, **error.fields)
+
+
 def named(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
     """The options under the names they are documented by; Spark does not tell upper case from lower."""
     known = {name.lower(): name for name in options}
     for name in given:
         if name.lower() not in known:
-            close = difflib.get_close_matches(name.lower(), known, n=1)
-            meant = f"Did you mean `{known[close[0]]}`? " if close else ""
-            raise refused(name, "is not known", f"{meant}The options are {', '.join(options)}.")
+            raise _unknown(name)
     return {known[name.lower()]: value for name, value in given.items()}
+
+
+def _unknown(name: str) -> ConfigError:
+    known = {name.lower(): name for name in (*TABLE_OPTIONS, *LOG_OPTIONS)}
+    if name.lower() in known:
+        only = "is for a table of a database as it is, and others here are for a change log"
+        return refused(known[name.lower()], only, "Leave it out.")
+    all_of_them = (
+        f"The options of a table as it is are {', '.join(TABLE_OPTIONS)}; those of a change log are "
+        f"{', '.join(LOG_OPTIONS)}."
+    )
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    return refused(name, "is not known", f"Did you mean `{known[close[0]]}`?" if close else all_of_them)
 
 
 def source_url(text: str) -> str:
@@ -46,13 +85,13 @@ def choice(name: str, text: str, values: Sequence[str]) -> str:
 
 
 def table_name(name: str, text: str) -> TableId:
-    match = re.fullmatch(rf"({_QUOTED}|[^\".]+)\.({_QUOTED}|[^\".]+)", text.strip())
+    match = re.fullmatch(rf"({QUOTED}|[^\".]+)\.({QUOTED}|[^\".]+)", text.strip())
     if match is None:
         raise refused(
             name, "is not the name of a table with its schema",
             'For example: public.orders. A name with a dot in it is quoted: "a.b"."c".',
         )  # fmt: skip
-    return TableId(_unquoted(match[1]), _unquoted(match[2]))
+    return TableId(unquoted(match[1]), unquoted(match[2]))
 
 
 def column_names(name: str, text: str) -> tuple[str, ...]:
@@ -60,13 +99,14 @@ def column_names(name: str, text: str) -> tuple[str, ...]:
         raise refused(
             name, "is not a list of names", 'For example: id, state, total. Quoted: "a, b", "c".'
         )
-    names = tuple(_unquoted(name.strip()) for name in re.findall(rf"(?:{_QUOTED}|[^\",])+", text))
+    names = tuple(unquoted(name.strip()) for name in re.findall(rf"(?:{QUOTED}|[^\",])+", text))
     if len(set(names)) < len(names):
-        raise refused(name, "names a column twice", "Name each once.")
+        raise refused(name, "has a name twice", "Name each once.")
     return names
 
 
-def _unquoted(name: str) -> str:
+def unquoted(name: str) -> str:
+    """A name without the quotes around it, if it has some."""
     return name[1:-1].replace('""', '"') if name.startswith('"') else name
 
 

@@ -32,6 +32,7 @@ from tailrace.errors import (
 from tailrace.model.schema import TableSchema
 from tailrace.spark.arrow import arrow_schema, spark_schema
 from tailrace.spark.holder import Held, hold_snapshot
+from tailrace.spark.option_values import in_options
 from tailrace.spark.read_options import ANEW, ReadOptions, ReadPart
 
 PLANS_MAX = 5
@@ -113,7 +114,9 @@ def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
             hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
         ) from None  # fmt: skip
     if not schema.columns:
-        raise Unsupported("the table has no columns", table=options.table)
+        raise Unsupported(
+            "the table has no columns", table=options.table, hint="There is nothing to read: name another `table`."
+        )
     if options.columns is not None:
         known = {column.name: column for column in schema.columns}
         for name in options.columns:
@@ -223,7 +226,7 @@ def _told(options: ReadOptions) -> Iterator[None]:
     try:
         yield
     except TailraceError as error:
-        hint = error.hint.replace("`source.url`", "the option `url`")
+        hint = in_options(error).hint
         if isinstance(error, SourceRefused) and "lacks a right" in error.message:
             hint = f"Grant it: GRANT SELECT ON {options.table} TO …; and USAGE on its schema."
         raise type(error)(error.message, hint=hint, **error.fields) from None

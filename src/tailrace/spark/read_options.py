@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, Chunk
+from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.option_values import (
+    TABLE_OPTIONS,
     column_names,
     count,
     named,
@@ -22,10 +24,6 @@ SNAPSHOT_SECONDS = 3600.0
 IDLE_SECONDS = 60.0
 PARTITIONS_MAX = 10_000
 ANEW = "Make the DataFrame anew, with `spark.read`, and use it at once"
-
-_OPTIONS = (
-    "url", "table", "columns", "where", "chunkBytes", "maxPartitions", "snapshotSeconds", "idleSeconds",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +42,15 @@ class ReadOptions:
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> ReadOptions:
         """The options as they are written, each refused that cannot be meant."""
-        found = named(given, _OPTIONS)
-        for name in ("url", "table"):
-            if not found.get(name, "").strip():
-                raise refused(name, "is missing", f'.option("{name}", …)')
+        found = named(given, TABLE_OPTIONS)
+        if not found.get("url", "").strip():
+            raise ConfigError(
+                "neither the option `url` nor the option `log` is given",
+                hint="A table of a database as it is has `url` and `table`; a change log, as a stream or as a range, "
+                "has `log`, and `table` or `tables`. A stream that captures for itself has `url` and `log`.",
+            )  # fmt: skip
+        if not found.get("table", "").strip():
+            raise refused("table", "is missing", '.option("table", …)')
         return cls(
             url=source_url(found["url"]), table=table_name("table", found["table"]),
             columns=column_names("columns", found["columns"]) if "columns" in found else None,

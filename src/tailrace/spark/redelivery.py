@@ -4,6 +4,9 @@ What must stay true: a row is put in as it is at the table's position, though it
 the table has passed all that the reading saw, and the reading saw every letter of the row: whatever happened to the
 row since its first letter is a letter itself, for a whole change or a delete would have cleared it. A row that has got
 another letter meanwhile is read again, and so are all of them if the table has been loaded anew.
+
+In a table of versions such a row is the version that its newest letter made. The letters before that one are of
+versions that nobody can bring any more: they stay, and have passed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
@@ -33,6 +37,7 @@ from tailrace.spark.setting_aside import dead_keys
 from tailrace.spark.tasks import Outcome, as_ours, read_rows
 from tailrace.tables.base import Cursor
 from tailrace.tables.fold import key_ordinals
+from tailrace.tables.forms import TableMode
 from tailrace.tables.identity import key_numbers
 from tailrace.tables.layout import Place
 from tailrace.tables.limits import unholdable
@@ -174,17 +179,18 @@ def deliver_letters(work: DeliverWork) -> Outcome:
         if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
             return Outcome(table=table, again=True)
         keys, read, version = letters.keys(work.expected.seq), set(stored["seqs"]), None
-        ready, delivered = _ready(work.shape, rows, keys, read)
-        if ready.num_rows and work.put:
-            version = work.place.open().put(work.shape, ready, work.expected).version
+        ready = _ready(work.shape, rows, keys, read)
+        if ready.rows.num_rows and work.put:
+            version = work.place.open().put(work.shape, ready.rows, work.expected, ready.said).version
         failpoints.hit("letters.delivered")
-        _settle(letters, work, delivered, stored["causes"], version)
+        _settle(letters, work, ready, stored["causes"], version)
         path.unlink(missing_ok=True)
         left = letters.count(work.expected.seq)
     except Exception as error:  # the task's boundary
         return Outcome(table=table, error=as_ours(error))
     return Outcome(
-        table=table, rows=len(delivered), seconds=time.monotonic() - started, letters=left, version=version,
+        table=table, rows=len(ready.newest) + len(ready.earlier), seconds=time.monotonic() - started, letters=left,
+        version=version,
         again=any(seq not in read for seq in dead_keys(work.shape, keys).seqs.tolist()),
     )  # fmt: skip
 
@@ -197,9 +203,9 @@ def stage_letters(asked: StageWork) -> FoldedFiles | TailraceError:
         if stored["load"] != work.expected.load or not TableSchema.from_json(stored["shape"]).same_rows(work.shape):
             return FoldedFiles()
         keys = Letters(work.log, work.shape.table).keys(work.expected.seq, work.expected.load)
-        ready, _ = _ready(work.shape, rows, keys, set(stored["seqs"]))
+        ready = _ready(work.shape, rows, keys, set(stored["seqs"]))
         form = work.place.form
-        whole = rows_to_put(form, work.shape, ready, work.expected)
+        whole = rows_to_put(form, work.shape, ready.rows, work.expected, ready.said)
         return write_folded(asked.path, form.stored(work.shape), whole, form.partition_by)
     except Exception as error:  # the task's boundary
         return as_ours(error)
@@ -212,24 +218,49 @@ def _kept(path: LogPath) -> tuple[pa.Table, dict[str, Any]]:
     return rows, json.loads(rows.schema.metadata[_META])
 
 
-def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[int]) -> tuple[pa.Table, list[int]]:
-    """The rows of which no letter came after they were read, and the letters of those rows."""
+@dataclass(frozen=True, kw_only=True)
+class _Ready:
+    """Rows of which no letter came after they were read."""
+
+    rows: pa.Table
+    said: pa.Table
+    """What the newest letter of each row says of itself."""
+    newest: list[int]
+    """`_seq` of those letters, row by row,"""
+    earlier: list[int]
+    """and of the rows' other ones."""
+
+
+def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[int]) -> _Ready:
     dead = dead_keys(shape, bundles)
     names = [shape.columns[i].name for i in key_ordinals(shape)]
     answers = answers_to(pa.Table.from_arrays(dead.columns, names=names), rows.select(names))
-    unseen = {int(row) for seq, row in zip(dead.seqs, answers, strict=True) if int(seq) not in read}
-    whole = [row for row in sorted({*answers.tolist()} - {-1}) if row not in unseen]
-    delivered = [int(seq) for seq, row in zip(dead.seqs, answers, strict=True) if row in set(whole)]
-    return rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None), delivered
+    letters = dict[int, list[int]]()
+    for seq, row in zip(dead.seqs.tolist(), answers.tolist(), strict=True):
+        letters.setdefault(row, []).append(seq)
+    whole = sorted(row for row, seqs in letters.items() if row >= 0 and read.issuperset(seqs))
+    newest = [max(letters[row]) for row in whole]
+    said = pa.concat_tables([
+        pa.schema(change.ALWAYS).empty_table(),
+        *(bundle.changes.select([one.name for one in change.ALWAYS]) for bundle in bundles),
+    ])  # fmt: skip
+    places = pc.index_in(pa.array(newest, pa.int64()), value_set=said.column(change.SEQ))
+    return _Ready(
+        rows=rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None), said=said.take(places),
+        newest=newest, earlier=[seq for row in whole for seq in letters[row] if seq != max(letters[row])],
+    )  # fmt: skip
 
 
 def _settle(
-    letters: Letters, work: DeliverWork, delivered: list[int], causes: dict[str, Any], version: int | None
+    letters: Letters, work: DeliverWork, ready: _Ready, causes: dict[str, Any], version: int | None
 ) -> None:
     """Clear what was delivered, in this version if it is known; what failed again has its new cause."""
     seq, empty = work.expected.seq, work.shape.change_schema().empty_table()
-    if delivered:
-        letters.write(work.shape, seq, empty, [], delivered, there=True, version=version)
+    every = work.place.form.mode is TableMode.HISTORY
+    if ready.newest:
+        cleared = ready.newest if every else [*ready.newest, *ready.earlier]
+        passed = ready.earlier if every else []
+        letters.write(work.shape, seq, empty, [], cleared, passed=passed, there=True, version=version)
     for bundle in letters.open(seq, only=set(map(int, causes))):
         said = [causes[str(number)] for number in bundle.seqs]
         errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]

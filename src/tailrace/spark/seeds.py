@@ -8,7 +8,8 @@
     <id>/letters-<n>.arrow  rows of the chunk that the table cannot hold, where they are set aside
     <id>/landing.json     what the replay must pass, written before their one commit
     <id>/reread-….json    a row was read again during the replay, which is a chunk too
-    landed/<id>.json      where a table that came from the load held rows newer than it said, for whoever goes back
+    landed/<id>.json      where a table that came from the load held rows newer than it said, for whoever goes back; and
+                          the source's time when they had been read
 
 A load that died is found here and goes on with the chunks it lacks. Nothing here decides what a table holds: its
 own commit does, and that also says which load it came from.
@@ -174,6 +175,20 @@ class Span(NamedTuple):
     end: Lsn
 
 
+class Landed(NamedTuple):
+    """What is remembered of a load that a table comes from."""
+
+    mixed: list[Span]
+    """Where the table held rows newer than it said."""
+    time: int | None
+    """No row that the load read was committed later, by the source's clock, in µs since 1970; None: not known."""
+
+    def mixed_until(self, position: Lsn) -> Lsn | None:
+        """What the log must pass before the table, if it stands here, holds no row that is newer than it says; None: it
+        holds none."""
+        return next((span.end for span in self.mixed if span.start <= position < span.end), None)
+
+
 class Seeds:
     """The records of one log. Plain: a task may have one too."""
 
@@ -215,10 +230,11 @@ class Seeds:
     def _letters_of(self, seed: str, chunk: int) -> LogPath:
         return self.folder(seed) / f"letters-{chunk:06d}.arrow"
 
-    def land(self, seed: str, passed: Lsn) -> None:
-        """The commit is about to be made; the table is whole once the replay has passed this."""
+    def land(self, seed: str, passed: Lsn, time: int | None = None) -> None:
+        """The commit is about to be made; the table is whole once the replay has passed this. Nothing that was read was
+        committed later than that time of the source."""
         _write(self.folder(seed) / "landing.json", {"passed": str(passed)})
-        self.remember(seed, passed)
+        self.remember(seed, passed, time=time)
 
     def reread(self, load: str, since: Lsn, seen: Lsn) -> None:
         """A row was read again, for the commit that brings the table to `since`. A replay of the load must pass what
@@ -227,17 +243,26 @@ class Seeds:
             _write(self.folder(load) / f"reread-{uuid.uuid4().hex[:12]}.json", {"passed": str(seen)})
         self.remember(load, seen, since=since)
 
-    def remember(self, load: str, passed: Lsn, *, since: Lsn = ZERO) -> None:
+    def remember(self, load: str, passed: Lsn, *, since: Lsn = ZERO, time: int | None = None) -> None:
         """A table that comes from the load may hold rows newer than it says, from a position on and before another."""
         files.make_folder(self._path / "landed")
-        spans = _joined([*(self.mixed(load) or ()), Span(since, passed)])
+        before = self.landed(load) or Landed([], None)
+        spans = _joined([*before.mixed, Span(since, passed)])
         last = max(span.end for span in spans)
-        stored = {"passed": str(last), "spans": [[str(span.start), str(span.end)] for span in spans]}
+        stored = {
+            "passed": str(last), "spans": [[str(span.start), str(span.end)] for span in spans],
+            "time": before.time if time is None else time,
+        }  # fmt: skip
         _write(self._path / "landed" / f"{load}.json", stored)
+
+    def landed(self, load: str) -> Landed | None:
+        """What is remembered of a load; None: nothing is."""
+        return next(_read_all(self._path / "landed", f"{load}.json", _landed), None)
 
     def mixed(self, load: str) -> list[Span] | None:
         """Where a table that came from a load held rows newer than it said; None: not known."""
-        return next(_read_all(self._path / "landed", f"{load}.json", _spans), None)
+        landed = self.landed(load)
+        return None if landed is None else landed.mixed
 
     def whole_after(self, load: str) -> Lsn | None:
         """From where on a table that came from a load held no row that was newer than it said; None: not known."""
@@ -247,8 +272,8 @@ class Seeds:
     def mixed_until(self, load: str, position: Lsn) -> Lsn | None:
         """What the log must pass before a table that came from a load, and stands here, holds no row that is newer than
         it says; None: it holds none now, or nothing is known of the load."""
-        spans = self.mixed(load) or ()
-        return next((span.end for span in spans if span.start <= position < span.end), None)
+        landed = self.landed(load)
+        return None if landed is None else landed.mixed_until(position)
 
     def passed(self, seed: str) -> Lsn | None:
         """What the replay of a load must pass; None if it is not about to land."""
@@ -326,10 +351,10 @@ def _passed(stored: dict[str, Any]) -> Lsn:
     return Lsn.parse(stored["passed"])
 
 
-def _spans(stored: dict[str, Any]) -> list[Span]:
+def _landed(stored: dict[str, Any]) -> Landed:
     """Also of a record that says only what was passed last."""
     found = [Span(Lsn.parse(start), Lsn.parse(end)) for start, end in stored.get("spans", ())]
-    return found or [Span(ZERO, _passed(stored))]
+    return Landed(found or [Span(ZERO, _passed(stored))], stored.get("time"))
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:

@@ -112,6 +112,8 @@ class Jvm:
         """End the process and, with it, everything it started; spark-submit's ends by itself, right after us."""
         if self._gateway.proc is None:
             return
+        # Whatever of Java's we still hold is let go of later, and it would be told to a process that is gone.
+        self._gateway._gateway_client.is_connected = False
         self._gateway.proc.kill()
         self._gateway.proc.wait()
         # PySpark keeps the gateway for ever; the next session in this process needs a new one.

@@ -6,7 +6,7 @@ clears are open until it is made. While nothing is wrong and no letter is open t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,20 +14,27 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace import failpoints
+from tailrace.capture.postgres import values
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import Bundle, Letters
-from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
+from tailrace.errors import BaseRowMissing, DeadLettersFull, TransformFailed, ValueUnfit
 from tailrace.model import change
-from tailrace.model.schema import TableSchema
+from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.history import LATEST, latest_times
 from tailrace.tables.identity import one_array
-from tailrace.tables.sifting import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept
+from tailrace.tables.sifting import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept, sift_versions
+from tailrace.tables.sifting_images import DeadImages, sift_each, sift_images
+from tailrace.transforms.shape import is_touched
 
 LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""
+
+NOT_TAKEN = (ValueUnfit, TransformFailed, BaseRowMissing)
+"""What is raised for changes that a table cannot take, and that may be set aside."""
 
 STOPPED_HINT = (
     "The table has dead letters, and `on_bad_row: stop` does not go past what builds on them. Set `on_bad_row: "
@@ -49,6 +56,12 @@ class Step:
     """Whether changes are set aside; otherwise one that cannot be applied is an error, and letters of before stay."""
     reread: Reread | None = None
 
+    @property
+    def rereads(self) -> bool:
+        """Whether the table can take a change that leaves out values which neither it nor the batch has: its row is
+        read again. Whoever keeps letters sets such a change aside."""
+        return self.reread is not None and not self.on
+
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
@@ -60,25 +73,21 @@ class Done:
 
 def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Done:
     """One commit. Where nothing is left to write the position is still committed: the driver goes on from it."""
-    if step.form.mode is not TableMode.MIRROR:
-        return Done(applied=_apply(table, step, changes))
     letters = Letters(step.log, step.schema.table)
-    if not letters.any and not (step.on and step.schema.key and has_unfit(changes)):
+    if not letters.any and not (step.on and has_unfit(changes)):
         try:
             return Done(applied=_apply(table, step, changes))
-        except (ValueUnfit, BaseRowMissing):
-            if not step.on or not step.schema.key:
+        except NOT_TAKEN:
+            if not step.on:
                 raise
     here = table.cursor()
     if here is not None and here.seq >= step.cursor.seq:
         return Done(applied=Applied(committed=False, cursor=here))
     if here != step.expected:
         return Done(applied=_apply(table, step, changes.slice(0, 0)))  # which says why not
-    letters.settle(step.expected.load)
+    letters.settle(step.expected.load, table.late())
     letters.void(step.expected.seq)
-    if not step.schema.key:  # its key was taken away: nobody can say which rows the letters speak of
-        return Done(applied=_apply(table, step, changes))
-    sifted = sifted_by(partial(table.holds, step.schema), step, changes, letters.keys(step.expected.seq))
+    sifted = sifted_by(partial(table.holds, step.schema), step, changes, letters)
     keep_letters(step, sifted, letters)
     applied = _apply(table, step, sifted.changes)
     letters.tidy(step.cursor.seq)
@@ -89,22 +98,49 @@ def apply_with_letters(table: MendedTable, step: Step, changes: pa.Table) -> Don
 def keep_letters(step: Step, sifted: Sifted, letters: Letters) -> None:
     """Make letters of what was left out, if there is any and not too much; they count once the table is there."""
     refuse_too_many(step, sifted, letters)
-    if sifted.letters.num_rows or sifted.cleared.size:
-        letters.write(step.schema, step.cursor.seq, sifted.letters, sifted.causes, sifted.cleared.tolist())
+    if sifted.letters.num_rows or sifted.cleared.size or sifted.passed.size:
+        letters.write(
+            step.schema, step.cursor.seq, sifted.letters, sifted.causes, sifted.cleared.tolist(),
+            passed=sifted.passed.tolist(),
+        )  # fmt: skip
         failpoints.hit("letters.written")
 
 
 def _apply(table: MendedTable, step: Step, changes: pa.Table) -> Applied:
-    folded = fold_into(step.form, step.schema, changes)
+    folded = fold_into(step.form, step.schema, changes, rereads=step.rereads)
     return table.apply(step.schema, folded, step.expected, step.cursor, touch=True, reread=step.reread)
 
 
-def sifted_by(holds: Holds, step: Step, changes: pa.Table, bundles: list[Bundle]) -> Sifted:
+def sifted_by(holds: Holds, step: Step, changes: pa.Table, letters: Letters) -> Sifted:
     """Changes, which have every column, told apart by what the table holds and by the letters that are open."""
-    by = step.form.partitions_of(step.schema)
-    apart = sift_kept if step.form.soft_delete else sift
+    schema, form, here = step.schema, step.form, step.expected.seq
+    by = form.partitions_of(schema)
+    if form.mode is TableMode.APPEND:
+        return sift_each(schema, changes, by)
+    if not schema.key:
+        known = ((bundle.shape, bundle.changes) for bundle in letters.open(here))
+        return sift_images(schema, changes, DeadImages.of(schema, known, letter_value), by)
+    dead = dead_keys(schema, letters.keys(here))
+    if form.mode is TableMode.HISTORY:  # of which no version is ever read again
+        return _sifted_versions(schema, changes, dead, holds, by)
+    apart = sift_kept if form.soft_delete else sift
     asked = holds if step.reread is None else all_held  # what is missing is read again
-    return apart(step.schema, changes, dead_keys(step.schema, bundles), asked, by)
+    return apart(schema, changes, dead, asked, by, rereads=step.rereads)
+
+
+def letter_value(column: Column, text: str) -> pa.Scalar | None:
+    """A text that the source sent as a value of the column; none of one that a rule works on."""
+    return None if is_touched(column) else values.value_of(text, column.type)
+
+
+def _sifted_versions(
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: dict[str, str]
+) -> Sifted:
+    """What is set aside counts for the times of the others all the same."""
+    if LATEST not in changes.column_names:
+        changes = changes.append_column(LATEST, pa.array(latest_times(changes)))
+    found = sift_versions(schema, changes, dead, holds, partition_by)
+    return replace(found, letters=found.letters.drop_columns([LATEST]))
 
 
 def all_held(keys: pa.Table) -> Flags:

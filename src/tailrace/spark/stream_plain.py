@@ -3,7 +3,8 @@
 The place is what Spark was told last, or the end of the micro-batch it planned last: it asks again only when that is
 done. After a restart neither is known until the first micro-batch is planned, so that one goes to the log's newest
 commit with rows of ours; should there be something in its way, that is the error before anything of it is delivered.
-There are no limits: Spark would take one micro-batch for all there is (`availableNow`).
+Rows that are gone count too: Spark may have read them, and an offset before its own would lead it back. There are no
+limits: Spark would take one micro-batch for all there is (`availableNow`).
 """
 
 from __future__ import annotations
@@ -37,5 +38,5 @@ class PlainStreamReader(LogStream):
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
         self._acknowledge(self._place(start), at_once=True)
-        self._at = end
+        self._at = max(start, end, key=self._place)
         return super().partitions(start, end)

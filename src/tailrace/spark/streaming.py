@@ -6,7 +6,8 @@ of the next micro-batch: that is the end of one Spark has noted as done. `commit
 not at all while nothing happens.
 
 One process of the driver's runs all of this, one call after the other, except `read`, which runs in tasks. Everything
-is opened when it is first used: Spark makes the reader in several processes, and pickles it.
+is opened when it is first used: Spark makes the reader in several processes, and pickles it. A capture leaves a slot at
+the source, which keeps that from discarding its log: so what is known to be refused is refused before one is started.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from pyspark.sql.types import StructType
 
 from tailrace.changelog import files
 from tailrace.changelog.consumers import Consumer
-from tailrace.changelog.places import Place, starting_place
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.places import Place, refuse_past
+from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.waiting import rest
 from tailrace.changelog.wanted import Wanted
-from tailrace.errors import LogForeign
+from tailrace.errors import LogForeign, LogUnreachable, LogUnusable, TailraceError
 from tailrace.spark.arrow import arrow_schema
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_part import read_part
@@ -76,14 +79,15 @@ class LogStream(DataSourceStreamReader):
 
     def initialOffset(self) -> Offset:
         view = self._opened()
-        place = starting_place(view.log, self._frame.options.start, view.tables(view.newest()))
+        place = view.begin()
         self._acknowledge(place)
         return self._offset(place)
 
     def _latest(self, start: Offset, *, limited: bool) -> Offset:
         """How far to go from where everything before is done; `start` itself, if there is nothing to go for."""
         self._rest(start)
-        view, place = self._opened(), self._place(start)
+        place = self._place(start)
+        view = self._opened()
         if self._capture is not None:
             self._capture.check()
         newest = view.newest() if self._target is None else max(self._target, place.commit)
@@ -105,8 +109,8 @@ class LogStream(DataSourceStreamReader):
     # What is there.
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        view, begin, upto = self._opened(), self._place(start), self._place(end)
-        return [InputPartition(part) for part in view.parts(begin, upto.commit)] if begin < upto else []
+        begin, upto = self._place(start), self._place(end)
+        return [InputPartition(part) for part in self._opened().parts(begin, upto.commit)] if begin < upto else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read_part(self._frame, partition.value, arrow_schema(self._schema))
@@ -159,12 +163,10 @@ class LogStream(DataSourceStreamReader):
         return found | {"seq": place.seq} if place.seq else found
 
     def _place(self, offset: Offset) -> Place:
+        if self._view is None and self._capture is not None:
+            self._refuse_foreign(offset, _id_of(self._frame.options.place))
         log = self._opened().log
-        if offset.get("log") != log.log_id:
-            raise LogForeign(
-                "the checkpoint is of another log", log=log.path, id=log.log_id, checkpoint=offset.get("log"),
-                hint=f"{_CHECKPOINT_HINT} Or give `log` the folder that the checkpoint is of.",
-            )  # fmt: skip
+        self._refuse_foreign(offset, log.log_id)
         place = Place(offset["commit"], offset.get("seq", 0))
         if place.commit > log.newest():
             raise LogForeign(
@@ -174,14 +176,55 @@ class LogStream(DataSourceStreamReader):
             )  # fmt: skip
         return place
 
+    def _refuse_foreign(self, offset: Offset, found: str | None) -> None:
+        if offset.get("log") != found:
+            raise LogForeign(
+                "the checkpoint is of another log" if found else "the log that the checkpoint is of is not here",
+                log=self._frame.options.log, id=found or "none", checkpoint=offset.get("log"),
+                hint=f"{_CHECKPOINT_HINT} Or give `log` the folder that the checkpoint is of.",
+            )  # fmt: skip
+
     def _opened(self) -> LogView:
         if self._view is None:
             if self._capture is not None:
+                if _id_of(self._frame.options.place) is None:
+                    refuse_past(self._frame.options.start)
                 # Spark ends this process with a signal that would leave no time to end another.
                 signal.signal(signal.SIGTERM, _leave)
                 self._capture.start()
             self._view = LogView(self._frame)
         return self._view
+
+
+class RefusedStream(DataSourceStreamReader):
+    """A stream that cannot be. Whatever Spark asks first is answered with why: were that raised when the reader is
+    made, Spark's own loop would stumble over having none, and tell of that last."""
+
+    def __init__(self, error: TailraceError) -> None:
+        self._error = error
+
+    def initialOffset(self) -> Offset:
+        raise self._error
+
+    def latestOffset(self) -> Offset:  # type: ignore[override] # as a source has it that takes no limits
+        raise self._error
+
+    def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
+        raise self._error
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        raise self._error
+
+
+def _id_of(path: LogPath) -> str | None:
+    """Of the log that is there; None if it is none yet, or nothing is in it."""
+    try:
+        log = ChangeLog.open(path)
+    except LogUnreachable:
+        raise  # what is in it is not known
+    except LogUnusable:
+        return None
+    return log.log_id if log.newest() else None
 
 
 def _leave(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -28,13 +28,19 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position, upto_position
-from tailrace.errors import SourceSlow, TableFailed, TailraceError, TransformFailed, ValueUnfit
+from tailrace.errors import (
+    SourceSlow,
+    TableFailed,
+    TailraceError,
+    TransformFailed,
+    ValueUnfit,
+)
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.spark.load_letters import LoadLetters, may_set_aside
+from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.seeds import Seeds, StagedChunk
-from tailrace.spark.setting_aside import Step, apply_with_letters
+from tailrace.spark.setting_aside import Done, Step, apply_with_letters
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast
 from tailrace.tables.formed import loaded
@@ -119,6 +125,11 @@ class ApplyWork:
     upto: Lsn | None = None
     """Where it ends, if that is inside the last slice."""
 
+    @property
+    def rereads(self) -> bool:
+        """Whether the table can take a change that leaves out values which are nowhere, as `Step` has it."""
+        return self.reader is not None and not self.letters
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvolveWork:
@@ -175,7 +186,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
         try:
             done = _read_chunk(work, started, letters=False)
         except (ValueUnfit, TransformFailed):
-            if not work.letters or not may_set_aside(work.form, work.schema):
+            if not work.letters:
                 raise
             # Once more from the beginning: which rows do not fit is told only by a way of reading that costs more.
             done = _read_chunk(work, started, letters=True)
@@ -208,7 +219,7 @@ def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChun
         )
         keys: tuple[StagedFile, ...] = ()
         stay = reader.rows(_key_shape(work.schema), work.chunk) if work.condition is not None else None
-        if stay is None and work.form.soft_delete and aside.count:
+        if stay is None and work.form.retains and stored.key and aside.count:
             stay = aside.keys()  # what a table has of rows that do not fit now is no row that is gone
         if stay is not None:
             keys = stage(work.lake, f"{name}-keys", _key_shape(stored), stay)
@@ -286,12 +297,7 @@ def apply_changes(work: ApplyWork) -> Outcome:
     failpoints.hit("apply.before_table")
     try:
         changes = changes_of(work)
-        again = partial(_read_again, work, changes) if work.reader is not None else None
-        step = Step(
-            log=work.log, schema=work.shape, form=work.place.form, expected=work.expected, cursor=work.cursor,
-            on=work.letters, reread=again,
-        )  # fmt: skip
-        done = apply_with_letters(work.place.open(), step, changes)
+        done = _applied(work, changes)
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
@@ -305,6 +311,15 @@ def apply_changes(work: ApplyWork) -> Outcome:
         version=done.applied.version,
         letters=done.letters,
     )
+
+
+def _applied(work: ApplyWork, changes: pa.Table) -> Done:
+    again = partial(_read_again, work, changes) if work.reader is not None else None
+    step = Step(
+        log=work.log, schema=work.shape, form=work.place.form, expected=work.expected, cursor=work.cursor,
+        on=work.letters, reread=again,
+    )  # fmt: skip
+    return apply_with_letters(work.place.open(), step, changes)
 
 
 def tend_table(work: TendWork) -> Outcome:
@@ -359,6 +374,7 @@ def read_rows(
     deadline = time.monotonic() + SEEN_SECONDS_MAX
     while time.monotonic() < deadline:
         with source as reader:
+            reader.keep(shape)
             if reader.sees(transactions):
                 rows = pa.Table.from_batches(reader.rows_of(shape, keys), pa.schema(shape.row_fields()))
                 return rows, reader.position()

@@ -130,7 +130,8 @@ class LakeTable(Protocol):
         With `reread` the table may hold rows as they were at different times after `expected`, as long as all
         changes since come too. A partial row whose base is missing, or that had another key (its old one may be
         another row's by now), is then asked for by the key that it has after this batch and taken as it is given.
-        One that is not given is left out: its delete, or its next move, is still to come.
+        One that is not given is left out: its delete, or its next move, is still to come. If it came without those
+        values and has no base at all, what stands under its key goes: that is an earlier row, and lends it nothing.
         """
         ...
 
@@ -176,10 +177,26 @@ class MendedTable(LakeTable, Protocol):
         """Which of these keys, the key's columns by their own names, it has a row of; each is asked for once."""
         ...
 
-    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
+    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor, said: pa.Table | None = None) -> Applied:
         """Make these whole rows the ones under their keys, at the position that the table has, in one commit.
 
         For rows that are known to be what the table would hold at that position, had it been able to take their
-        changes. May be repeated.
+        changes. In a table of versions each becomes the current one; `said` is what the change that made it says of
+        itself, row by row. May be repeated.
+        """
+        ...
+
+    def late(self) -> str | None:
+        """The name that the last `add` was given; None: there was none since the table was loaded."""
+        ...
+
+    def add(
+        self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str
+    ) -> Applied:
+        """Add rows, in a table without a key or one of changes, at the position that it has, in one commit that bears
+        the name `late`; every later commit bears it too, until the next that is given one.
+
+        Repeated, it would add them once more. So it is refused unless the table bears the name `after`: whoever has
+        looked for the name before knows whether the rows are in, and nothing can come between.
         """
         ...

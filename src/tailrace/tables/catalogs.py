@@ -13,31 +13,25 @@ import gzip
 import json
 import re
 import sqlite3
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote, urlencode
 
 import psycopg
 
 from tailrace.errors import TableUnusable
 from tailrace.tables.folder import unreadable
 from tailrace.tables.paths import UNUSABLE
+from tailrace.tables.restcatalog import ANSWER_SECONDS_MAX, Unanswered, load_table
 
 CatalogKind = Literal["hadoop", "rest", "jdbc"]
 
-ANSWER_SECONDS_MAX = 30.0
-"""For a catalog to say where a table is."""
 VERSIONS_MAX = 1_000_000
 """That a folder's hint may lie behind."""
 
 _CODECS = (".metadata.json", ".gz.metadata.json", ".metadata.json.gz")
 _NUMBERED = re.compile(r"v(\d+)(?:\.metadata\.json|\.gz\.metadata\.json|\.metadata\.json\.gz)")
-_LEVELS = "\x1f"
-"""Between the levels of a namespace, in REST."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +65,13 @@ class Catalog:
             "hadoop": self._in_folder, "rest": self._at_server, "jdbc": self._in_database,
         }  # fmt: skip
         try:
-            return ways[self.kind](path)
+            found = ways[self.kind](path)
+            if found is not None and "format-version" not in found:
+                raise ValueError("not what Iceberg says of a table")
+            return found
         except OSError as exc:
             raise unreadable(path, exc) from exc
-        except (ValueError, KeyError) as exc:
+        except (ValueError, KeyError, TypeError) as exc:
             raise TableUnusable(
                 "the table's metadata cannot be read", path=path, hint="Is it an Iceberg table, and whole?"
             ) from exc
@@ -126,29 +123,11 @@ class Catalog:
 
     def _at_server(self, path: Path) -> dict[str, Any] | None:
         *namespace, name = self.levels(path)
-        where = f"?{urlencode({'warehouse': self.warehouse})}" if self.warehouse else ""
-        config = self._get(path, f"{self.uri}/v1/config{where}") or {}
-        said = {**config.get("defaults", {}), **config.get("overrides", {})}
-        prefix = f"{quote(said['prefix'], safe='')}/" if said.get("prefix") else ""
-        inside = quote(_LEVELS.join(namespace), safe="")
-        found = self._get(path, f"{self.uri}/v1/{prefix}namespaces/{inside}/tables/{quote(name, safe='')}")
-        return None if found is None else dict(found["metadata"])
-
-    def _get(self, path: Path, url: str) -> dict[str, Any] | None:
-        token = self.properties.get("token")
-        headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
         try:
-            with urllib.request.urlopen(  # settings allow http and https alone
-                urllib.request.Request(url, headers=headers), timeout=ANSWER_SECONDS_MAX
-            ) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as exc:
-            with exc:
-                if exc.code == 404:
-                    return None
-            raise self._silent(path, f"HTTP {exc.code}") from exc
-        except OSError as exc:
-            raise self._silent(path, type(exc).__name__) from exc
+            found = load_table(self.uri, self.warehouse, self.properties, namespace, name)
+        except Unanswered as exc:
+            raise self._silent(path, exc.reason) from exc
+        return None if found is None else dict(found["metadata"])
 
     def _silent(self, path: Path, reason: str) -> TableUnusable:
         return TableUnusable(

@@ -69,14 +69,14 @@ from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_
 from tailrace.tables.fold import UPSERT, Flags, Folded
 from tailrace.tables.folder import find_folder, make_folder, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
-from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
+from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
 from tailrace.tables.limits import refuse_names
 from tailrace.tables.lookup import Baseless, held, without_base
 from tailrace.tables.merge import operations, rows_to_put
 from tailrace.tables.partitions import Parts, values_of
 from tailrace.tables.paths import anothers
-from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows
+from tailrace.tables.recast import Laid, kept_columns, lay_out, only_adds, recast_rows, stored_fields
 from tailrace.tables.refresh import all_rows, compare
 from tailrace.tables.refusals import (
     elsewhere,
@@ -84,6 +84,7 @@ from tailrace.tables.refusals import (
     overtaken,
     refuse_elsewhere,
     refuse_form,
+    refuse_other_letters,
     strangers,
 )
 from tailrace.tables.rewriting import plan
@@ -142,6 +143,13 @@ class DeltaRsTable:
     def shape(self) -> TableSchema | None:
         return None if (opened := self._open()) is None else opened.position.schema
 
+    def late(self) -> str | None:
+        return None if (opened := self._open()) is None else opened.position.late
+
+    def columns(self) -> list[str]:
+        """All that it holds, by name, those included that the source has dropped."""
+        return list(stored_fields(self.opened().table))
+
     def rows(self) -> int:
         """From the files' statistics, which every writer of ours adds."""
         newest = self._newest()
@@ -156,6 +164,19 @@ class DeltaRsTable:
         """Delta's own number of the newest version; None if there is no table."""
         newest = self._newest()
         return None if newest is None else newest[1].version()
+
+    def identity(self, version: int | None = None) -> str | None:
+        """Which table the newest version is of, or another: a folder that is made anew has another one. None if there
+        is no such version."""
+        newest = self._newest()
+        if newest is None:
+            return None
+        if version is not None and newest[1].version() != version:
+            try:
+                newest[1].load_as_version(version)
+            except (DeltaError, OSError):
+                return None
+        return str(newest[1].metadata().id)
 
     def files(self) -> list[str]:
         """The data files of the newest version, by name."""
@@ -276,9 +297,10 @@ class DeltaRsTable:
         stored, clock = self._form.stored(schema), opened.position.clock
         folded = timed(stored, folded, clock)
         # A version is never read again: what it comes from is of the past. Otherwise the write finds what is missing.
-        if reread is not None and self._form.mode is not TableMode.HISTORY and not folded.truncated:
+        if reread is not None and self._form.mode is not TableMode.HISTORY:
             folded = replace(folded, rows=self._with_bases(opened, stored, folded.rows, reread))
-        written = self._write(opened, stored, folded, self._position(schema, cursor, folded.clock or clock))
+        position = self._position(schema, cursor, folded.clock or clock, opened.position.late)
+        written = self._write(opened, stored, folded, position)
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
         return Applied(
             committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
@@ -299,17 +321,35 @@ class DeltaRsTable:
     @_explained
     def holds(self, schema: TableSchema, keys: pa.Table) -> Flags:
         stored = self._form.stored(schema)
-        return held(stored, self.opened().table, keys.rename_columns(list(map(self._form.name_of, keys.column_names))))
+        only = CURRENT if self._form.mode is TableMode.HISTORY else None
+        named = keys.rename_columns(list(map(self._form.name_of, keys.column_names)))
+        return held(stored, self.opened().table, named, only)
 
     @_explained
-    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor) -> Applied:
+    def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor, said: pa.Table | None = None) -> Applied:
         opened = self.opened()
         self.refuse_elsewhere(opened.position, schema, expected)
-        whole = rows_to_put(self._form, schema, rows, expected)
-        written = self._write(opened, self._form.stored(schema), whole, opened.position)
+        stored = self._form.stored(schema)
+        whole = timed(stored, rows_to_put(self._form, schema, rows, expected, said), opened.position.clock)
+        clock = opened.position.clock if whole.clock is None else whole.clock
+        written = self._write(opened, stored, whole, replace(opened.position, clock=clock))
         return Applied(
             committed=True, cursor=expected, upserted=rows.num_rows, bytes=written.bytes, version=opened.following
         )
+
+    @_explained
+    def add(
+        self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str
+    ) -> Applied:
+        opened = self.opened()
+        self.refuse_elsewhere(opened.position, schema, expected)
+        refuse_other_letters(self._path, opened.position, after)
+        position = replace(opened.position, late=late)
+        written = self._write(opened, self._form.stored(schema), folded, position)
+        return Applied(
+            committed=True, cursor=expected, upserted=folded.rows.num_rows, bytes=written.bytes,
+            version=opened.following,
+        )  # fmt: skip
 
     @_explained
     def refresh(
@@ -325,16 +365,17 @@ class DeltaRsTable:
             return Applied(committed=False, cursor=here)
         self.refuse_elsewhere(opened.position, schema, expected)
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
-        position = self._position(schema, cursor, max(clock, origin.read_at))
+        position = self._position(schema, cursor, max(clock, origin.read_at), opened.position.late)
         if appends:
             self._swap(opened.folder, opened.table, self._form.stored(schema), files, position, mode="append")
             self._make_durable(opened.folder, opened.table.version() + 1)
             return Applied(committed=True, cursor=cursor, upserted=sum(file.rows for file in files))
         refuse_features(self._path, opened.table, self._form.partition_by)
         (shape, others), parts = compared(self._form, schema), self._parts(opened, schema, files)
+        stay = None if keys is None else [file.path for file in keys]
         found = compare(
             opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
-            keys=None if keys is None else [file.path for file in keys],
+            keys=file_names(opened.table) if self._form.keeps else stay,
             kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
             keeping=keeping(self._form, origin, clock), parts=parts,
         )  # fmt: skip
@@ -408,7 +449,7 @@ class DeltaRsTable:
         laid = lay_out(opened.table, own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
         refuse_names(shape)
-        position = self._position(recast.schema, here, opened.position.clock)
+        position = self._position(recast.schema, here, opened.position.clock, opened.position.late)
         self.add_features(opened.folder, opened.table, shape)
         before, written = opened.table.version(), 0
         if not only_adds(opened.table, laid):
@@ -539,8 +580,8 @@ class DeltaRsTable:
         except OSError as exc:
             raise unreadable(self._path, exc) from exc
 
-    def _position(self, schema: TableSchema, cursor: Cursor, clock: int) -> Position:
-        return Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
+    def _position(self, schema: TableSchema, cursor: Cursor, clock: int, late: str | None = None) -> Position:
+        return Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock, late=late)
 
     def _newest(self) -> tuple[Path, DeltaTable] | None:
         folder = find_folder(self._path)

@@ -47,6 +47,8 @@ class Position:
     form: Form = PLAIN
     clock: int = 0
     """The latest time that a version of a row begins or ends at, µs since 1970."""
+    late: str | None = None
+    """The name of the dead letters that came in last, where their own changes did; every commit says it again."""
 
     def text(self) -> str:
         """As it stands in a commit."""
@@ -61,6 +63,8 @@ class Position:
         }
         if self.form != PLAIN:
             stored |= {"form": self.form.to_json(), "clock": self.clock}
+        if self.late is not None:
+            stored["late"] = self.late
         return json.dumps(stored)
 
     def user_metadata(self, token: str) -> str:
@@ -91,6 +95,7 @@ class Position:
         return cls(
             log=stored["log"], cursor=cursor, schema=TableSchema.from_json(stored["schema"]),
             form=Form.from_json(stored["form"]) if "form" in stored else PLAIN, clock=stored.get("clock", 0),
+            late=stored.get("late"),
         )  # fmt: skip
 
 

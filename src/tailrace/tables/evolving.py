@@ -7,6 +7,7 @@ is known, is read again from the source. Pure: no Spark, no I/O.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pyarrow as pa
 from tailrace.errors import SchemaChanged
 from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve
 from tailrace.model.policies import Policies, Policy
-from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.model.schema import MARK, Column, Identity, TableSchema
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.shapes import RELOAD_HINT
 
@@ -40,7 +41,7 @@ class Recast:
     def said(self) -> tuple[str, ...]:
         """In a few words each, for people."""
         return (
-            *(f"rename {old} to {new}" for old, new in self.renamed),
+            *(f"rename {old} to {new}" for old, new in self.renamed if old != new),
             *(f"add {name}" for name in self.added),
             *(f"fill {name} with its default in every row" for name, _ in self.filled),
             *(f"drop {name}" for name in self.dropped),
@@ -85,7 +86,7 @@ def plan(
     answers = list(_answers(old, new, found, policies, form))
     for kind, policy, why in answers:
         if policy is Policy.STOP:
-            return _stop(old, why, f"`tables.evolution.{kind}` is `stop`. {RELOAD_HINT}")
+            return _stop(old, why, f"`evolution.{kind}` is `stop` for it. {RELOAD_HINT}")
     if again := [why for _, policy, why in answers if policy is Policy.REFRESH]:
         return Refresh(schema=new, why="; ".join(dict.fromkeys(again)))
     return _recast(new, found, policies, value_of)
@@ -136,8 +137,11 @@ def _answer(
             return "rename", policies.rename, f"renamed {item.was} to {item.now}"
         case Kind.RETYPE:
             was, now = column_of(old, new, str(item.column))
-            kind = "widen" if is_wider(was, now) else "retype"
-            return kind, getattr(policies, kind), f"retyped {item.column}"
+            if is_wider(was, now):
+                return "widen", policies.widen, f"widened {item.column}"
+            if is_narrower(was, now):
+                return *policies.narrowing, f"narrowed {item.column}"
+            return "retype", policies.retype, f"retyped {item.column}"
         case Kind.ATTACH | Kind.DETACH | Kind.REPLACE:
             return "partition", policies.partition, f"partition {item.was or item.now} came or went"
     return None
@@ -153,15 +157,44 @@ def column_of(old: TableSchema, new: TableSchema, name: str) -> tuple[Column, Co
 
 INTEGERS = (pa.int16(), pa.int32(), pa.int64())
 _TEXTS = ("text", "character varying")
+_LENGTHS = (*_TEXTS, "character", "bit varying", "bit")
+_MOMENTS = tuple(f"{kind} {zone} time zone" for kind in ("time", "timestamp") for zone in ("with", "without"))
+_SECOND_DIGITS_MAX = 6
 
 
 def is_wider(was: Column, now: Column) -> bool:
     """Whether every value of one column is the same value in the other."""
+    if was.marks != now.marks:
+        return False
+    (kind, limits), (other, others) = _limits(was), _limits(now)
     if was.type != now.type:
-        return holds(was.type, now.type)
+        return "oid" not in (kind, other) and holds(was.type, now.type)  # a negative integer becomes another oid
     # Many types arrive as text, and what one prints another may print otherwise.
-    kinds = [re.sub(r"\([^)]*\)", "", column.source_type).removesuffix("[]") for column in (was, now)]
-    return kinds[0] == kinds[1] or set(kinds) <= set(_TEXTS)
+    alike = kind == other or {kind, other} <= set(_TEXTS)
+    return alike and all(mine <= theirs for mine, theirs in zip(limits, others, strict=True))
+
+
+def is_narrower(was: Column, now: Column) -> bool:
+    """Whether one column is of the other's kind, and does not hold all that it did."""
+    if was.marks != now.marks or is_wider(was, now):
+        return False
+    (kind, limits), (other, others) = _limits(was), _limits(now)
+    less = kind == other and any(mine > theirs for mine, theirs in zip(limits, others, strict=True))
+    return less or is_wider(now, was)
+
+
+def _limits(column: Column) -> tuple[str, tuple[float, ...]]:
+    """The source's type without what stands in brackets, and what that limits, as far as it is known of the type."""
+    written = column.source_type.partition(MARK)[0]
+    kind = re.sub(r"\([^)]*\)", "", written).removesuffix("[]")
+    given = [int(number) for number in re.findall(r"-?\d+", "".join(re.findall(r"\([^)]*\)", written)))]
+    if kind in _LENGTHS:
+        return kind, (given[0] if given else math.inf,)
+    if kind in _MOMENTS or kind.split(" ")[0] == "interval":
+        return kind, (given[0] if given else _SECOND_DIGITS_MAX,)
+    if kind == "numeric":
+        return kind, (given[0] - given[-1], given[-1]) if len(given) == 2 else (math.inf, math.inf)
+    return kind, ()
 
 
 def holds(was: pa.DataType, now: pa.DataType) -> bool:

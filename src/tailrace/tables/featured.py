@@ -212,6 +212,12 @@ def removed_rows(folder: Path, version: int) -> int:
     return sum((add.get("deletionVector") or {}).get("cardinality", 0) for add in live_files(folder, version).values())
 
 
+def files_tell_all(folder: Path, table: DeltaTable) -> bool:
+    """Whether the files of the version that was opened have its rows and no others, under the names of its columns: so
+    it is with all that a load has landed, whatever features the table has."""
+    return all(name == own for name, own in physical_names(table).items()) and not removed_rows(folder, table.version())
+
+
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\.\d{10}\.(\d{10}))?\.parquet")
 
 

@@ -2,15 +2,16 @@
 
 What must stay true: *absent is not null*. A value the server did not send comes from the row's previous state
 in the batch, through any chain of key moves, else from the table's row under the key the chain began with;
-where neither exists the fold refuses. A row that was deleted lends its values to the move that deleted it and
-to nothing after that. The result does not depend on how the changes were cut into batches.
+where neither exists the fold refuses or, if rows can be read again, says that no row of the table has it. A row
+that was deleted lends its values to the move that deleted it and to nothing after that. The result does not
+depend on how the changes were cut into batches.
 
 Pure: no Spark, no I/O. No Python object per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,8 +85,8 @@ class Folded:
 
 def folded_schema(schema: TableSchema) -> pa.Schema:
     """`c0…cN` are the table's own columns in order; `absent` lists the ordinals of those whose value stands in
-    the table's row `base` (its key before this batch), and `moved` says whether that row had another key since;
-    `copies` counts equal rows of a keyless table."""
+    the table's row `base` (its key before this batch; null: in no row of it, whatever has the key now), and `moved`
+    says whether that row had another key since; `copies` counts equal rows of a keyless table."""
     own = [pa.field(f"c{i}", column.type) for i, column in enumerate(schema.columns)]
     key = [own[i] for i in key_ordinals(schema)]
     return pa.schema(
@@ -105,15 +106,16 @@ def key_ordinals(schema: TableSchema) -> list[int]:
     return [i for i, column in enumerate(schema.columns) if column.name in schema.key]
 
 
-def fold(schema: TableSchema, changes: pa.Table) -> Folded:
-    """Fold changes that stand in `_seq` order; optional columns may be missing, foreign ones are ignored."""
+def fold(schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> Folded:
+    """Fold changes that stand in `_seq` order; optional columns may be missing, foreign ones are ignored. With
+    `rereads` a row may lack values that have no base: whoever applies it reads it from the source again."""
     operations = operation_codes(changes)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     if truncates.size:
         after = int(truncates[-1]) + 1
         changes, operations = changes.slice(after), operations[after:]
     batch = Batch(schema, changes, operations, empty_before=truncates.size > 0)
-    rows = _fold_keyed(batch) if schema.key else _fold_keyless(batch)
+    rows = _fold_keyed(batch, rereads=rereads) if schema.key else _fold_keyless(batch)
     return Folded(truncated=truncates.size > 0, rows=rows)
 
 
@@ -158,7 +160,7 @@ def as_type(column: Any, kind: pa.DataType) -> Any:
 # --- tables with a key -------------------------------------------------------------------------------------
 
 
-def _fold_keyed(batch: Batch) -> pa.Table:
+def _fold_keyed(batch: Batch, *, rereads: bool) -> pa.Table:
     keys = Keys(batch)
     rows = np.arange(batch.size)
     last = np.full(keys.limit, NOWHERE, np.int64)
@@ -170,7 +172,7 @@ def _fold_keyed(batch: Batch) -> pa.Table:
     if gaps is None:
         refuse_unfit(batch, picked, alive)
         return folded_rows(batch.schema, take_places(batch.own, picked), ~alive)
-    source, root, moved = _follow_all(batch, keys, gaps)
+    source, root, moved = _follow_all(batch, keys, gaps, rereads)
     at = keys.own[final]
     for place, ordinal in enumerate(gaps.ordinals):
         picked[ordinal] = np.where(alive, source[at, place], final)
@@ -250,9 +252,9 @@ class Gaps:
                 raise batch.base_missing(row, "a change came without a part of its key")
 
 
-def _follow_all(batch: Batch, keys: Keys, gaps: Gaps) -> tuple[Ints, Ints, Flags]:
-    """Per key and gappy column the row that gives the value (-1: the table does); the table row's key, and
-    whether the row had another since."""
+def _follow_all(batch: Batch, keys: Keys, gaps: Gaps, rereads: bool) -> tuple[Ints, Ints, Flags]:
+    """Per key and gappy column the row that gives the value (-1: none does); the key of the table's row that does (-1:
+    none), and whether the row had another since."""
     source = np.full((keys.limit, len(gaps.ordinals)), NOWHERE, np.int64)
     root = np.arange(keys.limit)
     state = np.zeros(keys.limit, np.int8)
@@ -264,6 +266,7 @@ def _follow_all(batch: Batch, keys: Keys, gaps: Gaps) -> tuple[Ints, Ints, Flags
         keys.old,
         gaps.flags,
         batch.empty_before,
+        rereads,
         source,
         root,
         state,
@@ -277,10 +280,10 @@ def _follow_all(batch: Batch, keys: Keys, gaps: Gaps) -> tuple[Ints, Ints, Flags
 
 @kernel
 def _follow(
-    operations: Codes, own: Ints, old: Ints, gap: Flags, empty_before: bool,
+    operations: Codes, own: Ints, old: Ints, gap: Flags, empty_before: bool, rereads: bool,
     source: Ints, root: Ints, state: Codes, left_at: Ints, moved: Flags,
 ) -> int:  # fmt: skip
-    """Walk the changes in order; the first row whose missing values have no base, or -1.
+    """Walk the changes in order; the first row whose missing values have no base, if none can be read again, or -1.
 
     A deleted key keeps its last state until it is used again, and `left_at` says when it went: only the row
     right after may take values from it, as the other half of a move.
@@ -298,14 +301,20 @@ def _follow(
             base = k if known else -1
         elif old[i] >= 0 and i > 0 and left_at[old[i]] == i - 1:
             base = old[i]
+        lacks = False
         for c in range(columns):
             if not gap[i, c]:
                 source[k, c] = i
-            elif base < 0:
-                return i
-            else:
+            elif base >= 0:
                 source[k, c] = source[base, c]
-        root[k] = root[base] if base >= 0 else k
+            elif rereads:
+                source[k, c], lacks = NOWHERE, True
+            else:
+                return i
+        if base >= 0:
+            root[k] = root[base]
+        else:
+            root[k] = NOWHERE if lacks else k
         moved[k] = base >= 0 and (moved[base] or operations[i] != _UPDATED)
         state[k] = ALIVE
     return -1
@@ -333,7 +342,7 @@ def _fold_keyless(batch: Batch) -> pa.Table:
     surviving = unfit.take(pa.array(rows))
     if surviving.null_count < rows.size:
         at = int(np.argmax(surviving.is_valid().to_numpy()))
-        raise _unfit(batch, int(rows[at]), str(surviving[at][0]["column"].as_py()))
+        raise _unfit_image(batch, int(rows[at]), str(surviving[at][0]["column"].as_py()))
     copies = net[numbered.numbers[rows]]
     columns = take_places(images, [rows] * len(images))
     return folded_rows(batch.schema, columns, copies < 0, copies=copies)
@@ -358,8 +367,38 @@ def _images(batch: Batch) -> tuple[list[Any], Ints]:
         pa.chunked_array([*own.chunks, as_type(pc.struct_field(old, [i]), own.type)], own.type)
         for i, own in enumerate(batch.own)
     ]
-    unfits = pa.chunked_array([unfit, pa.nulls(updates.size, change.UNFIT_TYPE)])
+    went = old_unfit(batch.schema, unfit.take(pa.array(updates)))
+    unfits = pa.chunked_array([own_unfit(batch.schema, unfit), went])
     return [*images, unfits], np.concatenate([weights, np.full(updates.size, -1)])
+
+
+def _unfit_image(batch: Batch, image: int, column: str) -> TailraceError:
+    """An image as `_images` numbers them, those that updates replaced last."""
+    if image < batch.size:
+        return _unfit(batch, image, column)
+    updates = np.flatnonzero(batch.operations == _UPDATED)
+    return _unfit(batch, int(updates[image - batch.size]), f"{change.BEFORE}.{column}")
+
+
+def own_unfit(schema: TableSchema, unfit: pa.Array) -> pa.Array:
+    """Of `_unfit` what it says of a change's own values."""
+    return _said_of(unfit, {name: name for name in schema.names})
+
+
+def old_unfit(schema: TableSchema, unfit: pa.Array) -> pa.Array:
+    """Of `_unfit` what it says of the row that an update replaced, as that row's own."""
+    return _said_of(unfit, {f"{change.BEFORE}.{name}": name for name in schema.names})
+
+
+def _said_of(unfit: pa.Array, names: Mapping[str, str]) -> pa.Array:
+    """By their new names, what is said of some columns. Rare, so plain Python."""
+    if unfit.null_count == len(unfit):
+        return unfit
+    found = [
+        [{"column": names[cell["column"]], "text": cell["text"]} for cell in said or () if cell["column"] in names]
+        for said in unfit.to_pylist()
+    ]
+    return pa.array([said or None for said in found], change.UNFIT_TYPE)
 
 
 # --- shared ------------------------------------------------------------------------------------------------

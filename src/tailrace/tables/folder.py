@@ -9,6 +9,7 @@ a table.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ from tailrace.tables.deltalog import has_commits
 from tailrace.tables.paths import UNUSABLE
 
 ASIDE = ".tailrace"
+SCRATCH = "_tailrace"
+"""Below a table's folder, while it is worked on; readers and Delta's own upkeep pass over names that begin so."""
 REBUILT = "_rebuild"
 """Where a table is made anew, in its own folder. Readers and writers of Delta pass over a name that begins so."""
 
@@ -35,7 +38,7 @@ def find_folder(path: Path) -> Path | None:
         if folder is None or not folder.exists():
             return None
         if not folder.is_dir():
-            raise TableUnusable("a file stands in the table's place", path=path, hint=_AWAY)
+            raise TableUnusable("a file stands in the table's place", path=path, hint=AWAY_HINT)
         if has_commits(folder):
             return folder
         strays = sorted(_strays(folder))
@@ -43,7 +46,7 @@ def find_folder(path: Path) -> Path | None:
         raise unreadable(path, exc) from exc
     if strays:
         raise TableUnusable(
-            "the folder holds something that is not a Delta table", path=path, found=strays[0], hint=_AWAY
+            "the folder holds something that is not a Delta table", path=path, found=strays[0], hint=AWAY_HINT
         )
     return None
 
@@ -89,16 +92,27 @@ def make_folder(path: Path) -> Path:
     return folder
 
 
+_SYSTEM_HINT = "Check that the path is a lake table or free, that this user may write there, and the disk's room."
+_GONE_HINT = (
+    "If a file of the table was removed, run `tailrace rebuild FILE TABLE`, which does without it where it can, or "
+    "`tailrace snapshot FILE TABLE`: the table is loaded anew."
+)
+_DAMAGED_HINT = (
+    "It is no lake table, or is damaged. Move the folder away; then `tailrace rebuild FILE TABLE` makes the table from "
+    "what is kept of its load, and otherwise the next start loads it."
+)
+
+
 def unreadable(path: Path, exc: BaseException) -> TableUnusable:
     """The table cannot be read or written, for the reason the system gave."""
     # Only the system's own words: another message of the engine's could quote a row.
     said = re.search(r"([A-Z][^\n\x1b]*)\(os error \d+\)", str(exc))
     reason = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else None
-    reason = reason or (said.group(1).strip() if said else type(exc).__name__)
+    reason = reason or (said.group(1).strip() if said else None)
+    hint = _DAMAGED_HINT if reason is None else _GONE_HINT if reason == os.strerror(errno.ENOENT) else _SYSTEM_HINT
     return TableUnusable(
-        "the table's folder cannot be used", path=path, reason=reason,
-        hint="Check that the path is a Delta table or free, that this user may write there, and the disk's room.",
-    )  # fmt: skip
+        "the table's folder cannot be used", path=path, reason=reason or type(exc).__name__, hint=hint
+    )
 
 
 def _real(path: Path) -> Path | None:
@@ -110,11 +124,11 @@ def _real(path: Path) -> Path | None:
         return None
     if stat.S_ISLNK(found.st_mode):
         return path.resolve()
-    raise TableUnusable("delta-rs cannot use a folder with this name", path=path, hint=_AWAY)
+    raise TableUnusable("delta-rs cannot use a folder with this name", path=path, hint=AWAY_HINT)
 
 
 def _needs_link(path: Path) -> bool:
     return UNUSABLE.search(str(path)) is not None
 
 
-_AWAY = "Move it away, or choose another `tables.path`."
+AWAY_HINT = "Move it away, or choose another `tables.path`."

@@ -38,25 +38,28 @@ from tailrace.tables.refresh import Keeping
 from tailrace.tables.states import States
 
 
-def fold_into(form: Form, schema: TableSchema, changes: pa.Table) -> Folded:
-    """Changes of the source's shape as what a table of the form must do about them, in its own shape."""
+def fold_into(form: Form, schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> Folded:
+    """Changes of the source's shape as what a table of the form must do about them, in its own shape. `rereads` is as
+    `fold` has it; a version is never read again, for what it comes from is of the past."""
     if form == PLAIN:
-        return fold(schema, changes)
+        return fold(schema, changes, rereads=rereads)
     stored = form.stored(schema)
     if form.mode is TableMode.HISTORY:
         return fold_versions(form, schema, stored, changes)
     if form.mode is TableMode.APPEND:
         return _fold_changes(form, schema, stored, changes)
-    return _fold_marked(form, schema, stored, changes) if form.soft_delete else _fold_widened(form, schema, changes)
+    if form.soft_delete:
+        return _fold_marked(form, schema, stored, changes, rereads)
+    return _fold_widened(form, schema, changes, rereads)
 
 
-def _fold_widened(form: Form, schema: TableSchema, changes: pa.Table) -> Folded:
+def _fold_widened(form: Form, schema: TableSchema, changes: pa.Table, rereads: bool) -> Folded:
     """As any mirror: what the form adds are columns that every change brings."""
     # No source can have a name with a zero in it, so none is in the way.
     wide = tuple(replace(column, name=f"\0{column.name}") for column in form.added)
     for inner, column in zip(wide, form.added, strict=True):
         changes = changes.append_column(inner.name, changes.column(column.name))
-    return fold(replace(schema, columns=(*schema.columns, *wide), facts=None), changes)
+    return fold(replace(schema, columns=(*schema.columns, *wide), facts=None), changes, rereads=rereads)
 
 
 def _fold_changes(form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table) -> Folded:
@@ -89,9 +92,11 @@ def _renamed(form: Form, unchanged: Any) -> Any:
     return pa.ListArray.from_arrays(pa.array(offsets), names, mask=lists.is_null())
 
 
-def _fold_marked(form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table) -> Folded:
+def _fold_marked(
+    form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table, rereads: bool
+) -> Folded:
     """The last state of each key, alive or not."""
-    states = States(schema, changes)
+    states = States(schema, changes, rereads=rereads)
     last = np.full(int(states.key.max(initial=-1)) + 1, -1, np.int64)
     last[states.key] = np.arange(len(states))
     which = np.sort(last[last >= 0])

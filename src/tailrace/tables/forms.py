@@ -71,10 +71,14 @@ class Form:
     """Columns that have another name in the lake: the source's, the lake's."""
     partition_by: tuple[str, ...] = ()
     """Columns, by their names in the lake, whose values say which rows lie together."""
+    keeps: bool = False
+    """Of a mirror: its rows are messages, and stay as they are when the source no longer has them."""
 
     def __post_init__(self) -> None:
         if self.soft_delete and self.mode is not TableMode.MIRROR:
             raise ValueError("only a mirror marks what is deleted")
+        if self.keeps and (self.soft_delete or self.mode is not TableMode.MIRROR):
+            raise ValueError("messages are kept as they are")
         if not set(self.metadata) <= set(METADATA):
             raise ValueError("there is no such metadata column")
 
@@ -89,13 +93,13 @@ class Form:
     @property
     def retains(self) -> bool:
         """Whether the table holds what the source no longer has, so that loading it anew must not replace it."""
-        return self.mode is not TableMode.MIRROR or self.soft_delete
+        return self.mode is not TableMode.MIRROR or self.soft_delete or self.keeps
 
     @property
     def exact(self) -> bool:
         """Whether only a load in one snapshot will do: a row that is read after a change of it is applied again, which
-        a mirror does not notice."""
-        return self.mode is not TableMode.MIRROR
+        a mirror does not notice. Or the log must bring the table there first: messages may be gone at the source."""
+        return self.mode is not TableMode.MIRROR or self.keeps
 
     def stored(self, schema: TableSchema) -> TableSchema:
         """The lake table's own shape; refuses a source table that cannot have this form."""
@@ -134,11 +138,17 @@ class Form:
         """Columns of the source that the lake table is partitioned by: their names there, and in the lake."""
         return {name: own for name in schema.names if (own := self.name_of(name)) in self.partition_by}
 
+    def can_mend(self, schema: TableSchema) -> bool:
+        """Whether a row that the table lacks can be asked for by its key and put in; what one change of many was, or
+        which of equal rows, the source does not tell."""
+        return self.mode is not TableMode.APPEND and bool(schema.key)
+
     def refuse_part(self, table: TableId) -> None:
         """Refuse to read a part of the table again where every change or version is kept."""
         if self.exact:
+            what = "messages" if self.keeps else f"a table in `mode: {self.mode.value}`"
             raise Unsupported(
-                f"a part of a table in `mode: {self.mode.value}` cannot be read again", table=table,
+                f"a part of {what} cannot be read again", table=table,
                 hint="Ask without --where: the whole table is read.",
             )  # fmt: skip
 
@@ -148,7 +158,7 @@ class Form:
         if not schema.key and (self.retains or self.metadata):
             what = "a history" if self.mode is TableMode.HISTORY else "a mirror with columns of its own"
             raise TableUnusable(f"{what} needs a table with a key", table=schema.table, hint=_KEYLESS_HINT)
-        if schema.identity is Identity.NONE and self.retains:
+        if schema.identity is Identity.NONE and self.retains and not self.keeps:
             raise TableUnusable(
                 "the source does not tell which rows are updated and deleted", table=schema.table, hint=_KEYLESS_HINT
             )
@@ -159,6 +169,7 @@ class Form:
             "columns": [list(pair) for pair in self.columns],
             **({"mark": self.mark} if self.mark != DELETED else {}),
             **({"partition_by": list(self.partition_by)} if self.partition_by else {}),
+            **({"keeps": True} if self.keeps else {}),
         }  # fmt: skip
 
     @classmethod
@@ -167,11 +178,12 @@ class Form:
             mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"]),
             columns=tuple((old, new) for old, new in stored["columns"]),
             mark=stored.get("mark", DELETED), partition_by=tuple(stored.get("partition_by", ())),
+            keeps=stored.get("keeps", False),
         )  # fmt: skip
 
     def __str__(self) -> str:
         """In a word or two, for people."""
-        return f"{self.mode.value}, soft delete" if self.soft_delete else self.mode.value
+        return "messages" if self.keeps else f"{self.mode.value}, soft delete" if self.soft_delete else self.mode.value
 
 
     @property

@@ -7,6 +7,7 @@ send it to its workers.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +16,22 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.catalogs import Catalog
 from tailrace.tables.deltalog import REPLACE_HINT, Position
+from tailrace.tables.folder import AWAY_HINT, SCRATCH, unreadable
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.icebergshape import columns_of
 from tailrace.tables.paths import anothers
 from tailrace.tables.refusals import elsewhere, not_loaded, refuse_elsewhere, refuse_form, strangers
 
+METADATA, DATA = "metadata", "data"
+"""The folders that the connector makes in that of a table."""
 STAGED = "_staged"
 """Below a table's folder: files that a load has written, and that the table gets by their other name."""
+REBUILT = "rebuilt"
+"""There, too. Not a hidden name: what Iceberg finds there that no snapshot names may be removed by it."""
+
+_OURS = re.compile(rf"\..*|{METADATA}|{DATA}|{STAGED}|{REBUILT}|{SCRATCH}")
+"""What a load or a rebuild that died leaves behind, and the hidden files that systems add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +55,24 @@ class IcebergTable:
     def shape(self) -> TableSchema | None:
         return None if (opened := self._open()) is None else opened.position.schema
 
+    def late(self) -> str | None:
+        """The name of the dead letters that came in last, where their own changes did."""
+        return None if (opened := self._open()) is None else opened.position.late
+
+    def columns(self) -> list[str]:
+        """All that it holds, by name, those included that the source has dropped."""
+        return list(columns_of(self.opened().metadata.fields))
+
     def rows(self) -> int:
         return 0 if (found := self.metadata()) is None else found.rows()
 
     def version(self) -> int | None:
         """The number of the newest snapshot, by which readers ask for it; None if there is no table."""
         return None if (found := self.metadata()) is None else found.snapshot
+
+    def identity(self, _version: int | None = None) -> str | None:
+        """Which table it is: one that is made anew has another. A snapshot's number is no other table's."""
+        return None if (found := self.metadata()) is None else str(found.said["table-uuid"])
 
     def refuse_foreign(self, table: TableId) -> None:
         """Raise what a load of this source table would raise before it begins."""
@@ -63,9 +85,22 @@ class IcebergTable:
             raise anothers(self._path, made_of, table)
 
     def metadata(self) -> Metadata | None:
-        """What its newest commit made of it; None if there is no table."""
+        """What its newest commit made of it; None if there is no table. Refuses a place that holds something else."""
         found = self._catalog.metadata(self._path)
-        return None if found is None else Metadata(self._path, found)
+        if found is not None:
+            return Metadata(self._path, found)
+        try:
+            strays = [entry.name for entry in self._path.iterdir() if not _OURS.fullmatch(entry.name)]
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+        if strays:
+            raise TableUnusable(
+                "the folder holds something that is not an Iceberg table", path=self._path, found=min(strays),
+                hint=AWAY_HINT,
+            )  # fmt: skip
+        return None
 
     def opened(self) -> OpenedIceberg:
         """The table as it stands; refuses where `cursor` is None."""

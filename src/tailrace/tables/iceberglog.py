@@ -2,16 +2,17 @@
 
 The position stands in the summary of every snapshot of ours, so rows and position are one: whoever sets the table back
 to an older snapshot of ours takes its position back, too. A snapshot is somebody else's unless it says that it only
-wrote files anew (`replace`). The shape that a position speaks of is long, and seldom changes, so it stands among the
-table's properties under its digest, and each snapshot names that.
+wrote files anew (`replace`) and brings no more rows than it takes out. The shape that a position speaks of is long, and
+seldom changes, so it stands among the table's properties under its digest, and each snapshot names that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tailrace.errors import ConfigError, ForeignWrite, TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.tables.deltalog import METADATA_KEY, REPLACE_HINT, Position
 from tailrace.tables.icebergshape import IDENTITY, Field, Spec
+from tailrace.tables.staging import StagedFile
 
 OWNER = "tailrace.log"
 """The property that says whose table it is."""
@@ -27,9 +29,15 @@ SHAPE = "tailrace.shape."
 """Of each shape that a snapshot names, before its digest."""
 TOKEN = "tailrace.token"
 """In a summary: by it we know our snapshot again."""
+LANDED = "tailrace.landed"
+"""In a summary: which staged files a load has made all that the table holds."""
 REPLACED = "replace"
 """What Iceberg calls a snapshot that has other files and the same rows."""
 SNAPSHOTS_MAX = 10_000
+
+_NOT_OF_A_COPY = frozenset(["current-snapshot-id", "statistics", "partition-statistics"])
+_PLACES = ("write.data.path", "write.metadata.path", "write.object-storage.", "write.folder-storage.")
+"""Properties that say where files of the table are written."""
 
 Summary = dict[str, str]
 Properties = dict[str, str]
@@ -42,6 +50,12 @@ def said_of(position: Position, token: str) -> tuple[Summary, Properties]:
     digest = hashlib.sha256(shape.encode()).hexdigest()[:16]
     text = json.dumps({**stored, "schema": digest})
     return {METADATA_KEY: text, TOKEN: token}, {SHAPE + digest: shape, OWNER: position.log}
+
+
+def landed_as(files: Sequence[StagedFile]) -> str:
+    """How a summary calls these files."""
+    names = "\n".join(sorted(file.path for file in files))
+    return hashlib.sha256(names.encode()).hexdigest() if files else ""
 
 
 @dataclass(frozen=True)
@@ -93,17 +107,14 @@ class Metadata:
 
     def rows(self) -> int:
         """How many there are, as the newest snapshot counts them."""
-        if self.snapshot is None:
-            return 0
-        summary = self._snapshot(self.snapshot)["summary"]
-        return int(summary.get("total-records", 0)) - int(summary.get("total-position-deletes", 0))
+        return 0 if self.snapshot is None else _counted(self._snapshot(self.snapshot)["summary"])
 
     def position(self) -> Position:
         """Of a table of ours; refuse if others wrote since."""
         owner = self.owner
         for found in self._back():
             position = self._stated(found)
-            if position is None and found["summary"].get("operation") == REPLACED:
+            if position is None and _only_rewrites(found["summary"]):
                 continue
             if position is None or position.log != owner:
                 raise ForeignWrite(
@@ -125,6 +136,11 @@ class Metadata:
         """Whether a snapshot of the table has this in its summary."""
         return any(found["summary"].get(name) == value for found in self._back())
 
+    def landed(self, number: int, files: Sequence[StagedFile]) -> bool:
+        """Whether these staged files are all that a snapshot holds."""
+        summary = self._snapshot(number)["summary"]
+        return bool(summary.get(LANDED) == landed_as(files)) if files else _counted(summary) == 0
+
     def source(self) -> TableId | None:
         """The source table that it was last made of; None where that cannot be told."""
         try:
@@ -132,6 +148,36 @@ class Metadata:
         except TableUnusable:
             return None
         return None if found is None else found.schema.table
+
+    def own_versions(self, log_id: str) -> Iterator[tuple[int, Position]]:
+        """The snapshots that this log's commits made, newest first, as far as the table still lists them. One that was
+        only staged is none: nobody has seen to it that it follows what it says it does."""
+        published = {self.snapshot, *(entry["snapshot-id"] for entry in self.said.get("snapshot-log", ()))}
+        found = {item["snapshot-id"]: item for number in published for item in self._back(number)}
+        for number, item in sorted(found.items(), key=lambda pair: int(pair[1]["sequence-number"]), reverse=True):
+            with contextlib.suppress(TableUnusable):
+                if (position := self._stated(item)) is not None and position.log == log_id:
+                    yield number, position
+
+    def as_of(self, number: int | None, location: Path, partition_by: Sequence[str]) -> dict[str, Any]:
+        """What the metadata of a table says that lies elsewhere and is as this one was at a snapshot, or that has
+        nothing, and goes on from there: what is written to it can become part of this one."""
+        base = None if number is None else self._snapshot(number)
+        schema = self.said["current-schema-id"] if base is None else base["schema-id"]
+        fields = next(item["fields"] for item in self.said["schemas"] if item["schema-id"] == schema)
+        specs = [spec for spec in self.specs if _fits(spec, fields)]
+        mine = [spec["spec-id"] for spec in specs if base is None or _parts_of(spec, fields) == list(partition_by)]
+        if not mine:
+            raise TableUnusable("the table cannot be partitioned as it was", path=self.path, hint=REPLACE_HINT)
+        now = self.said["default-spec-id"]
+        left = {name: value for name, value in self.said.items() if name not in _NOT_OF_A_COPY}
+        kept = {name: value for name, value in self.properties.items() if not name.startswith(_PLACES)}
+        here = {"current-snapshot-id": number, "refs": {"main": {"snapshot-id": number, "type": "branch"}}}
+        return {
+            **left, **(here if base else {"refs": {}}), "location": str(location), "properties": kept,
+            "current-schema-id": schema, "default-spec-id": now if now in mine else max(mine),
+            "partition-specs": specs, "snapshots": [base] if base else [], "snapshot-log": [], "metadata-log": [],
+        }  # fmt: skip
 
     def strays(self) -> list[int]:
         """Snapshots that were ours to be, and that no commit made part of the table."""
@@ -156,9 +202,9 @@ class Metadata:
                 hint=REPLACE_HINT,
             ) from exc  # fmt: skip
 
-    def _back(self) -> Iterator[Mapping[str, Any]]:
-        """The newest snapshot, the one before it, and so on, as far as the table holds them."""
-        number = self.snapshot
+    def _back(self, number: int | None = None) -> Iterator[Mapping[str, Any]]:
+        """A snapshot, by default the newest, the one before it, and so on, as far as the table holds them."""
+        number = number or self.snapshot
         for _ in range(SNAPSHOTS_MAX):
             found = None if number is None else self._found(number)
             if found is None:
@@ -177,3 +223,26 @@ class Metadata:
     @functools.cached_property
     def _by_number(self) -> dict[int, Mapping[str, Any]]:
         return {item["snapshot-id"]: item for item in self.said.get("snapshots", ())}
+
+
+def _only_rewrites(summary: Mapping[str, Any]) -> bool:
+    """Whether a snapshot has the rows of the one before it. What was struck out of a file is not written anew, so there
+    may be fewer."""
+    added, gone = summary.get("added-records", 0), summary.get("deleted-records", 0)
+    return summary.get("operation") == REPLACED and int(added) <= int(gone)
+
+
+def _counted(summary: Mapping[str, Any]) -> int:
+    """The rows of a snapshot."""
+    return int(summary.get("total-records", 0)) - int(summary.get("total-position-deletes", 0))
+
+
+def _fits(spec: Spec, fields: Sequence[Field]) -> bool:
+    """Whether a table of these columns can have files that are apart so."""
+    return {part.get("source-id") for part in spec["fields"]} <= {field["id"] for field in fields}
+
+
+def _parts_of(spec: Spec, fields: Sequence[Field]) -> list[str]:
+    """What files are apart by, each by the name that its column has among these."""
+    names = {field["id"]: field["name"] for field in fields}
+    return [names[part["source-id"]] if part["transform"] == IDENTITY else "" for part in spec["fields"]]

@@ -2,17 +2,18 @@
 
     <lake>/.tailrace/seeds/<log id>/<table>/<load id>/
 
-A kept seed is a Delta table of one commit. Its files are links to those of the version that the load landed as, and its
-commit is the record: columns, position, form, partitions, and the size of each file. So a seed is whole once its commit
-is there; what a crash has left without one is none, and goes with the next that is kept. A newer one is whole before an
-older one goes.
+A kept seed is a Delta table of one commit, whatever the table's own format is. Its files are links to those of the
+version that the load landed as, and its commit is the record: columns, position, form, partitions, and the size of each
+file. It has neither deletion vectors nor column mapping, whatever the table has: as a load lands them, files need
+neither. So a seed is whole once its commit is there; what a crash has left without one is none, and goes with the next
+that is kept. A newer one is whole before an older one goes.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +27,15 @@ from tailrace.changelog.published import token
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.tables.deltalog import Position, data_path, own_versions
+from tailrace.tables.featured import files_tell_all
 from tailrace.tables.features import PLAIN_FILES, features_of
 from tailrace.tables.folder import ASIDE, find_folder
 from tailrace.tables.forms import Origin
+from tailrace.tables.iceberg import DATA as ICEBERG_DATA
 from tailrace.tables.layout import Place
-from tailrace.tables.linking import link_files
+from tailrace.tables.linking import link_files, link_staged
 from tailrace.tables.recast import kept_columns
+from tailrace.tables.staging import StagedFile
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 ONLY = 0
@@ -79,9 +83,11 @@ class KeptSeeds:
         for folder in _folders(self._folder):
             yield from self._below(folder)
 
-    def keep(self, place: Place, version: int, position: Position, *, copies: bool) -> KeptSeed | None:
+    def keep(
+        self, place: Place, version: int, position: Position, *, copies: bool, staged: Sequence[StagedFile] = ()
+    ) -> KeptSeed | None:
         """Keep a version that a load has landed as; older seeds of the table go. None, and nothing is kept: its files
-        alone do not say which rows it has.
+        alone do not say which rows it has. An Iceberg table's are those that the load has staged.
 
         May be repeated. An `OSError` says why its files cannot be linked, or copied if that is wished.
         """
@@ -90,7 +96,7 @@ class KeptSeeds:
             raise ValueError("a load whose files are kept has a name, of letters and digits")
         found = {seed.folder.name: seed for seed in self._below(around)}
         if load not in found:
-            made = self._make(place, version, position, around / load, copies=copies)
+            made = self._make(place, version, position, around / load, staged, copies=copies)
             if made is None:
                 return None
             found[load] = made
@@ -101,24 +107,31 @@ class KeptSeeds:
                 shutil.rmtree(folder, ignore_errors=True)
         return found[load]
 
-    def _make(self, place: Place, version: int, position: Position, at: Path, *, copies: bool) -> KeptSeed | None:
-        folder = find_folder(place.path.absolute())
-        if folder is None:
-            raise FileNotFoundError("there is no table any more")
-        table = DeltaTable(str(folder), version=version)
-        if features_of(table).any:
-            return None
+    def _make(
+        self, place: Place, version: int, position: Position, at: Path, staged: Sequence[StagedFile], *, copies: bool
+    ) -> KeptSeed | None:
+        folder, table = place.path.absolute() / ICEBERG_DATA, None
+        if place.catalog is None:
+            found = find_folder(place.path.absolute())
+            if found is None:
+                raise FileNotFoundError("there is no table any more")
+            folder, table = found, DeltaTable(str(found), version=version)
+            if features_of(table).any and not files_tell_all(found, table):
+                return None
+        name = position.cursor.load or ""
         shutil.rmtree(at, ignore_errors=True)  # what a crash has left
         at.mkdir(parents=True)
         try:
-            files = link_files(folder, table, at, position.cursor.load or "", copies=copies)
+            if table is None:
+                files = link_staged(folder, staged, at, name, copies=copies)
+            else:
+                files = link_files(folder, table, at, name, copies=copies)
             failpoints.hit("seed.linked")
-            mine = replace(place, path=at, form=position.form, engine="delta-rs", features=PLAIN_FILES)
-            origin = Origin(
-                seq=position.cursor.seq, position=str(position.cursor.position), read_at=position.clock
+            mine = replace(
+                place, path=at, form=position.form, engine="delta-rs", features=PLAIN_FILES, catalog=None
             )
-            kept = kept_columns(table, position.form.stored(position.schema))
-            mine.open().land(position.schema, files, position.cursor, origin=origin, kept=kept)
+            kept = [] if table is None else kept_columns(table, position.form.stored(position.schema))
+            mine.open().land(position.schema, files, position.cursor, origin=origin_of(position), kept=kept)
         except BaseException:
             shutil.rmtree(at, ignore_errors=True)
             raise
@@ -130,6 +143,12 @@ class KeptSeeds:
             with suppress(TableUnusable):
                 for _, position in own_versions(one, ONLY, self._log_id):
                     yield KeptSeed(folder=one, position=position)
+
+
+def origin_of(position: Position) -> Origin:
+    """Where the rows of a table come from that is made anew at this position."""
+    cursor = position.cursor
+    return Origin(seq=cursor.seq, position=str(cursor.position), read_at=position.clock)
 
 
 def _folders(folder: Path) -> list[Path]:

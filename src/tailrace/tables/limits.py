@@ -83,7 +83,8 @@ def refuse_names(schema: TableSchema) -> None:
             raise TableUnusable(
                 "two columns differ only in case, which Delta does not allow",
                 table=schema.table, columns=f"{other}, {name}",
-                hint="Rename one at the source, or publish the table without it, or exclude the table.",
+                hint="Give one another name: in the lake (`columns` in `tables.rules`), or at the source. Or exclude "
+                "the table.",
             )  # fmt: skip
 
 

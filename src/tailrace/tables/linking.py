@@ -1,4 +1,4 @@
-"""The files of a version of a Delta table under second names, with all that is known of them.
+"""The files of a version of a table under second names, with all that is known of them.
 
 A hard link costs no room while the first name is there: data files are never changed in place, only let go of.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -38,6 +40,20 @@ def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies
         _link(folder / old, into / new, copies=copies)
         counted, size = json.dumps({"numRecords": count}), (into / new).stat().st_size
         made.append(StagedFile(path=new, size=size, rows=count, stats=stats.get(old, counted), values=values))
+    sync_folders(into, [file.path for file in made])
+    return made
+
+
+def link_staged(
+    folder: Path, staged: Sequence[StagedFile], into: Path, name: str, *, copies: bool
+) -> list[StagedFile]:
+    """The same of files that were staged, and that a table has in this folder under their own names."""
+    made = []
+    for number, file in enumerate(staged):
+        new = str(Path(folder_of(file.values)) / f"part-{name}-{number:06d}.parquet")
+        (into / new).parent.mkdir(parents=True, exist_ok=True)
+        _link(folder / Path(file.path).name, into / new, copies=copies)
+        made.append(replace(file, path=new))
     sync_folders(into, [file.path for file in made])
     return made
 

@@ -17,11 +17,12 @@ from deltalake import DeltaTable
 
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold import MARK, Flags, as_type, key_ordinals
+from tailrace.tables.fold import DELETE, MARK, Codes, Flags, as_type, key_ordinals
 from tailrace.tables.identity import Ints, key_numbers
 
 CHUNK_ROWS_MIN = 65_536
 CHUNK_BYTES_MAX = 64 << 20
+LEFT_OUT = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +36,20 @@ class Baseless:
     _asked: Ints
 
     def filled(self, given: pa.Table, *, marks: str | None = None) -> pa.Table:
-        """All folded rows, these ones whole as they were given, or left out if they were not.
+        """All folded rows, these ones whole as they were given, or left out if they were not; but what stands under the
+        key of one that has no base goes, for it is an earlier row.
 
         With `marks`, a flag among the columns, a row that has it and is not given is not left out: whatever of it
         stands in the table is marked."""
         answers = answers_to(self.keys, given)
-        marked = np.zeros(self._rows.num_rows, np.bool_)
+        gone = self._asked[answers < 0]
+        instead = np.full(self._rows.num_rows, LEFT_OUT, np.int8)
+        base = self._rows.column("base").take(pa.array(gone))
+        instead[gone[base.is_null().to_numpy()]] = DELETE
         if marks is not None:
-            gone = self._asked[answers < 0]
             flags = self._rows.column(self._schema.names.index(marks)).take(pa.array(gone))
-            marked[gone] = flags.to_numpy()
-        return _replaced(self._schema, self._rows, self._asked, given, answers, marked)
+            instead[gone[flags.to_numpy()]] = MARK
+        return _replaced(self._schema, self._rows, self._asked, given, answers, instead)
 
 
 def without_base(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> Baseless | None:
@@ -55,7 +59,8 @@ def without_base(schema: TableSchema, table: DeltaTable, rows: pa.Table) -> Base
     if partial is None:
         return None
     # Of a row that moved nothing in the table can be trusted: it may have been read after the move, when another
-    # row already had the old key. A row that kept its key is brought up to date by the changes still to come.
+    # row already had the old key. A row that kept its key is brought up to date by the changes still to come. A base
+    # that is null is found nowhere.
     wanted = partial.moved | (_locate(schema, table, partial.bases, []).found < 0)
     if not wanted.any():
         return None
@@ -79,11 +84,11 @@ def _types(table: pa.Table) -> list[tuple[str, pa.DataType]]:
 
 
 def _replaced(
-    schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table, answers: Ints, marked: Flags
+    schema: TableSchema, rows: pa.Table, asked: Ints, given: pa.Table, answers: Ints, instead: Codes
 ) -> pa.Table:
-    """The rows, those asked for as they were given; of those that were not given only the marks."""
-    places = np.arange(rows.num_rows)
-    places[asked] = np.where(answers >= 0, rows.num_rows + answers, np.where(marked[asked], asked, -1))
+    """The rows, those asked for as they were given; of those that were not given what is done instead."""
+    places, other = np.arange(rows.num_rows), instead != LEFT_OUT
+    places[asked] = np.where(answers >= 0, rows.num_rows + answers, np.where(other[asked], asked, -1))
     kept = np.flatnonzero(places >= 0)
     result = rows.take(pa.array(kept))
     for ordinal, column in enumerate(schema.columns):
@@ -91,9 +96,9 @@ def _replaced(
             continue  # of the change that asks for the row
         both = _joined(rows.column(ordinal), as_type(given.column(column.name), column.type))
         result = result.set_column(ordinal, rows.schema.field(ordinal), both.take(pa.array(places[kept])))
-    operations = np.where(marked, MARK, rows.column("op").to_numpy()).astype(np.int8)[kept]
+    operations = np.where(other, instead, rows.column("op").to_numpy()).astype(np.int8)[kept]
     result = result.set_column(rows.schema.get_field_index("op"), rows.schema.field("op"), pa.array(operations))
-    whole = pa.array((places[kept] >= rows.num_rows) | marked[kept])
+    whole = pa.array((places[kept] >= rows.num_rows) | other[kept])
     for name in ("absent", "base"):
         field = rows.schema.field(name)
         values = pc.if_else(whole, pa.scalar(None, field.type), result.column(name))
@@ -222,10 +227,11 @@ def _locate(
     return _Located(rows=pa.concat_tables(pieces), found=found[which])
 
 
-def held(schema: TableSchema, table: DeltaTable, keys: pa.Table) -> Flags:
-    """Which of these keys, the key's columns by their own names, the table holds. Each is asked for once."""
+def held(schema: TableSchema, table: DeltaTable, keys: pa.Table, only: str | None = None) -> Flags:
+    """Which of these keys, the key's columns by their own names, the table holds; with `only`, in rows of which that
+    column is true. Each is asked for once."""
     columns = [as_type(keys.column(schema.columns[i].name), schema.columns[i].type) for i in key_ordinals(schema)]
-    found: Flags = _locate(schema, table, columns, []).found >= 0
+    found: Flags = _locate(schema, table, columns, [], only).found >= 0
     return found
 
 

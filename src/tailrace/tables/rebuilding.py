@@ -1,4 +1,5 @@
-"""A lake table made anew beside itself, or where it was, and swapped in.
+"""What a lake table can be made anew from; and a Delta table made anew beside itself, or where it was, and swapped in.
+(An Iceberg table: `spark/iceberg_remaking.py`.)
 
 What must stay true: until the one commit that swaps, the table is not touched, and after it the table is the new one
 with its position. Data files are shared, not copied: a version, or a kept seed, is made again by links to its files,
@@ -25,8 +26,8 @@ from tailrace.tables.deltalog import Position, own_versions
 from tailrace.tables.deltashape import refuse_features
 from tailrace.tables.features import PLAIN_FILES
 from tailrace.tables.folder import REBUILT, find_folder, make_folder, unreadable
-from tailrace.tables.forms import Origin
-from tailrace.tables.keptseeds import ONLY, KeptSeed
+from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.keptseeds import ONLY, KeptSeed, origin_of
 from tailrace.tables.layout import Place
 from tailrace.tables.linking import link_files
 from tailrace.tables.recast import kept_columns
@@ -61,9 +62,7 @@ def bases_with(place: Place, seeds: list[KeptSeed]) -> Iterator[Base]:
 
 def bases(place: Place) -> Iterator[Base]:
     """The versions that this log made, newest first. What others did between them does not matter."""
-    folder = find_folder(place.path.absolute())
-    found = iter(()) if folder is None else own_versions(folder, _open(folder).version(), place.log_id)
-    standing = (list(some) for _, some in groupby(found, key=lambda item: item[1].cursor))
+    standing = (list(some) for _, some in groupby(_own_versions(place), key=lambda item: item[1].cursor))
     newer = next(standing, None)
     while newer is not None:
         older = next(standing, None)
@@ -75,8 +74,16 @@ def bases(place: Place) -> Iterator[Base]:
         newer = older
 
 
+def _own_versions(place: Place) -> Iterator[tuple[int, Position]]:
+    if place.catalog is not None:
+        said = place.catalog.metadata(place.path.absolute())
+        return iter(()) if said is None else Metadata(place.path, said).own_versions(place.log_id)
+    folder = find_folder(place.path.absolute())
+    return iter(()) if folder is None else own_versions(folder, _open(folder).version(), place.log_id)
+
+
 class Rebuilding:
-    """One rebuild of one table. Use it in a `with` block: nothing is left behind."""
+    """One rebuild of one Delta table. Use it in a `with` block: nothing is left behind."""
 
     def __init__(self, place: Place) -> None:
         self._place, self._path = place, place.path
@@ -131,8 +138,7 @@ class Rebuilding:
     ) -> int:
         """Make files of one table all that another holds, with all that is known of them."""
         kept = kept_columns(table, place.form.stored(was.schema))
-        origin = Origin(seq=cursor.seq, position=str(cursor.position), read_at=was.clock)
-        return place.open().land(was.schema, files, cursor, origin=origin, kept=kept)
+        return place.open().land(was.schema, files, cursor, origin=origin_of(replace(was, cursor=cursor)), kept=kept)
 
 
 def _open(folder: Path, version: int | None = None) -> DeltaTable:

@@ -144,7 +144,7 @@ def compare(
         parts=parts,
     )
     came = PrintSet(_joined(own))
-    staying = None if keys is None else _Staying(folder, schema, came, keys, seed)
+    staying = None if keys is None else _Staying(folder, schema, came, keys, seed, parts)
     flag = [column for column in kept if keeping is not None and column.name == keeping.flag]
     for name in table:
         batches = all_rows(folder, [name], [*schema.columns, *flag], parts)
@@ -177,11 +177,11 @@ class _Staying:
     """Which rows of the table stay although they are not among those staged: their key is listed, but not staged."""
 
     def __init__(
-        self, folder: Path, schema: TableSchema, staged: PrintSet, keys: Sequence[str], seed: int
+        self, folder: Path, schema: TableSchema, staged: PrintSet, keys: Sequence[str], seed: int, parts: Parts
     ) -> None:
         columns = [schema.columns[i] for i in key_ordinals(schema)]
         self._staged = staged
-        listed = [key_prints(batch.columns, seed) for batch in all_rows(folder, keys, columns, {})]
+        listed = [key_prints(batch.columns, seed) for batch in all_rows(folder, keys, columns, parts)]
         self._listed = PrintSet(_joined(listed))
 
     def __call__(self, prints: Prints) -> Flags:

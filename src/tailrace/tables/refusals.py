@@ -37,6 +37,12 @@ def overtaken(path: Path) -> ForeignWrite:
     return ForeignWrite("someone else committed to the table at the same time", path=path, hint=ONE_APPLIER)
 
 
+def refuse_other_letters(path: Path, position: Position, after: str | None) -> None:
+    """Refuse to add what letters hold to a table that others have been added to since it was looked at."""
+    if position.late != after:
+        raise overtaken(path)
+
+
 def refuse_form(path: Path, asked: Form, position: Position) -> None:
     """Refuse a table that was made in another form than the settings ask for."""
     if not asked.alike(position.form, position.schema):

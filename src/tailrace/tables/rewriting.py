@@ -130,7 +130,9 @@ class _Source:
 
     @classmethod
     def plain(cls, schema: TableSchema, folded: Folded) -> _Source:
-        """Rows that take no value from the table."""
+        """Rows that take no value from the table; one that lacks some is an error."""
+        if folded.partial:
+            raise missing(schema, folded.rows.column("absent").is_null().to_numpy())
         own = folded.rows.select(range(len(schema.columns))).combine_chunks()
         return cls(own=own, operations=operations(folded), keeps={}, added=frozenset(), ended=None)
 

@@ -6,12 +6,16 @@ is set aside too. A whole change or a delete of the key makes it live again, and
 The result does not depend on how the changes were cut into batches. A letter that a person drops is no letter any more:
 what comes later then builds on the row as it stands.
 
-Pure: no I/O but `holds`, which is asked only for rows that partial changes build on. Only for tables with a key.
+Where every version of a row counts (`sift_versions`) what makes a key live again does not bring the version that is
+missing: the letter of that has *passed*, and stays until a person drops it.
+
+Pure: no I/O but `holds`, which is asked only for rows that partial changes build on. Only for tables with a key; for
+others see `sifting_images`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +31,8 @@ from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import ALIVE, GONE, UNTOUCHED, Codes, Flags, key_ordinals
 from tailrace.tables.identity import Ints, key_numbers, one_array
 from tailrace.tables.limits import unheld_values, unholdable
+
+NO_SEQS: Ints = np.empty(0, np.int64)
 
 Holds = Callable[[pa.Table], Flags]
 """Given keys, the key's columns by their own names: which of them the table holds."""
@@ -47,13 +53,13 @@ class DeadKeys:
 
     seqs: Ints
     columns: list[Any]
-    lost: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    lost: Ints = field(default_factory=NO_SEQS.copy)
     """Those beside them of which nobody can say which row they are about: only a TRUNCATE clears them."""
 
     @classmethod
     def none(cls, schema: TableSchema) -> DeadKeys:
         columns = [pa.array([], schema.columns[i].type) for i in key_ordinals(schema)]
-        return cls(seqs=np.empty(0, np.int64), columns=columns)
+        return cls(seqs=NO_SEQS, columns=columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,30 +74,43 @@ class Sifted:
     """Why, letter by letter."""
     cleared: Ints
     """`_seq` of earlier letters whose rows have been replaced or deleted since."""
+    passed: Ints = field(default_factory=NO_SEQS.copy)
+    """`_seq` of letters, these or earlier ones, that stay though nothing builds on them any more."""
 
 
-def has_unfit(changes: pa.Table) -> bool:
+def has_unfit(changes: pa.Table | pa.RecordBatch) -> bool:
     """Whether a value came that its column cannot hold; all that is looked at where nothing is wrong."""
     column = changes.column(change.UNFIT)
     return bool(column.null_count < len(column))
 
 
 def sift(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
-) -> Sifted:
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds,
+    partition_by: Mapping[str, str] | None = None, *, rereads: bool = False,
+) -> Sifted:  # fmt: skip
     """Tell the changes, which stand in `_seq` order and have every column, apart. The lake table is partitioned by
-    these columns, which may have other names there."""
-    by = partition_by or {}
+    these columns, which may have other names there. With `rereads` a partial change without a base is as good as a
+    whole one: its row is read from the source again."""
+    return _sift(schema, changes, dead, holds, partition_by or {}, every=False, rereads=rereads)
+
+
+def _sift(
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, by: Mapping[str, str], *, every: bool,
+    rereads: bool = False,
+) -> Sifted:  # fmt: skip
+    """With `every` all that was set aside is a letter, also what was replaced since; that has passed."""
     codes = pc.index_in(changes.column(change.OP), value_set=OPERATION_NAMES)
     operations = np.asarray(codes.to_numpy(), dtype=np.int8)
     truncates = np.flatnonzero(operations == Operation.TRUNCATE.code)
     first = int(truncates[-1]) + 1 if truncates.size else 0
     rows = changes.slice(first).combine_chunks()
     batch = _Batch.of(schema, rows, operations[first:], dead, by)
-    walked = _walk_all(batch, schema, holds, emptied=truncates.size > 0)
+    walked = _walk_all(batch, schema, holds, emptied=truncates.size > 0, rereads=rereads)
     aside = walked.cause > 0
     still = walked.dead[batch.own] & (np.arange(rows.num_rows) >= walked.since[batch.own])
-    letters = np.flatnonzero(aside & (batch.lost | still))
+    waits = aside & (batch.lost | still)
+    letters = np.flatnonzero(aside if every else waits)
+    replaced = rows.column(change.SEQ).to_numpy()[aside & ~waits]
     # A row that the table cannot hold need not be taken out of it.
     kept = ~aside & ~((batch.operations == _DELETED) & batch.unheld_key)
     taken = rows.filter(pa.array(kept))
@@ -102,22 +121,43 @@ def sift(
         cleared = np.concatenate([dead.seqs, dead.lost])
     return Sifted(
         changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
-        letters=rows.take(pa.array(letters)), cleared=cleared,
+        letters=rows.take(pa.array(letters)), cleared=cleared, passed=replaced if every else NO_SEQS,
         causes=[_cause(schema, rows, row, int(walked.cause[row]), by) for row in letters.tolist()],
     )  # fmt: skip
 
 
 def sift_kept(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
-) -> Sifted:
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds,
+    partition_by: Mapping[str, str] | None = None, *, rereads: bool = False,
+) -> Sifted:  # fmt: skip
     """The same for a table that keeps the rows that a TRUNCATE takes away: what they were before counts, and what of it
     could not be taken is cleared."""
-    truncated = pc.equal(changes.column(change.OP), Operation.TRUNCATE.value).to_numpy()
-    found, begin = list[Sifted](), 0
-    for end in [*np.flatnonzero(truncated).tolist(), changes.num_rows]:
-        found.append(sift(schema, changes.slice(begin, end - begin), dead, holds, partition_by))
-        begin = end
+    pieces = _between_truncates(changes)
+    found = [sift(schema, piece, dead, holds, partition_by, rereads=rereads) for piece in pieces]
     return replace(found[-1], changes=pa.concat_tables([one.changes for one in found]))
+
+
+def sift_versions(
+    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, partition_by: Mapping[str, str] | None = None
+) -> Sifted:
+    """The same for a table that keeps every version: what was set aside is a letter, whatever comes after it."""
+    by = partition_by or {}
+    found = [_sift(schema, piece, dead, holds, by, every=True) for piece in _between_truncates(changes)]
+    truncated = [one.letters.column(change.SEQ).to_numpy() for one in found[:-1]]
+    return Sifted(
+        changes=pa.concat_tables([one.changes for one in found]),
+        letters=pa.concat_tables([one.letters for one in found]),
+        causes=[cause for one in found for cause in one.causes], cleared=NO_SEQS,
+        passed=np.unique(np.concatenate([*truncated, *(seqs for one in found for seqs in (one.passed, one.cleared))])),
+    )  # fmt: skip
+
+
+def _between_truncates(changes: pa.Table) -> Iterator[pa.Table]:
+    """The changes up to the first TRUNCATE, then from each to the next."""
+    truncated, begin = pc.equal(changes.column(change.OP), Operation.TRUNCATE.value).to_numpy(), 0
+    for end in [*np.flatnonzero(truncated).tolist(), changes.num_rows]:
+        yield changes.slice(begin, end - begin)
+        begin = end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +199,7 @@ class _Batch:
         old[movers] = numbers[size : size + movers.size]
         places = np.zeros(numbered.limit, np.int64)
         places[numbers] = np.arange(numbers.size)
-        unfit, lost = _unfit_rows(schema, rows)
+        unfit, lost = unfit_rows(schema, rows)
         own_columns = (rows.column(change.stored_name(column.name)) for column in schema.columns)
         unheld, unheld_key = unholdable(schema, own_columns, size, partition_by)
         deletes = operations == _DELETED
@@ -185,20 +225,20 @@ class _Walked:
     renewed: Flags
 
 
-def _walk_all(batch: _Batch, schema: TableSchema, holds: Holds, *, emptied: bool) -> _Walked:
+def _walk_all(batch: _Batch, schema: TableSchema, holds: Holds, *, emptied: bool, rereads: bool) -> _Walked:
     """Walk once to learn which rows of the table are built on, and again if some of them are not there."""
     state = np.zeros(batch.limit, np.int8)
-    walked, asked = _walk(batch, state, emptied)
+    walked, asked = _walk(batch, state, emptied, rereads)
     wanted = np.flatnonzero(asked)
     if wanted.size:
         missing = wanted[~holds(batch.named(schema, wanted))]
         if missing.size:
             state[missing] = GONE
-            walked, _ = _walk(batch, state, emptied)
+            walked, _ = _walk(batch, state, emptied, rereads)
     return walked
 
 
-def _walk(batch: _Batch, state: Codes, emptied: bool) -> tuple[_Walked, Flags]:
+def _walk(batch: _Batch, state: Codes, emptied: bool, rereads: bool) -> tuple[_Walked, Flags]:
     dead = np.zeros(batch.limit, np.bool_)
     if not emptied:
         dead[batch.dead] = True
@@ -206,7 +246,7 @@ def _walk(batch: _Batch, state: Codes, emptied: bool) -> tuple[_Walked, Flags]:
     since = np.zeros(batch.limit, np.int64)
     cause = np.zeros(batch.own.size, np.int8)
     _follow(
-        batch.operations, batch.own, batch.old, batch.bad, batch.lost, batch.partial, emptied,
+        batch.operations, batch.own, batch.old, batch.bad, batch.lost, batch.partial, emptied, rereads,
         state.copy(), dead, asked, renewed, since, cause,
         np.full(batch.limit, _NOWHERE, np.int64), np.zeros(batch.limit, np.int8), np.zeros(batch.limit, np.bool_),
     )  # fmt: skip
@@ -216,7 +256,7 @@ def _walk(batch: _Batch, state: Codes, emptied: bool) -> tuple[_Walked, Flags]:
 @kernel
 def _follow(
     operations: Codes, own: Ints, old: Ints, bad: Flags, lost: Flags, partial: Flags, emptied: bool,
-    state: Codes, dead: Flags, asked: Flags, renewed: Flags, since: Ints, cause: Codes,
+    rereads: bool, state: Codes, dead: Flags, asked: Flags, renewed: Flags, since: Ints, cause: Codes,
     left_at: Ints, left_why: Codes, left_untouched: Flags,
 ) -> None:  # fmt: skip
     """Walk the changes in order: why each is set aside (0: it is not), and what becomes of the keys.
@@ -240,6 +280,8 @@ def _follow(
             why, base = _MISSING, old[i]
             if base >= 0 and i > 0 and left_at[base] == i - 1:
                 why, untouched = left_why[base], left_untouched[base]
+        if why == _MISSING and rereads:
+            why, untouched = 0, False
         if bad[i]:
             why = _UNFIT
         elif not partial[i]:
@@ -255,7 +297,7 @@ def _follow(
             state[k], dead[k], renewed[k] = ALIVE, False, True
 
 
-def _unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:
+def unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:
     """The rows with a value of their own that does not fit, and those whose key it is.
 
     What is said of `_before` or `_moved_from` is not a value that comes into the table.
@@ -281,18 +323,20 @@ def _cause(
     return BaseRowMissing(message, table=schema.table, position=position, hint=REPLAY_HINT)
 
 
-def unfit_cause(schema: TableSchema, rows: pa.Table, row: int, partition_by: Mapping[str, str]) -> TailraceError:
+def unfit_cause(
+    schema: TableSchema, rows: pa.Table, row: int, partition_by: Mapping[str, str], hint: str = REPLAY_HINT
+) -> TailraceError:
     """Why a row, one of changes that have every column, is none that the table can hold."""
     position, said = rows.column(change.POSITION)[row].as_py(), rows.column(change.UNFIT)[row].as_py() or []
     own = [entry["column"] for entry in said if entry["column"] in schema.names]
     if by_rule := [rule for entry in said if (rule := change.failed_rule(entry["text"])) is not None]:
         return TransformFailed(
             "a rule could not be applied", rule=by_rule[0], table=schema.table, column=", ".join(own),
-            position=position, hint=REPLAY_HINT,
+            position=position, hint=hint,
         )  # fmt: skip
     found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
     message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
-    return ValueUnfit(message, table=schema.table, column=", ".join(found), position=position, hint=REPLAY_HINT)
+    return ValueUnfit(message, table=schema.table, column=", ".join(found), position=position, hint=hint)
 
 
 def _unheld_message(columns: Iterable[str], partition_by: Mapping[str, str]) -> str:

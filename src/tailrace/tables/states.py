@@ -1,8 +1,9 @@
 """Every change as the whole state of its row: what a table that keeps the past is made of.
 
 A state is what a key's row was after one change. What the change did not bring is in the state before it, through any
-chain of key moves, and where the chain begins in the table. A TRUNCATE ends every row that is alive, each by a state of
-its own. A delete of a row that is known not to be there makes no state.
+chain of key moves, and where the chain begins in the table; or, if rows can be read again, at the source alone. A
+TRUNCATE ends every row that is alive, each by a state of its own. A delete of a row that is known not to be there makes
+no state.
 
 Pure: no Spark, no I/O. No Python object per row.
 """
@@ -38,7 +39,7 @@ _UPDATED, _DELETED, _TRUNCATED = Operation.UPDATE.code, Operation.DELETE.code, O
 class States:
     """The states of a batch of changes in order; each array has one value for each state."""
 
-    def __init__(self, schema: TableSchema, changes: pa.Table) -> None:
+    def __init__(self, schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> None:
         self._schema = schema
         self._batch = Batch(schema, changes, operation_codes(changes), empty_before=False)
         self._gaps = Gaps.of(self._batch)
@@ -52,7 +53,7 @@ class States:
         if self._gaps is not None:
             partial[:] = self._gaps.flags.any(axis=1)
         found = _walk(
-            operations, self._keys.own, self._keys.old, partial, self._keys.limit,
+            operations, self._keys.own, self._keys.old, partial, self._keys.limit, rereads,
             self.row, self.key, self.alive, self.prev, self._root, self._moved, self.first,
         )  # fmt: skip
         if found < 0:
@@ -105,11 +106,11 @@ class States:
 
 @kernel
 def _walk(
-    operations: Codes, own: Ints, old: Ints, partial: Flags, keys: int, row: Ints, key: Ints, alive: Flags,
-    prev: Ints, root: Ints, moved: Flags, first: Flags,
+    operations: Codes, own: Ints, old: Ints, partial: Flags, keys: int, rereads: bool, row: Ints, key: Ints,
+    alive: Flags, prev: Ints, root: Ints, moved: Flags, first: Flags,
 ) -> int:  # fmt: skip
     """Walk the changes in order; the number of states, or below zero the first change whose missing values have no
-    base, counted from -1."""
+    base, counted from -1. Where rows can be read again such a state has no root: no row of the table is its base."""
     count = epoch = listed = 0
     last, since = np.full(keys, -1, np.int64), np.full(keys, -1, np.int64)
     left, touched = np.full(keys, -1, np.int64), np.empty(keys, np.int64)
@@ -128,20 +129,21 @@ def _walk(
         k = own[i]
         seen = since[k] == epoch
         known = alive[last[k]] if seen else epoch == 0
-        before, base = -1, -1
+        before, base, based = -1, -1, False
         if operations[i] == _DELETED or operations[i] == _UPDATED:
             left[k] = i if known and operations[i] == _DELETED else -1
             if known:
                 before, base = (last[k], root[last[k]]) if seen else (-1, k)
+                based = True
             elif operations[i] == _DELETED:
                 continue
         elif old[i] >= 0 and i > 0 and left[old[i]] == i - 1:
-            before, base = last[old[i]], root[last[old[i]]]
-        if partial[i] and base < 0:
+            before, base, based = last[old[i]], root[last[old[i]]], True
+        if partial[i] and not (based or rereads):
             return -i - 1
         row[count], key[count], alive[count], prev[count] = i, k, operations[i] != _DELETED, before
-        root[count] = base if base >= 0 else k
-        arrived = operations[i] != _UPDATED and operations[i] != _DELETED and base >= 0
+        root[count] = base if based or partial[i] else k
+        arrived = operations[i] != _UPDATED and operations[i] != _DELETED and based
         moved[count] = arrived or (before >= 0 and moved[before])
         first[count] = not seen and epoch == 0
         if not seen:

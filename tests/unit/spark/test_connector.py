@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pyspark
@@ -29,11 +30,13 @@ def test_a_spark_without_a_connector_is_refused_with_those_that_have_one(monkeyp
     assert "engine: delta-rs" in refused.value.hint
 
 
-def test_the_connector_of_the_line_is_added_to_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyspark, "__version__", "4.2.1")
+@pytest.mark.parametrize("line", ["4.1", "4.2"])
+def test_the_connector_of_the_line_is_added_to_what_was_given(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", f"{line}.1")
     given = {PACKAGES: "org.example:other:1", EXTENSIONS: "org.example.Extension", "spark.driver.memory": "2g"}
     found = connector_settings(given)
-    assert found[PACKAGES] == f"org.example:other:1,{CONNECTORS['4.2']}"
+    assert found[PACKAGES] == f"org.example:other:1,{CONNECTORS[line]}"
+    assert f"delta-spark_{line}_" in CONNECTORS[line]
     assert found[EXTENSIONS] == "org.example.Extension,io.delta.sql.DeltaSparkSessionExtension"
     assert found["spark.sql.catalog.spark_catalog"].endswith("DeltaCatalog")
     assert found["spark.driver.memory"] == "2g"
@@ -69,6 +72,14 @@ def test_the_iceberg_connector_comes_with_the_driver_of_its_catalog(monkeypatch:
     given = {"spark.jars": "/x/iceberg-spark-runtime.jar,/x/postgresql.jar"}
     assert PACKAGES not in iceberg_settings(given, DATABASE)
     assert iceberg_settings(given, DATABASE)[EXTENSIONS].endswith("IcebergSparkSessionExtensions")
+
+
+def test_secrets_of_a_catalog_are_not_shown_by_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.1.4")
+    name = "spark.sql.redaction.options.regex"
+    hidden = re.compile(iceberg_settings({}, FOLDER)[name])
+    assert all(hidden.search(f"spark.sql.catalog.tailrace.{key}") for key in ("credential", "uri", "header.X-Key"))
+    assert iceberg_settings({name: "(?i)all"}, FOLDER)[name] == "(?i)all"
 
 
 def test_a_session_knows_its_catalog() -> None:

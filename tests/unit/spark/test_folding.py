@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import BaseRowMissing
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
+from tailrace.spark import folding
 from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.tasks import ApplyWork
 from tailrace.tables.base import Cursor
-from tailrace.tables.fold import Folded, folded_schema
+from tailrace.tables.fold import DELETE, UPSERT, Folded, folded_schema
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.layout import Place
 from tests.support.changes import (
@@ -37,7 +40,10 @@ from tests.support.changes import (
     KeylessModel,
     Model,
     apply_in_memory,
+    arrival,
+    delete,
     insert,
+    move,
     truncate,
     update,
 )
@@ -83,14 +89,27 @@ def stretch(
     )  # fmt: skip
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["insert"] * 5 + ["update"] * 4 + ["move"] * 6 + ["delete"] * 2 + ["truncate"]),
-        st.integers(0, 6), st.integers(0, 6), st.sampled_from(["a", "b", None]),
-        st.sampled_from([(), BIG, BIG, ("name", "big")]), st.integers(0, 3).map(lambda n: n == 0),
-    ),
-    min_size=5, max_size=40,
+@contextmanager
+def in_pieces_of(rows: int) -> Iterator[None]:
+    """Changes are dealt out so few at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "BATCH_ROWS_MAX", rows)
+        yield
+
+
+STEP = st.tuples(
+    st.sampled_from(["insert"] * 5 + ["update"] * 4 + ["move"] * 6 + ["delete"] * 2 + ["truncate"]),
+    st.integers(0, 6), st.integers(0, 6), st.sampled_from(["a", "b", None]),
+    st.sampled_from([(), BIG, BIG, ("name", "big")]), st.integers(0, 3).map(lambda n: n == 0),
 )  # fmt: skip
+WRITTEN_THEN_MOVED = st.tuples(st.sampled_from(["insert", "update"]), STEP).map(
+    lambda drawn: [(drawn[0], drawn[1][1], 0, "c", (), False), ("move", *drawn[1][1:])]
+)
+"""A row whose large value is set, and that moves without it: rare where every step is drawn by itself."""
+STEPS = st.lists(
+    st.one_of(STEP.map(lambda step: [step]), STEP.map(lambda step: [step]), WRITTEN_THEN_MOVED),
+    min_size=5, max_size=40,
+).map(lambda drawn: [step for some in drawn for step in some])  # fmt: skip
 
 
 def in_commits(model: Model, steps: list[tuple[Any, ...]]) -> list[list[Change]]:
@@ -103,10 +122,10 @@ def in_commits(model: Model, steps: list[tuple[Any, ...]]) -> list[list[Change]]
     return [rows for rows in commits if rows]
 
 
-@given(STEPS, STEPS, st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@given(STEPS, STEPS, st.integers(1, 5), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
 def test_any_history_dealt_out_ends_in_the_source_s_rows(
-    before: list[tuple[Any, ...]], steps: list[tuple[Any, ...]], rows_max: int
+    before: list[tuple[Any, ...]], steps: list[tuple[Any, ...]], rows_max: int, piece: int
 ) -> None:
     model = Model()
     for *step, _ in before:
@@ -114,10 +133,22 @@ def test_any_history_dealt_out_ends_in_the_source_s_rows(
     table, commits = model.table(), in_commits(model, steps)
     if not commits:
         return
-    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
+    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder, in_pieces_of(piece):
         found, rows = folded(folder, model.schema, commits, rows_max)
     assert found.changes == sum(map(len, commits))
     assert apply_in_memory(model.schema, table, Folded(truncated=found.truncated, rows=rows)) == model.table()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 4])
+def test_no_piece_ends_between_the_halves_of_a_move(tmp_path: Path, piece: int) -> None:
+    """By itself the delete of the old key would be the last that counts of it, and what the row had before would be
+    lost: the row that arrives would take its large value from the table."""
+    table = {(1,): {"id": 1, "name": "a", "big": "old", "n": 0}}
+    rows = [update(1, name="a", big="new", n=0), *move(1, 2, unchanged=BIG, name="a", n=0), insert(3)]
+    with in_pieces_of(piece):
+        found, dealt = folded(tmp_path, SHOP, [[insert(8), insert(9), *rows]], 2)
+    assert found.changes == 6
+    assert apply_in_memory(SHOP, table, Folded(truncated=False, rows=dealt))[(2,)]["big"] == "new"
 
 
 IMAGE = st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, "x"]))
@@ -180,6 +211,26 @@ def test_what_came_before_a_truncate_is_not_dealt_out(tmp_path: Path) -> None:
         tmp_path, SHOP, [[insert(i) for i in range(50)], [truncate(), insert(7, big="after")]], 10
     )
     assert (found.truncated, table.column("c0").to_pylist()) == (True, [7])
+
+
+@pytest.mark.parametrize("rows_max", [1, 100])
+def test_where_rows_can_be_read_again_nothing_is_refused_for_want_of_a_base(tmp_path: Path, rows_max: int) -> None:
+    commits = [[update(1, big="stale"), delete(1)], [update(1, unchanged=BIG), arrival(2, unchanged=BIG)],
+               [*move(2, 3, unchanged=BIG), insert(4)]]  # fmt: skip
+    work = replace(stretch(tmp_path, SHOP, commits), reader=SnapshotReader("", None, None))
+    found = fold_stretch(work, tmp_path / "scratch", here, rows_max)
+    rows = [row for file in found.files for row in pq.ParquetFile(file).read().to_pylist()]
+    assert sorted((row["c0"], row["op"], row["absent"], row["base"]) for row in rows) == [
+        (1, UPSERT, [2], None), (2, DELETE, None, None), (3, UPSERT, [2], None), (4, UPSERT, None, None),
+    ]  # fmt: skip
+    assert found.absent == {2}
+
+
+@pytest.mark.parametrize("rows_max", [1, 100])
+def test_where_letters_are_kept_a_row_without_a_base_is_refused(tmp_path: Path, rows_max: int) -> None:
+    reads = replace(stretch(tmp_path, SHOP, [[arrival(2, unchanged=BIG)] * 2]), reader=SnapshotReader("", None, None))
+    with pytest.raises(BaseRowMissing):
+        fold_stretch(replace(reads, letters=True), tmp_path / "scratch", here, rows_max)
 
 
 @pytest.mark.parametrize("rows_max", [1, 100])

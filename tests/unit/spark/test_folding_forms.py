@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,15 @@ from hypothesis import strategies as st
 
 from tailrace.changelog.letters import Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
+from tailrace.model.schema import TableSchema
 from tailrace.spark import folding, setting_aside
 from tailrace.spark.aside import KeepWork, keep_aside
 from tailrace.spark.folding import FoldedFiles, fold_stretch
-from tailrace.spark.setting_aside import dead_keys
+from tailrace.spark.setting_aside import Step, sifted_by
 from tailrace.spark.tasks import ApplyWork, changes_of
 from tailrace.tables.fold import Folded
 from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
-from tailrace.tables.sifting import sift_kept
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet
@@ -125,7 +126,9 @@ def told(kind: str, key: int) -> Change:
     }[kind]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["soft_delete: true, metadata: [_seq]", "metadata: [_seq]"])
+@pytest.mark.parametrize(
+    "form", ["soft_delete: true, metadata: [_seq]", "metadata: [_seq]", "mode: history", "mode: append"]
+)
 @given(steps=st.lists(CHANGE, min_size=4, max_size=30), rows_max=st.integers(1, 4))
 @settings(max_examples=15, deadline=None)
 def test_tasks_set_aside_what_one_would(form: str, steps: list[Any], rows_max: int) -> None:
@@ -135,32 +138,64 @@ def test_tasks_set_aside_what_one_would(form: str, steps: list[Any], rows_max: i
         quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
         assert quiet.apply()[-1].letters == 2
         work = pending(quiet, [told(*step) for step in steps], rows_max)
-        letters = Letters(work.log, THINGS)
-        dead = dead_keys(SHOP, letters.keys(work.expected.seq))
-        wanted = sift_kept(SHOP, changes_of(work), dead, lambda keys: quiet.table.holds(SHOP, keys))
-        found = fold_stretch(work, folder / "scratch", here, rows_max, sifts=True)
-        form_of = work.place.form
-        assert rows_of(found) == expected(work, fold_into(form_of, SHOP, wanted.changes))
-        if found.aside:
-            assert keep_aside(KeepWork(work=work, aside=found.aside)) is None
-        left = {1, 2, *wanted.letters.column("_seq").to_pylist()} - set(wanted.cleared.tolist())
-        kept = letters.open(work.cursor.seq)
-        assert {seq for bundle in kept for seq in bundle.seqs} == left
-        assert all(bundle.seqs == sorted(bundle.seqs) for bundle in kept)
+        compare_with_one(work, folder / "scratch", rows_max, {1, 2})
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["in", "out", "bad", "gone", "worse", "better"]), st.integers(1, 3)),
+                   min_size=4, max_size=30),
+    rows_max=st.integers(1, 4),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_tasks_set_aside_rows_without_a_key_as_one_would(steps: list[Any], rows_max: int) -> None:
+    with tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder:
+        quiet = Quiet(folder, on_bad_row="dead-letter")
+        quiet.load([{"a": key, "b": "x"} for key in (1, 2, 3)], schema=KEYLESS)
+        quiet.commit(insert({"a": 1}, unfit=("b",)), insert({"a": 2}, unfit=("b",)), schema=KEYLESS)
+        assert quiet.apply()[-1].letters == 2
+        work = pending(quiet, [told_keyless(*step) for step in steps], rows_max, KEYLESS)
+        compare_with_one(work, folder / "scratch", rows_max, {1, 2})
+
+
+def told_keyless(kind: str, key: int) -> Change:
+    good, bad = {"a": key, "b": "x"}, {"a": key, "b": None}
+    return {
+        "in": insert(good), "out": delete(good), "bad": insert(bad, unfit=("b",)), "gone": delete(bad, unfit=("b",)),
+        "worse": update(bad, unfit=("b",), before=good), "better": update(good, unfit=("_before.b",), before=bad),
+    }[kind]  # fmt: skip
+
+
+def compare_with_one(work: ApplyWork, scratch: Path, rows_max: int, before: set[int]) -> None:
+    """What tasks fold and set aside of a stretch is what one would that had all of it."""
+    letters, form = Letters(work.log, THINGS), work.place.form
+    step = Step(
+        log=work.log, schema=work.shape, form=form, expected=work.expected, cursor=work.cursor, on=True
+    )
+    wanted = sifted_by(partial(work.place.open().holds, work.shape), step, changes_of(work), letters)
+    found = fold_stretch(work, scratch, here, rows_max, sifts=True)
+    folded = fold_into(form, work.shape, wanted.changes)
+    assert rows_of(found) == expected(work, folded)
+    if found.aside:
+        assert keep_aside(KeepWork(work=work, aside=found.aside)) is None
+    kept = letters.open(work.cursor.seq)
+    left = {*before, *wanted.letters.column("_seq").to_pylist()} - set(wanted.cleared.tolist())
+    assert {seq for bundle in kept for seq in bundle.seqs} == left
+    assert letters.passed(work.cursor.seq) == frozenset(wanted.passed.tolist())
+    assert all(bundle.seqs == sorted(bundle.seqs) for bundle in kept)
     assert sum(len(item.causes) for item in found.aside) == wanted.letters.num_rows
 
 
-def pending(quiet: Quiet, changes: list[Change], size: int) -> ApplyWork:
+def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema = SHOP) -> ApplyWork:
     """The work of applying these, in commits of that size."""
     for start in range(0, len(changes), size):
-        quiet.commit(*changes[start : start + size])
+        quiet.commit(*changes[start : start + size], schema=schema)
     lives = quiet.lives()
     life = lives.add(THINGS)
     found = lives.stretch(life, lives.index.commit)
     assert found is not None
     (quiet.file.parent / "scratch").mkdir()
     return ApplyWork(
-        table=THINGS, log=quiet.settings.log.path, place=life.place, slices=found.slices, shape=SHOP,
+        table=THINGS, log=quiet.settings.log.path, place=life.place, slices=found.slices, shape=schema,
         expected=quiet.cursor, cursor=found.cursor, letters=True,
     )  # fmt: skip
 

@@ -17,8 +17,8 @@ from tailrace.model.position import Lsn
 from tailrace.spark import load_letters
 from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.seeds import Seeds, StagedChunk
-from tailrace.tables.forms import Form, Origin, TableMode
-from tests.support.changes import SHOP, delete, insert, record_batches, table_schema, update
+from tailrace.tables.forms import Form, Origin
+from tests.support.changes import SHOP, delete, insert, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 
 SEEN = Lsn(0x1000)
@@ -85,12 +85,6 @@ def test_more_than_a_person_could_look_at_are_refused(monkeypatch: pytest.Monkey
         aside({"id": 1}, {"id": 2}, bad=(1, 2))
 
 
-def test_a_keyless_table_and_a_history_may_lack_nothing() -> None:
-    assert load_letters.may_set_aside(Form(soft_delete=True), SHOP)
-    assert not load_letters.may_set_aside(Form(), table_schema({"a": pa.int64()}, key=()))
-    assert not load_letters.may_set_aside(Form(mode=TableMode.HISTORY), SHOP)
-
-
 def test_the_letters_of_a_chunk_are_found_again(tmp_path: Path) -> None:
     seeds = Seeds(tmp_path)
     seeds.folder("abc").mkdir(parents=True)
@@ -144,6 +138,19 @@ def test_what_builds_on_such_a_row_waits_and_what_replaces_it_clears_it(quiet: Q
     quiet.commit(update(3, n=2))
     quiet.apply()
     assert (letters(quiet), quiet.ns()) == ({}, {1: 0, 2: 0, 3: 2})
+
+
+def test_a_load_that_adds_to_what_is_there_leaves_letters_that_have_passed(quiet: Quiet) -> None:
+    mine, seq = Letters(quiet.settings.log.path, THINGS), quiet.cursor.seq
+    for load in ("second", "third"):  # the first of them came to nothing
+        mine.before_load(load, whole=False, now="first", seq=seq)
+        mine.pass_by_load(load, SHOP, seq)
+        mine.write_load(load, seq, [bundle(2)])
+    assert (mine.count(seq, "first"), mine.passed(seq, "first")) == (1, frozenset())
+    assert (mine.count(seq, "third"), mine.passed(seq, "third")) == (2, frozenset([-1]))
+    mine.settle("third")
+    assert (mine.count(seq), mine.passed(seq)) == (2, frozenset([-1]))
+    assert [one.changes.column("id").to_pylist() for one in mine.keys(seq)] == [[2]], "only what was not brought again"
 
 
 def test_such_a_row_that_is_deleted_is_no_letter_any_more(quiet: Quiet) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
+from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.spark.log_options import LogOptions, Shape, is_of_log
+from tailrace.spark.read_options import ReadOptions
 
 ONE = {"log": "/log", "table": "public.t"}
+IN_STORE = {"log": "s3://bucket/log", "table": "public.t"}
 
 
 def test_what_is_not_said_has_a_default() -> None:
@@ -31,13 +36,27 @@ def test_a_log_is_named_by_its_whole_path_for_tasks_have_another_folder(monkeypa
     [
         ({"path": "/data/log"}, "/data/log"), ({"log": "/data/log", "path": "file:///data/log"}, "/data/log"),
         ({"path": "s3://bucket/log"}, "s3://bucket/log"), ({"log": "file:/data/log"}, "/data/log"),
+        ({"log": "s3a://bucket/log/"}, "s3://bucket/log"), ({"path": "s3a://bucket/log"}, "s3://bucket/log"),
+        ({"log": "s3a://bucket/log", "path": "s3://bucket/log"}, "s3://bucket/log"),
         ({"checkpointLocation": "/ck/"}, "/ck/tailrace-log"), ({"checkpointLocation": "file:/ck"}, "/ck/tailrace-log"),
         ({"checkpointLocation": "/ck", "log": "/data/log"}, "/data/log"),
+        ({"checkpointLocation": "s3a://bucket/ck/"}, "s3://bucket/ck/tailrace-log"),
+        ({"checkpointLocation": "hdfs://namenode:8020/ck", "log": "s3a://bucket/log"}, "s3://bucket/log"),
     ],
 )  # fmt: skip
 def test_a_log_is_named_by_an_option_by_load_or_by_the_checkpoint(options: dict[str, str], log: str) -> None:
     assert is_of_log(options)
     assert LogOptions.parse({"table": "public.t", **options}).log == log
+
+
+def test_where_the_store_of_a_log_is_goes_with_the_options() -> None:
+    given = {**ONE, "log": "s3://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
+    options = pickle.loads(pickle.dumps(LogOptions.parse(given)))
+    assert isinstance(options.place, ObjectPath)
+    assert str(options.place) == "s3://bucket/log"
+    assert options.place.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
+    assert is_of_log(given)
+    assert LogOptions.parse(ONE).place == Path("/log")
 
 
 @pytest.mark.parametrize(
@@ -67,13 +86,27 @@ def test_tables_are_named_or_matched() -> None:
     [
         ({"table": "public.t", "shape": "typed"}, "the option `log` is missing"),
         ({**ONE, "path": "/other"}, "the option `log` names another log than `load(…)` does"),
-        ({"table": "public.t", "url": "postgresql://x", "checkpointLocation": "s3://b/c"}, "needs a log in a folder"),
+        ({"table": "public.t", "url": "postgresql://x", "log": "memory://b/c"}, "needs a log that other processes see"),
+        ({"table": "public.t", "checkpointLocation": "hdfs://host:8020/ck"}, "`checkpointLocation` is where no log"),
+        ({"table": "public.t", "checkpointLocation": "hdfs:/ck"}, "Give `log` a place of its own"),
+        ({"table": "public.t", "checkpointLocation": "abfss://c@secret/ck"}, "Give `log` a place of its own"),
+        ({**ONE, "log": "dbfs:/data/log"}, "a log cannot lie at `dbfs://`"),
         ({"log": " "}, "the option `log` is missing"),
+        ({**ONE, "logEndpoint": "http://minio:9000"}, "the option `logEndpoint` is for a log in an object store"),
+        ({**ONE, "logRegion": "eu-west-1"}, "the option `logRegion` is for a log in an object store"),
+        ({**IN_STORE, "logEndpoint": "minio:9000"}, "`logEndpoint` is not the address of an S3 server alone"),
+        ({**IN_STORE, "logEndpoint": "http://me:secret@minio"}, "Credentials come from the environment"),
+        ({**IN_STORE, "logRegion": "eu west"}, "the option `logRegion` is not the name of a region"),
+        ({**IN_STORE, "logSecretKey": "secret"}, "the option `logSecretKey` is not known"),
+        ({**ONE, "log": "gs://bucket/log"}, "a log cannot lie at `gs://`"),
+        ({**ONE, "log": "s3a://key:secret@bucket/log"}, "more in it than a bucket and a prefix"),
         ({"log": "/log"}, "either the option `table` or the option `tables` is needed"),
         ({**ONE, "tables": "*"}, "either the option `table` or the option `tables` is needed"),
         ({**ONE, "table": "t"}, "the option `table` is not the name of a table"),
         ({**ONE, "maxRowPerTrigger": "1"}, "Did you mean `maxRowsPerTrigger`?"),
         ({**ONE, "colour": "red"}, "the option `colour` is not known"),
+        ({**ONE, "where": "true"}, "the option `where` is for a table of a database as it is"),
+        ({"url": "postgresql://x", "tables": "*"}, "takes `url` and one `table`, and no `tables`."),
         ({**ONE, "startingPosition": "yesterday"}, "the option `startingPosition` is no place in a log"),
         ({**ONE, "endingPosition": "1/x"}, "the option `endingPosition` is no place in a log"),
         ({**ONE, "shape": "flat"}, "They are typed, envelope, changelog."),
@@ -82,6 +115,8 @@ def test_tables_are_named_or_matched() -> None:
         ({**ONE, "maxBytesPerTrigger": "much"}, "the option `maxBytesPerTrigger` is not a size"),
         ({**ONE, "onSchemaChange": "cry"}, "They are stop, envelope."),
         ({**ONE, "shape": "changelog", "onSchemaChange": "envelope"}, "`onSchemaChange` is for typed columns"),
+        ({"log": "/log", "tables": "*", "onSchemaChange": "envelope"}, "`onSchemaChange` is for typed columns"),
+        ({"log": "/log", "tables": "a.b.c"}, "the option `tables` has `a.b.c`"),
         ({**ONE, "consumer": "../x"}, "a consumer's name is"),
         ({**ONE, "url": "host=x password=secret"}, "the option `url` is not a URL of PostgreSQL"),
     ],
@@ -107,6 +142,28 @@ def test_an_end_is_for_reads_and_not_for_streams() -> None:
     options.refuse_for_read()
     with pytest.raises(ConfigError, match="`endingPosition` is for reads"):
         options.refuse_for_stream()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"logs": "/log", "table": "public.t"}, "the option `logs` is not known | Did you mean `log`?"),
+        ({"logg": "/log", "table": "public.t"}, "Did you mean `log`?"),
+        (
+            {"url": "postgresql://x", "table": "public.t", "startingPositon": "latest"},
+            "the option `startingPositon` is not known | Did you mean `startingPosition`?",
+        ),
+        ({"url": "postgresql://x", "tabel": "public.t"}, "Did you mean `table`?"),
+        ({}, "neither the option `url` nor the option `log` is given | A table of a database"),
+        ({"table": "public.t"}, "`log`, and `table` or `tables`"),
+        ({"url": "postgresql://x"}, "the option `table` is missing"),
+    ],
+)
+def test_what_may_be_meant_of_a_table_and_of_a_log_is_said(options: dict[str, str], said: str) -> None:
+    assert not is_of_log(options)
+    with pytest.raises(ConfigError) as caught:
+        ReadOptions.parse(options)
+    assert said in f"{caught.value.message} | {caught.value.hint}"
 
 
 def test_a_table_of_a_database_is_told_from_a_log() -> None:

@@ -212,9 +212,16 @@ def test_a_large_commit_is_shared_out(diary: Diary) -> None:
     diary.piece(inserts(*range(50, 100)))
     diary.finish(inserts(*range(100, 150)))
     view = LogView(frame(diary.path, table="public.things", rowsPerPartition=40))
-    assert len(view.parts(Place(0), 1)) > 1
+    assert len(view.parts(Place(0), 1)) == 3
     found = stream(diary.path, table="public.things", rowsPerPartition=40)
     assert [row["id"] for row in found] == list(range(150))
+
+
+def test_commits_are_not_divided_that_are_no_larger_than_a_part(diary: Diary) -> None:
+    for key in range(0, 120, 20):
+        diary.commit(inserts(*range(key, key + 19)), inserts(key + 19, schema=WIDER))
+    view = LogView(frame(diary.path, table="public.things", rowsPerPartition=30))
+    assert [part.last for part in view.parts(Place(0), 6)] == [2, 4, 6]
 
 
 def test_a_table_that_is_not_there_is_told_with_those_that_are(diary: Diary) -> None:

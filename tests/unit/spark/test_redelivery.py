@@ -7,22 +7,31 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog.letters import Letters
+from tailrace.changelog.letters import Bundle, Letters
+from tailrace.model import change
+from tailrace.model.position import ZERO
+from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.redelivery import DeliverWork, RereadWork, _keep, deliver_letters
-from tests.support.changes import SHOP, update
+from tailrace.tables.forms import Form, Origin, TableMode
+from tests.support.changes import SHOP, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 
 
-def lettered(folder: Path) -> Quiet:
+def lettered(folder: Path, form: str = "") -> Quiet:
     """A table of which a change of row 2 is a dead letter, and the row as it was read for a replay."""
-    made = Quiet(folder, on_bad_row="dead-letter")
+    made = Quiet(folder, on_bad_row="dead-letter", form=form)
     made.load([{"id": key, "n": 0} for key in (1, 2)])
     made.commit(update(2, unfit=("n",)))
     made.apply()
+    read(made, [1])
+    return made
+
+
+def read(made: Quiet, seqs: list[int]) -> None:
+    """What a reading leaves that saw these letters."""
     nowhere = SnapshotReader("postgresql://127.0.0.1:1/x", None, None)
     work = RereadWork(log=made.settings.log.path, shape=SHOP, expected=made.cursor, reader=nowhere)
-    _keep(work, pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields())), [1], {})
-    return made
+    _keep(work, pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields())), seqs, {})
 
 
 def delivery(quiet: Quiet) -> DeliverWork:
@@ -42,3 +51,44 @@ def test_what_was_read_before_the_table_was_loaded_anew_is_read_again(tmp_path: 
     done = deliver_letters(delivery(quiet))
     assert (done.error, done.again, quiet.ns()) == (None, True, {1: 0, 2: 8})
     assert Letters(quiet.settings.log.path, THINGS).any is False, "what the load has cleared is gone"
+
+
+def test_a_version_that_was_read_comes_in_as_that_of_its_newest_letter_and_the_older_ones_stay(tmp_path: Path) -> None:
+    quiet = lettered(tmp_path, "mode: history")
+    quiet.commit(update(2, unchanged=("big",), n=7))
+    quiet.apply()
+    read(quiet, [1, 2])
+    for _ in range(2):  # also where it died before the letters were cleared
+        whole = pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields()))
+        (bundle,) = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq, only=[2])
+        quiet.table.put(SHOP, whole, quiet.cursor, bundle.changes)
+    done = deliver_letters(delivery(quiet))
+    assert (done.error, done.rows, done.letters, done.again) == (None, 2, 1, False)
+    found = sorted((row["_seq"], row["n"], row["_current"]) for row in quiet.content() if row["id"] == 2)
+    assert found == [(0, 0, False), (2, 7, True)]
+    first, last = sorted((row for row in quiet.content() if row["id"] == 2), key=lambda row: int(row["_seq"]))
+    assert first["_valid_from"] <= first["_valid_to"] == last["_valid_from"], "times never go back"
+    assert last["_valid_to"] is None
+    mine = Letters(quiet.settings.log.path, THINGS)
+    assert ([seq for one in mine.open(2) for seq in one.seqs], mine.passed(2)) == ([1], frozenset([1]))
+    quiet.commit(update(2, unchanged=("big",), n=8))
+    assert quiet.apply()[-1].letters == 0, "what comes builds on it"
+
+
+def test_a_version_that_a_load_could_not_bring_has_the_table_s_number_and_comes_in_once(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="mode: history")
+    quiet.diary.commit()
+    origin = Origin(seq=0, position="0/0", read_at=1_700_000_000_000_000)
+    kept = LoadLetters(SHOP, Form(mode=TableMode.HISTORY), origin, ZERO)
+    (batch,) = record_batches(SHOP, [{"id": 2}])
+    unfit = pa.array([[{"column": "n", "text": "NaN"}]], change.UNFIT_TYPE)
+    assert [one.num_rows for one in kept.without_letters([(batch, unfit)])] == [0]
+    quiet.load_anew([{"id": 1, "n": 0}], "first", letters=[Bundle(shape=SHOP, rows=kept.letters)])
+    read(quiet, [-1])
+    for _ in range(2):  # also where it died before the letters were cleared
+        whole = pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields()))
+        (bundle,) = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq, "first")
+        quiet.table.put(SHOP, whole, quiet.cursor, bundle.changes)
+    assert (deliver_letters(delivery(quiet)).letters, Letters(quiet.settings.log.path, THINGS).any) == (0, False)
+    (row,) = [row for row in quiet.content() if row["id"] == 2]
+    assert (row["n"], row["_seq"], row["_current"], row["_tx"] < 0) == (7, quiet.cursor.seq, True, True)

@@ -85,6 +85,23 @@ def test_a_load_is_passed_where_its_last_row_was_read(seeds: Seeds) -> None:
     assert seeds.passed(seed.id) == Lsn(70)
 
 
+def test_the_sources_time_of_a_load_is_remembered_whatever_is_read_again_and_older_records_have_none(
+    seeds: Seeds,
+) -> None:
+    seed = Seed(plan=PLAN, point=Lsn(1), id="timed")
+    seeds.begin(seed)
+    seeds.land("timed", Lsn(30), 5_000_000)
+    seeds.reread("timed", Lsn(30), Lsn(70))
+    seeds.end(seed)
+    landed = seeds.landed("timed")
+    assert landed is not None
+    assert (landed.time, landed.mixed_until(Lsn(40))) == (5_000_000, Lsn(70))
+    (seeds.folder("landed") / "older.json").write_text('{"passed": "0/1E", "spans": []}')
+    older = seeds.landed("older")
+    assert older is not None
+    assert (older.time, older.mixed_until(Lsn(1))) == (None, Lsn(30))
+
+
 def test_a_load_without_its_plan_is_over_and_swept_away(seeds: Seeds) -> None:
     over, other, wish = Seed(plan=PLAN, point=Lsn(1)), Seed(plan=PLAN, point=Lsn(1)), Wish(table=ORDERS)
     for seed in (over, other):

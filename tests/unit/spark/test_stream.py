@@ -16,15 +16,18 @@ from tailrace.changelog.consumers import Hold, holds
 from tailrace.changelog.expected import expect
 from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
 from tailrace.errors import ConfigError, LogForeign, SchemaChanged
 from tailrace.spark.arrow import spark_schema
+from tailrace.spark.log_frame import look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.stream import LogStreamReader
 from tailrace.spark.stream_plain import PlainStreamReader
 from tailrace.spark.streaming import LogStream, Offset
 from tests.support.changes import SHOP, insert
 from tests.support.frames import frame
-from tests.support.logs import OTHER, WIDER, Diary, inserts, quick_folder
+from tests.support.logs import OTHER, WIDER, Diary, inserts, quick_folder, seal
 
 ALL = ReadAllAvailable()
 
@@ -198,13 +201,6 @@ def test_a_table_that_never_changed_is_streamed_from_its_first_change_on(diary: 
     assert ids(stream, start, stream.latestOffset(start, ALL)) == [7]
 
 
-@pytest.mark.parametrize("log", ["s3://bucket/log", "memory://bucket/log"])
-def test_a_capture_beside_a_stream_writes_into_no_store(log: str) -> None:
-    options = {"log": log, "url": "postgresql://shop@host/shop", "table": "public.things"}
-    with pytest.raises(ConfigError, match="needs a log in a folder"):
-        LogOptions.parse(options)
-
-
 class Noted:
     """A capture that notes what is asked of it."""
 
@@ -234,6 +230,32 @@ def test_a_capture_is_started_before_the_log_is_opened_and_looked_after(diary: D
     stream.stop()
     assert capture.asked == ["start", "catch up", "check", "stop"]
     assert hold(diary).name == "spark"
+
+
+@pytest.mark.parametrize("asked", ["2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z", "16/B374D848", "7"])
+def test_a_log_that_is_yet_to_be_made_has_no_past_and_nothing_is_captured_for_who_asks_for_it(
+    tmp_path: Path, asked: str
+) -> None:
+    options = {"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/none", "tables": "*"}
+    made = look(LogOptions.parse({**options, "startingPosition": asked}))
+    for ask in ("initialOffset", "prepareForTriggerAvailableNow"):
+        capture = Noted()
+        stream = LogStreamReader(made, spark_schema(made.fields), capture)
+        with pytest.raises(ConfigError, match=r"the log is new.*reading the table as a whole"):
+            getattr(stream, ask)()
+        assert capture.asked == []
+
+
+def test_for_a_checkpoint_of_another_log_or_of_none_nothing_is_captured(diary: Diary, tmp_path: Path) -> None:
+    there, capture = {"log": "another", "commit": 1}, Noted()
+    stream = reader(diary_with(diary, 1), capture)
+    with pytest.raises(LogForeign, match="of another log"):
+        stream.latestOffset(there, ALL)
+    made = look(LogOptions.parse({"log": str(tmp_path / "log"), "url": "postgresql://x@127.0.0.1:1/x", "tables": "*"}))
+    stream = LogStreamReader(made, spark_schema(made.fields), capture)
+    with pytest.raises(LogForeign, match="is not here"):
+        stream.partitions(there, there)
+    assert capture.asked == []
 
 
 # Spark 4.1, which does not say where it is.
@@ -273,6 +295,36 @@ def test_after_a_restart_it_goes_to_the_newest_row_and_comes_from_where_spark_sa
     quiet = plain(diary, consumer="mine")
     assert quiet.latestOffset() == end, "with nothing since, no micro-batch"
     assert hold(diary).commit == 5, "and the place stays, seen once more"
+
+
+@pytest.mark.parametrize("consumer", [{}, {"consumer": "mine"}])
+def test_after_a_restart_rows_that_were_read_and_are_gone_do_not_lead_it_back(
+    diary: Diary, consumer: dict[str, str]
+) -> None:
+    stream = plain(diary_with(diary, 3), **consumer)
+    start = stream.initialOffset()
+    end = stream.latestOffset()
+    assert ids(stream, start, end) == [0, 1, 2]
+    assert stream.latestOffset() == end
+    stream.stop()
+    diary.commit(inserts(9, schema=OTHER))
+    seal(diary.path)
+    with Sealer(diary.path) as sealer:
+        trim(sealer, Policy(age_seconds=0.0), now=4e9)
+    diary.commit(inserts(9, schema=OTHER))
+    again = plain(diary, **consumer)
+    assert again.latestOffset() == end, "no micro-batch"
+    diary.commit(inserts(3))
+    newest = again.latestOffset()
+    assert ids(again, end, newest) == [3]
+    assert again.latestOffset() == newest
+
+
+def test_a_micro_batch_that_leads_back_is_empty_and_does_not_move_it(diary: Diary) -> None:
+    stream = plain(diary_with(diary, 3))
+    ahead, behind = ({"log": diary.writer.log_id, "commit": commit} for commit in (3, 1))
+    assert stream.partitions(ahead, behind) == []
+    assert stream.latestOffset() == ahead
 
 
 def test_without_a_word_of_available_now_what_was_there_is_captured_before_the_first_step(diary: Diary) -> None:

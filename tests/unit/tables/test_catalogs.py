@@ -21,7 +21,7 @@ from tailrace.tables.catalogs import Catalog, local_path, newest_file
 def write(folder: Path, number: int, *, ending: str = ".metadata.json", hint: int | None = None) -> Path:
     inside = folder / "metadata"
     inside.mkdir(parents=True, exist_ok=True)
-    content = json.dumps({"number": number}).encode()
+    content = json.dumps({"format-version": number}).encode()
     file = inside / f"v{number}{ending}"
     file.write_bytes(gzip.compress(content) if ".gz" in ending else content)
     if hint is not None:
@@ -46,7 +46,7 @@ def test_commits_ahead_of_the_hint_are_found(tmp_path: Path) -> None:
     table = tmp_path / "public" / "t"
     for number in (1, 2, 3):
         write(table, number, hint=1)
-    assert folder_catalog(tmp_path).metadata(table) == {"number": 3}
+    assert folder_catalog(tmp_path).metadata(table) == {"format-version": 3}
 
 
 @pytest.mark.parametrize("hint", ["", "garbage", "99"])
@@ -62,12 +62,13 @@ def test_a_hint_that_is_of_no_use_is_none(tmp_path: Path, hint: str) -> None:
 def test_metadata_may_be_compressed(tmp_path: Path, ending: str) -> None:
     table = tmp_path / "public" / "t"
     write(table, 4, ending=ending, hint=4)
-    assert folder_catalog(tmp_path).metadata(table) == {"number": 4}
+    assert folder_catalog(tmp_path).metadata(table) == {"format-version": 4}
 
 
-def test_metadata_that_cannot_be_read_is_an_error_and_never_a_new_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("garbage", ["garbage", "", "{}", "[]", "[1]", "7"])
+def test_metadata_that_cannot_be_read_is_an_error_and_never_a_new_table(tmp_path: Path, garbage: str) -> None:
     table = tmp_path / "public" / "t"
-    write(table, 1).write_text("garbage")
+    write(table, 1).write_text(garbage)
     with pytest.raises(TableUnusable, match="cannot be read"):
         folder_catalog(tmp_path).metadata(table)
 
@@ -102,7 +103,7 @@ def test_a_database_says_where_the_metadata_is(tmp_path: Path) -> None:
     catalog = Catalog(kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:sqlite:{file}")
     assert catalog.metadata(path / "t") is None, "there is no database yet"
     database(file, f"file:{write(path / 't', 7)}")
-    assert catalog.metadata(path / "t") == {"number": 7}
+    assert catalog.metadata(path / "t") == {"format-version": 7}
     assert catalog.metadata(path / "other") is None
 
 
@@ -128,7 +129,7 @@ class Server(BaseHTTPRequestHandler):
         self.seen.append((self.path, self.headers.get("Authorization")))
         answers: dict[str, Any] = {
             "/v1/config?warehouse=lake": {"defaults": {}, "overrides": {"prefix": "a/b"}},
-            "/v1/a%2Fb/namespaces/x%1Fpublic/tables/t": {"metadata-location": "s3://x", "metadata": {"number": 5}},
+            "/v1/a%2Fb/namespaces/x%1Fpublic/tables/t": {"metadata-location": "x", "metadata": {"format-version": 5}},
         }
         found = answers.get(self.path)
         status = self.status if self.status != 200 else 200 if found is not None else 404
@@ -156,7 +157,7 @@ def served(status: int = 200) -> Iterator[str]:
 def test_a_server_tells_the_metadata_itself(tmp_path: Path) -> None:
     with served() as uri:
         catalog = Catalog(kind="rest", root=tmp_path, uri=uri, warehouse="lake", properties={"token": "k"})
-        assert catalog.metadata(tmp_path / "x" / "public" / "t") == {"number": 5}
+        assert catalog.metadata(tmp_path / "x" / "public" / "t") == {"format-version": 5}
         assert catalog.metadata(tmp_path / "x" / "public" / "other") is None
     assert {authorization for _, authorization in Server.seen} == {"Bearer k"}
 

@@ -25,6 +25,7 @@ from tests.support.changes import (
     KeylessModel,
     Model,
     apply_in_memory,
+    arrival,
     changes,
     delete,
     insert,
@@ -37,9 +38,9 @@ from tests.support.changes import (
 BIG = ("big",)
 
 
-def folded(*rows: Change, schema: TableSchema = SHOP) -> dict[Any, dict[str, Any]]:
+def folded(*rows: Change, schema: TableSchema = SHOP, rereads: bool = False) -> dict[Any, dict[str, Any]]:
     """The folded rows by key, without `copies` and the empty columns that most tests do not look at."""
-    result = fold(schema, changes(schema, *rows))
+    result = fold(schema, changes(schema, *rows), rereads=rereads)
     assert result.rows.schema.equals(folded_schema(schema))
     result.rows.validate(full=True)
     return {row["c0"]: row for row in result.rows.to_pylist()}
@@ -176,25 +177,47 @@ def test_a_moved_row_that_is_deleted_is_only_deletes() -> None:
     assert [row["absent"] for row in rows.values()] == [None, None]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        (delete(1), update(1, unchanged=BIG)),
-        (insert(1, big="a"), delete(1), update(1, unchanged=BIG)),
-        (Change(op="insert", values={"id": 1}, unchanged=BIG),),
-        (delete(1), insert(5), Change(op="insert", values={"id": 2}, unchanged=BIG, moved_from={"id": 1})),
-        (delete(1), *move(1, 2, unchanged=BIG)),
-        (truncate(), update(1, unchanged=BIG)),
-        (truncate(), *move(1, 2, unchanged=BIG)),
-        (insert(1, big="a"), truncate(), update(1, unchanged=BIG)),
-        (update(1, unchanged=("id",)),),
-    ],
-)
+BASELESS = [
+    (delete(1), update(1, unchanged=BIG)),
+    (insert(1, big="a"), delete(1), update(1, unchanged=BIG)),
+    (arrival(1, unchanged=BIG),),
+    (delete(1), insert(5), Change(op="insert", values={"id": 2}, unchanged=BIG, moved_from={"id": 1})),
+    (delete(1), *move(1, 2, unchanged=BIG)),
+    (truncate(), update(1, unchanged=BIG)),
+    (truncate(), *move(1, 2, unchanged=BIG)),
+    (insert(1, big="a"), truncate(), update(1, unchanged=BIG)),
+]
+
+
+@pytest.mark.parametrize("rows", [*BASELESS, (update(1, unchanged=("id",)),)])
 def test_a_partial_change_without_a_base_is_refused_where_it_stands(rows: tuple[Change, ...]) -> None:
     with pytest.raises(BaseRowMissing) as refused:
         folded(*rows)
     assert refused.value.fields["position"] == f"0/{len(rows) - 1:X}"
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("rows", BASELESS)
+def test_where_rows_can_be_read_again_no_row_of_the_table_is_its_base(rows: tuple[Change, ...]) -> None:
+    *_, last = folded(*rows, rereads=True).values()
+    assert state(last) == (UPSERT, None, [2], None)
+
+
+def test_what_builds_on_a_row_without_a_base_has_none_either() -> None:
+    rows = folded(update(1, big="stale"), delete(1), arrival(1, unchanged=BIG, name="a"), *move(1, 2, unchanged=BIG),
+                  update(2, unchanged=("name", "big"), n=4), rereads=True)  # fmt: skip
+    assert (state(rows[2]), rows[2]["c3"]) == ((UPSERT, None, [2], None), 4)
+    assert rows[1]["op"] == DELETE
+
+
+def test_a_row_without_a_base_is_whole_once_its_value_comes() -> None:
+    rows = folded(arrival(1, unchanged=BIG), update(1, big="x"), update(1, unchanged=BIG, n=3), rereads=True)
+    assert state(rows[1]) == (UPSERT, "x", None, None)
+
+
+def test_a_change_without_a_part_of_its_key_cannot_be_asked_for() -> None:
+    with pytest.raises(BaseRowMissing):
+        folded(update(1, unchanged=("id",)), rereads=True)
 
 
 # --- truncate ----------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
 from tailrace.tables.base import Cursor
+from tailrace.tables.catalogs import Catalog
 from tailrace.tables.deltalog import Position
+from tailrace.tables.iceberg import IcebergTable
 from tailrace.tables.iceberglog import OWNER, Metadata, said_of
 from tailrace.tables.icebergshape import (
     Field,
@@ -218,6 +220,14 @@ def test_each_shape_stands_once_however_many_snapshots_name_it() -> None:
 
 def test_files_that_were_only_written_anew_keep_the_position() -> None:
     assert metadata(snapshot(1, None, OURS), snapshot(2, 1, {}, "replace")).position() == MINE
+    joined = {"added-records": "8", "deleted-records": "10"}
+    assert metadata(snapshot(1, None, OURS), snapshot(2, 1, joined, "replace")).position() == MINE
+
+
+def test_a_snapshot_that_brings_rows_is_someone_else_s_whatever_it_calls_itself() -> None:
+    more = {"added-records": "1"}
+    with pytest.raises(ForeignWrite):
+        metadata(snapshot(1, None, OURS), snapshot(2, 1, more, "replace")).position()
 
 
 @pytest.mark.parametrize("operation", ["append", "overwrite", "delete"])
@@ -269,3 +279,91 @@ def test_rows_that_were_struck_out_are_not_counted() -> None:
     counts = {"total-records": "10", "total-position-deletes": "3"}
     assert metadata(snapshot(1, None, OURS | counts)).rows() == 7
     assert metadata().rows() == 0
+
+
+# --- what a rebuild starts from ----------------------------------------------------------------------------
+
+
+def numbered(number: int, parent: int | None, summary: dict[str, str], schema: int = 0) -> dict[str, Any]:
+    """With the number that tells which of two snapshots is newer: that of a snapshot itself is any."""
+    return {**snapshot(number, parent, summary), "sequence-number": number % 100, "schema-id": schema}
+
+
+def test_versions_of_ours_are_told_newest_first_also_after_the_table_was_set_back() -> None:
+    theirs, _ = said_of(replace(MINE, log="another"), "x")
+    back: dict[str, Any] = {"current-snapshot-id": 901, "snapshot-log": [{"snapshot-id": at} for at in (901, 703, 901)]}
+    found = metadata(
+        numbered(901, None, OURS), numbered(502, 901, {}), numbered(703, 502, OURS), numbered(404, 703, theirs), **back
+    )
+    assert list(found.own_versions("a-log")) == [(703, MINE), (901, MINE)]
+
+
+def test_what_was_only_staged_and_what_names_no_shape_is_no_version() -> None:
+    other, _ = said_of(replace(MINE, schema=NESTED), "x")
+    staged = numbered(3, 2, {**OURS, "wap.id": "w"})
+    newest: dict[str, Any] = {"current-snapshot-id": 2}
+    found = metadata(numbered(1, None, other), numbered(2, 1, OURS), staged, **newest)
+    assert list(found.own_versions("a-log")) == [(2, MINE)]
+
+
+def copied(number: int | None, partition_by: list[str]) -> dict[str, Any]:
+    """Of a table that had its columns, and what it is partitioned by, changed by others."""
+    more = [*fresh_fields(SHOP.columns), {"id": 9, "name": "more", "required": False, "type": "int"}]
+    shapes = [{"schema-id": 0, "fields": fresh_fields(SHOP.columns)}, {"schema-id": 1, "fields": more}]
+    parts = {0: [], 1: [(1, "id")], 2: [(9, "more")]}
+    specs = [
+        {"spec-id": at, "fields": [{"source-id": of, "field-id": 1000 + at, "name": name, "transform": "identity"}
+                                   for of, name in some]}
+        for at, some in parts.items()
+    ]  # fmt: skip
+    given: dict[str, Any] = {
+        "current-schema-id": 1, "schemas": shapes, "default-spec-id": 2, "partition-specs": specs,
+        "last-sequence-number": 8, "statistics": [{}], "refs": {"main": {}, "a-tag": {}},
+        "properties": {OWNER: "a-log", "write.data.path": "/elsewhere", "write.wap.enabled": "true"},
+    }  # fmt: skip
+    table = metadata(numbered(1, None, OURS), numbered(2, 1, {}, 1), **given)
+    return table.as_of(number, Path("/beside"), partition_by)
+
+
+def test_a_copy_is_what_the_table_was_and_goes_on_with_its_numbers() -> None:
+    said = copied(1, ["id"])
+    assert (said["current-snapshot-id"], said["current-schema-id"], said["default-spec-id"]) == (1, 0, 1)
+    assert [item["snapshot-id"] for item in said["snapshots"]] == [1]
+    assert [spec["spec-id"] for spec in said["partition-specs"]] == [0, 1], "of columns that it has"
+    assert (said["location"], said["last-sequence-number"], said["last-column-id"]) == ("/beside", 8, 4)
+    assert said["properties"] == {OWNER: "a-log", "write.wap.enabled": "true"}, "its files are its own"
+    assert set(said["refs"]) == {"main"}
+    assert "statistics" not in said
+    assert copied(1, [])["default-spec-id"] == 0
+
+
+def test_a_copy_without_a_snapshot_has_nothing() -> None:
+    said = copied(None, ["id"])
+    assert (said["snapshots"], said["refs"], said["last-sequence-number"]) == ([], {}, 8)
+    assert "current-snapshot-id" not in said
+    assert len(said["partition-specs"]) == 3
+
+
+def test_a_copy_that_cannot_be_partitioned_as_it_was_is_refused() -> None:
+    with pytest.raises(TableUnusable, match="partitioned as it was"):
+        copied(1, ["n"])
+
+
+# --- the folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_other_things_in_it_is_no_place_for_a_table(tmp_path: Path) -> None:
+    path = tmp_path / "public" / "t"
+    table = IcebergTable(path, "a-log", Catalog(kind="jdbc", root=tmp_path, uri=f"jdbc:sqlite:{tmp_path}/none.db"))
+    for left in ("metadata", "data", "_staged", "_tailrace", "rebuilt", ".hidden"):
+        (path / left).mkdir(parents=True)
+        assert table.cursor() is None, "it is what a load that died leaves"
+    for stray in ("_delta_log", "thesis.tex"):
+        (path / stray).touch()
+        for ask in (table.cursor, lambda: table.refuse_foreign(SHOP.table)):
+            with pytest.raises(TableUnusable, match="not an Iceberg table") as refused:
+                ask()
+            assert refused.value.fields["found"] == "_delta_log"
+    other = IcebergTable(path / "thesis.tex", "a-log", Catalog(kind="jdbc", root=tmp_path, uri="jdbc:sqlite:/none.db"))
+    with pytest.raises(TableUnusable, match="cannot be used"):
+        other.cursor()

@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import write_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,13 +21,14 @@ from tailrace.model.position import Lsn
 from tailrace.tables.base import Applied, Cursor
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import StagedFile, stage
+from tests.support import others
 from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update
 from tests.support.engines import (
     IS_ICEBERG,
     commits_of,
     examples,
     not_spark,
-    only_delta,
+    of_delta,
     open_table,
     rows_of,
     staging,
@@ -190,7 +190,7 @@ def test_a_table_that_went_on_meanwhile_is_refreshed_to_where_the_rows_are_from_
     assert str(row(3, "new")) in lake.content()
 
 
-@only_delta
+@of_delta("it asks its log")
 def test_the_commit_names_what_goes_and_carries_the_position(lake: Lake) -> None:
     lake.refresh(ALL[:45])
     lines = (lake.path / "_delta_log" / f"{1:020d}.json").read_text().splitlines()
@@ -219,22 +219,22 @@ def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path
         open_table(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
 
 
-@only_delta
 def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = lake.stage(ALL[:5])
-    present = set(lake.path.glob("*.parquet"))
+    present = set(lake.path.rglob("*.parquet"))
 
     def hit(name: str) -> None:
         monkeypatch.undo()
-        write_deltalake(str(lake.path), pa.Table.from_batches(record_batches(SHOP, [row(99)])), mode="append")
+        others.append(lake.path)
 
     monkeypatch.setattr(failpoints, "hit", hit)
     with pytest.raises(ForeignWrite, match="at the same time"):
         lake.table.refresh(SHOP, files, at(0), at(10))
-    assert (lake.version, len(lake.content())) == (1, 51)
-    assert len(set(lake.path.glob("*.parquet")) - present) == 1
+    assert (lake.version, lake.content()) == (1, sorted(2 * [str(row) for row in ALL]))
+    # What an Iceberg table was to get is left to whoever removes its orphans.
+    assert IS_ICEBERG or len(set(lake.path.rglob("*.parquet")) - present) == 1
 
 
 def test_a_staged_file_that_is_gone_or_damaged_is_an_error_and_commits_nothing(lake: Lake) -> None:

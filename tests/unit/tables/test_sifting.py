@@ -17,7 +17,7 @@ from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables import identity
 from tailrace.tables.fold import Flags, fold, key_ordinals
-from tailrace.tables.sifting import DeadKeys, Sifted, sift
+from tailrace.tables.sifting import DeadKeys, Sifted, sift, sift_versions
 from tests.support.changes import (
     COMPOSITE,
     SHOP,
@@ -25,6 +25,7 @@ from tests.support.changes import (
     Model,
     Row,
     apply_in_memory,
+    arrival,
     changes,
     delete,
     insert,
@@ -47,11 +48,13 @@ def completed(schema: TableSchema, *rows: Change, first: int = 0) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema.change_schema())
 
 
-def sifted(*rows: Change, dead: DeadKeys | None = None, holds: bool = True, schema: TableSchema = SHOP) -> Sifted:
+def sifted(
+    *rows: Change, dead: DeadKeys | None = None, holds: bool = True, schema: TableSchema = SHOP, rereads: bool = False
+) -> Sifted:
     def held(keys: pa.Table) -> Flags:
         return np.full(keys.num_rows, holds)
 
-    return sift(schema, completed(schema, *rows), dead or DeadKeys.none(schema), held)
+    return sift(schema, completed(schema, *rows), dead or DeadKeys.none(schema), held, rereads=rereads)
 
 
 def seqs(table: pa.Table) -> list[int]:
@@ -132,6 +135,13 @@ def test_a_partial_change_whose_row_the_table_lacks_is_set_aside() -> None:
     found = sifted(update(1, unchanged=BIG), *move(2, 3, unchanged=BIG), update(4, n=1), holds=False)
     assert (seqs(found.changes), seqs(found.letters)) == ([1, 3], [0, 2])
     assert {type(cause) for cause in found.causes} == {BaseRowMissing}
+
+
+def test_where_rows_can_be_read_again_one_without_a_base_is_as_good_as_whole() -> None:
+    rows = (delete(1), update(1, unchanged=BIG), arrival(2, unchanged=BIG), update(2, unchanged=BIG), update(3, n=1))
+    found = sifted(*rows, update(4, unchanged=BIG), dead=dead(2, 4), rereads=True)
+    assert (seqs(found.changes), seqs(found.letters), found.cleared.tolist()) == ([0, 1, 2, 3, 4], [5], [100])
+    assert seqs(sifted(*rows).letters) == [1, 2, 3], "and otherwise it is set aside"
 
 
 def test_a_partial_change_after_a_delete_is_set_aside() -> None:
@@ -255,6 +265,50 @@ def test_rows_are_right_or_have_a_letter_and_the_cuts_do_not_matter(steps: list[
         assert lake.rows.get(key) == at_source.get(key), "a row without a letter is as at the source"
     for key in open_keys & lake.rows.keys():
         assert any(state.get(key) == lake.rows[key] for state in states), "a row is whole, of some moment"
+
+
+class Past:
+    """What a table of versions sets aside, batch by batch; which keys it has a current version of is `Lake`'s."""
+
+    def __init__(self) -> None:
+        self.lake = Lake()
+        self.letters: dict[int, Any] = {}
+        self.passed: set[int] = set()
+
+    def take(self, batch: pa.Table) -> None:
+        ordinals = key_ordinals(COMPOSITE)
+        names, types = [COMPOSITE.names[i] for i in ordinals], [COMPOSITE.columns[i].type for i in ordinals]
+        waiting = {seq: key for seq, key in self.letters.items() if seq not in self.passed}
+        columns = [pa.array([key[i] for key in waiting.values()], kind) for i, kind in enumerate(types)]
+        dead, there = DeadKeys(seqs=np.array(list(waiting), np.int64), columns=columns), set(self.lake.rows)
+
+        def holds(wanted: pa.Table) -> Flags:
+            return np.array([tuple(row[name] for name in names) in there for row in wanted.to_pylist()], np.bool_)
+
+        found = sift_versions(COMPOSITE, batch, dead, holds)
+        assert found.cleared.size == 0
+        assert len(found.causes) == found.letters.num_rows
+        self.passed |= set(found.passed.tolist())
+        self.letters |= {row[change.SEQ]: tuple(row[name] for name in names) for row in found.letters.to_pylist()}
+        self.lake.take(batch)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS, cuts=st.lists(st.integers(0, 60), max_size=6))
+def test_where_versions_count_no_letter_is_ever_cleared_and_the_cuts_do_not_matter(
+    steps: list[Any], cuts: list[int]
+) -> None:
+    sent, _, _ = told(steps)
+    whole = completed(COMPOSITE, *sent)
+    past, once = Past(), Past()
+    cuts = [cut for cut in cuts if cut < len(sent) and sent[cut].moved_from is None]
+    for first, last in itertools.pairwise(sorted({0, len(sent), *cuts})):
+        past.take(whole.slice(first, last - first))
+    once.take(whole)
+    assert (past.letters, past.passed) == (once.letters, once.passed)
+    poisoned = {seq for seq, item in enumerate(sent) if item.unfit}
+    assert poisoned <= past.letters.keys(), "what could not be stored has a letter"
+    assert past.letters.keys() - past.passed == past.lake.letters.keys(), "what builds on one is told as in a mirror"
 
 
 def test_keys_that_need_wide_offsets_are_told_apart_alike(monkeypatch: pytest.MonkeyPatch) -> None:
