@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -17,10 +19,14 @@ from tailrace.errors import ConfigError, ExitCode
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore
 
+_VERSION = re.compile(r"[0-9a-f]{32}\.[0-9]+\.json")
+"""How a schema history calls its files."""
+
 
 def checkpoints(arguments: argparse.Namespace) -> ExitCode:
     """Do what was asked for. Listing works beside a running owner; the others are refused then."""
     _refuse_nonsense(arguments)
+    _refuse_other_folders(arguments.folder)
     if arguments.action == "list":
         found = FileCheckpointStore(arguments.folder, read_only=True).all()
         if arguments.json:
@@ -65,6 +71,21 @@ def _refuse_nonsense(arguments: argparse.Namespace) -> None:
             hint="For example: `tailrace checkpoints FOLDER seed orders --source postgresql --type postgresql-lsn "
             "--position 16/B374D848`.",
         )
+
+
+def _refuse_other_folders(folder: str) -> None:
+    """What is another's is neither read as damaged nor written to."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    if any(_VERSION.fullmatch(name) for name in names):
+        raise ConfigError(
+            "the folder is a schema history, and no checkpoint store", folder=folder,
+            hint="`tailrace schema-history FOLDER` shows what it has; a checkpoint store has its own folder.",
+        )  # fmt: skip
+    if {"meta.json", "hot"} <= set(names):
+        raise ConfigError(
+            "the folder is a change log, and no checkpoint store", folder=folder,
+            hint="It keeps its place itself: `tailrace log FILE show` tells it.",
+        )  # fmt: skip
 
 
 def _text(found: dict[str, Checkpoint]) -> str:

@@ -48,7 +48,8 @@ def _tell(asked: Asked, arguments: argparse.Namespace, *, done: str, text: str) 
             | ({"stopped": asked.stopped[table]} if table in asked.stopped else {})
             for table, count in asked.tables.items()
         ]
-        print_json({done: tables, "apply_pid": asked.apply_pid})
+        kept = [{"schema": table.schema, "table": table.name, "letters": n} for table, n in asked.kept.items()]
+        print_json({done: tables, "apply_pid": asked.apply_pid} | ({"kept": kept} if kept else {}))
     else:
         print_out(redact(text))
 
@@ -58,19 +59,26 @@ def _line(letter: DeadLetter) -> str:
         f"{letter.name} · seq {letter.seq} · {letter.operation} at {letter.position} · transaction {letter.transaction}"
         f" · {letter.committed_at} · {letter.cause} [{letter.code}]"
     )
+    said += " · its row has gone on without it" if letter.passed else ""
     payload = "" if letter.payload is None else f" · {json.dumps(letter.payload, ensure_ascii=False)}"
     return one_line(said + payload)
 
 
 def _replay_text(asked: Asked, file: str) -> str:
+    kept = [
+        f"{table}: {_count(count)} cannot be tried again, for the source no longer has the row as it was: look with "
+        f"`list {table} --payload`, then drop with `list {table} --forget`"
+        for table, count in asked.kept.items()
+    ]
     if not asked.tables:
-        return "there are no dead letters"
+        return "\n".join(map(one_line, kept)) or "there are no dead letters"
     lines = [
         f"{table}: {_count(count)} {'is' if count == 1 else 'are'} tried again"
         + (f" once the table, which is {asked.stopped[table]}, goes on: see `tailrace status {file}`"
            if table in asked.stopped else "")
         for table, count in asked.tables.items()
     ]  # fmt: skip
+    lines += kept
     if asked.apply_pid is not None and len(asked.stopped) == len(asked.tables):
         return "\n".join(map(one_line, lines))
     if asked.apply_pid is not None:

@@ -102,11 +102,13 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override] # argparse overloads it; we always pass what it is called with
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Take tables that stand behind a flag too: argparse looks for them at one place only."""
+        """Take tables behind a flag too, which argparse does not. What is left the command refuses: its help helps."""
         found, rest = super().parse_known_args(args, namespace)
         if self.prog.endswith((" snapshot", " retry", " dead-letters", " tail")):
             found.tables = [*found.tables, *(word for word in rest if not word.startswith("-"))]
             rest = [word for word in rest if word.startswith("-")]
+        if rest and " " in self.prog:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
 
 
@@ -238,7 +240,7 @@ def _add_dead_letters(command: argparse.ArgumentParser) -> None:
         "action", metavar="ACTION", choices=_ACTIONS["dead-letters"],
         help="list: show them; replay: read their rows again from the source and put them into the tables",
     )  # fmt: skip
-    command.add_argument("tables", metavar="TABLE", nargs="*", help="schema.table or a pattern; without one, all")
+    command.add_argument("tables", metavar="TABLE", nargs="*", default=[], help="schema.table or a pattern; none: all")
     command.add_argument("--payload", action="store_true", help="list: show the rows' values too")
     command.add_argument("--forget", action="store_true", help="list: drop what is listed; needs TABLE")
     command.add_argument("--seq", metavar="NUMBER", type=int, action="append", help="with --forget: only this one")

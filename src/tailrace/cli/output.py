@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import sys
+import time
 from typing import Any
 
 from tailrace.cli import logs
+from tailrace.errors import TailraceError
 
 FREE_TEXT = ("message", "detail", "hint", "note")
 """Where words of a server or a library may stand; everything else is data and printed as it is."""
@@ -19,11 +22,40 @@ FREE_TEXT = ("message", "detail", "hint", "note")
 
 def print_out(text: str) -> None:
     """Data, to stdout. If nobody reads it any more (`| head`), that is their business."""
+    write_out(f"{text}\n")
+
+
+def write_out(text: str) -> bool:
+    """The same, as it is; whether somebody still reads. What cannot be written is an error."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return True
+    except OSError as error:
         # Python flushes stdout once more at exit; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return False
+        raise TailraceError(
+            f"the output cannot be written: {error.strerror}", hint="Make room where it goes, or send it elsewhere."
+        ) from error
+
+
+def wait_while_read(seconds: float) -> bool:
+    """Wait so long, or until nobody reads stdout any more; whether somebody does. A pipe whose reader is gone says so
+    without being written to."""
+    try:
+        looked = select.poll()
+        looked.register(sys.stdout.fileno(), 0)
+        found = looked.poll(seconds * 1000)
+    except (OSError, ValueError, AttributeError):  # no file at all, or a system that cannot look
+        time.sleep(seconds)
+        return True
+    if any(event & (select.POLLERR | select.POLLHUP) for _, event in found):
+        return False
+    if found:  # a terminal that cannot be looked at says so at once
+        time.sleep(seconds)
+    return True
 
 
 def print_json(data: dict[str, Any]) -> None:

@@ -1,23 +1,23 @@
 """`tailrace tail`: the changes in the log as they come, a line each, for people and for pipes.
 
 Only the log is read: the source is not asked, and whatever runs beside it is not disturbed. Nothing is remembered, so
-nothing is kept for it. When nobody reads any more (`| head`) it ends.
+nothing is kept for it. When nobody reads any more (`| head`) it ends, also while nothing comes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import heapq
+import itertools
 import json
 import logging
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 
 from tailrace.changelog.reader import ChangeLog
 from tailrace.cli.logs import one_line
+from tailrace.cli.output import wait_while_read, write_out
 from tailrace.errors import ConfigError, ExitCode, LogTrimmed
 from tailrace.model.change import Operation
 from tailrace.model.encode import to_debezium_line, to_json, to_json_line
@@ -28,30 +28,28 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
 """Between two looks for a new commit."""
+LINES_AT_ONCE = 1000
 _WIDTH = max(len(operation.value) for operation in Operation)
 
 
 def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Print changes until told to stop or, with `--until-caught-up`, until all that is there was printed."""
+    if arguments.debezium and arguments.json:
+        raise ConfigError("`--json` and `--debezium` do not go together", hint="Choose one: each is a form of a line.")
     log = ChangeLog.open(settings.log.path)
     _require_known(log, arguments.tables)
     encode = to_debezium_line if arguments.debezium else to_json_line if arguments.json else line
     done = log.trimmed().commit if arguments.from_start else log.newest()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         while True:
             newest = log.newest()
             for commit in range(done + 1, newest + 1):
-                _print(_events(log, commit, arguments.tables), encode)
+                if not _print(_events(log, commit, arguments.tables), encode):
+                    return ExitCode.OK
             done = max(done, newest)
-            if arguments.until_caught_up:
-                return ExitCode.OK
-            time.sleep(LOOK_SECONDS)
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OK
-    except KeyboardInterrupt:
-        return ExitCode.OK
+            if arguments.until_caught_up or not wait_while_read(LOOK_SECONDS):
+                break
+    return ExitCode.OK
 
 
 def _require_known(log: ChangeLog, tables: list[str]) -> None:
@@ -82,9 +80,12 @@ def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:
     return heapq.merge(*(batch.events() for batch in batches), key=lambda event: event.seq)
 
 
-def _print(events: Iterator[Event], encode: Callable[[Event], str]) -> None:
-    sys.stdout.writelines(encode(event) + "\n" for event in events)
-    sys.stdout.flush()
+def _print(events: Iterator[Event], encode: Callable[[Event], str]) -> bool:
+    """Whether somebody still reads."""
+    while lines := [encode(event) + "\n" for event in itertools.islice(events, LINES_AT_ONCE)]:
+        if not write_out("".join(lines)):
+            return False
+    return True
 
 
 def line(event: Event) -> str:
@@ -93,7 +94,7 @@ def line(event: Event) -> str:
     words = [at, event.operation.value.ljust(_WIDTH), one_line(event.table)]
     shown = to_json(event)
     if event.operation is Operation.DELETE:
-        words.append(_columns(shown.get("key") or shown.get("before") or {}))
+        words.append(_columns(shown.get("before", {})))
     elif event.after is not None:
         words.append(_columns(shown["after"]))
     if event.unchanged:

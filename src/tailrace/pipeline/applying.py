@@ -8,30 +8,27 @@ no row passes the driver: tasks read the log and write the tables.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import files, lease
+from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import BaseRowMissing, TableFailed, TailraceError
+from tailrace.errors import BaseRowMissing, SchemaChanged, SourceRewritten, TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.landing import run_one
-from tailrace.pipeline.ledger import Ledger
-from tailrace.pipeline.life import Lives, Stretch, TableLife
+from tailrace.pipeline.ledger import Ledger, Point
+from tailrace.pipeline.life import ROWS_PER_BATCH_MAX, Lives, Stretch, TableLife
 from tailrace.pipeline.loading import WAITED_FOR, Loading
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.pacing import Pace
@@ -39,9 +36,9 @@ from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.sparkstart import made_scratch, spark_log, start_jvm
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
-from tailrace.spark.connector import connector_settings, iceberg_settings
 from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
@@ -71,21 +68,20 @@ class Applying:
         self._settings = settings
         self._log = change_log
         self._source = source
-        self.lives = Lives(change_log, settings.tables.layout, settings.tables.evolution.policies, source.value_of)
+        self.lives = Lives(change_log, settings.tables.layout, settings.tables.policies_of, source.value_of)
         self.holding = Holding(self.lives)
         self._kept = SeedKeeping(settings.tables.keep_seed, settings.tables.layout, self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
-        self._redelivering = Redelivering(self.lives, source, run=self._run, stopping=self._stopping)
         self._pace = Pace()
+        self._redelivering = Redelivering(
+            self.lives, source, run=self._run, merging=self._pace.merging, stopping=self._stopping
+        )
         self._batch = threading.Lock()
         self._woken = threading.Event()
         self._called_for = 0
         """The commit that all tables were last asked to come to."""
-        # Named by the log, so that what a killed predecessor left is found; we hold the lease.
-        self._scratch = Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}-{change_log.log_id}"
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        self._scratch.mkdir(mode=0o700)
+        self._scratch = made_scratch(change_log)
         self._jvm: Jvm | None = None
         self._spark: SparkSession | None = None
         self._engine: SparkEngine | None = None
@@ -99,7 +95,7 @@ class Applying:
 
     def discover(self) -> None:
         """Find the wanted tables and what their lake tables already hold."""
-        self.lives.loaded_upto = self.lives.grow()
+        self.lives.grow()
         noted = read_note(self._log.path)
         for table in self._source.tables():
             life = self.lives.add(table.table, table, self._settings.load.mode_of(table.table))
@@ -107,6 +103,9 @@ class Applying:
             for left in UNCOMMITTED:
                 with suppress(TailraceError):
                     discard(life.place.staging, left, last=True)
+        if not self._source.makes_tables:  # of those it is not known what they will be called
+            for pattern in self._settings.idle_patterns(self.lives.tables):
+                log.warning("pattern matches no table", extra={"pattern": pattern})
         self.holding.begin()
         self.loading = Loading(
             self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
@@ -119,31 +118,12 @@ class Applying:
         self._in_background(self._start)
 
     def _start(self) -> None:
-        spark, catalog = self._settings.spark, self._settings.tables.layout.catalog
-        by_spark = catalog is not None or self._settings.tables.engine == "spark"
-        settings = spark.settings
-        if catalog is not None:
-            settings = iceberg_settings(settings, catalog)
-        elif by_spark:
-            settings = connector_settings(settings)
-        try:
-            self._jvm = Jvm(
-                self._settings.name, self._scratch, self.spark_log, master=spark.master, settings=settings,
-                readers=self._settings.load.connections,
-            )  # fmt: skip
-        except PySparkRuntimeError as exc:
-            if not by_spark:
-                raise
-            which = "Delta" if catalog is None else "Iceberg"
-            raise TableFailed(
-                f"Spark did not start with its {which} connector", packages=settings.get("spark.jars.packages"),
-                hint=f"Can this machine fetch the jars? See {self.spark_log}. Another place for them can be named in "
-                "`spark.settings` (spark.jars.repositories, spark.jars.ivySettings, spark.jars).",
-            ) from exc
+        self._jvm = start_jvm(self._settings, self._scratch)
         if self._stopping.is_set():
             return
         self._spark = self._jvm.open_session()
-        self._engine = SparkEngine(self._spark, catalog) if by_spark else None
+        tables = self._settings.tables
+        self._engine = SparkEngine(self._spark, tables.layout.catalog) if tables.by_spark else None
         known = [life.cursor.commit for life in self.lives.tables.values() if life.cursor is not None]
         begin = min([*known, self.lives.index.commit]) if known else 0
         self._wake = Wake(lambda done: self.lives.ahead(done).end, begin)
@@ -179,7 +159,7 @@ class Applying:
     @property
     def spark_log(self) -> Path:
         """Where Spark writes what it has to say."""
-        return files.scratch_of(self._settings.log.path / "status") / "spark.log"
+        return spark_log(self._settings)
 
     def stop(self) -> None:
         """Finish what is under way, then let go of everything."""
@@ -329,19 +309,30 @@ class Applying:
             untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
             if untold or self.lives.pending(life, self._called_for):
                 self._advance_one(life, None if untold else self._called_for)
-        self._complete_point()
+        self.complete_point()
 
-    def _complete_point(self) -> None:
-        """Note the last point anew once tables that were missing in passing are there: when all is quiet no other
-        would follow it."""
-        if not self._ledger.passing or not self._batch.acquire(blocking=False):
-            return
+    def complete_point(self) -> bool:
+        """Whether the last point has every table that goes on. If not it is noted anew once tables are there that were
+        missing in passing, or were being loaded: when all is quiet no other would follow it."""
+        if not self._unpointed(self._ledger.last):
+            return True
+        if not self._batch.acquire(blocking=False):
+            return False
         try:
             point = point_at(self.lives, self._called_for)
-            if point is not None and point.passing < self._ledger.passing:
+            if point is not None and self._unpointed(point) < self._unpointed(self._ledger.last):
                 self._ledger.note(point)
         finally:
             self._batch.release()
+        return not self._unpointed(self._ledger.last)
+
+    def _unpointed(self, point: Point | None) -> int:
+        """How many tables go on, and are not in the point with all that they were loaded with."""
+        return sum(
+            point is None or life.table not in point.versions
+            or (life.cursor is not None and life.cursor.position > point.position)
+            for life in self._loaded()
+        )  # fmt: skip
 
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
@@ -352,7 +343,11 @@ class Applying:
         """Beside the micro-batches, to a commit or the log's end; what fails here is done by the next of them, or swept
         up."""
         try:
-            self._advance([life], self.lives.grow() if end is None else end)
+            upto = self.lives.grow() if end is None else end
+            # As with micro-batches nothing is owed for a backlog: all tables would wait for one.
+            waiting = sum(item.rows for item in self.lives.pending(life, upto))
+            with nullcontext() if waiting > ROWS_PER_BATCH_MAX else self._pace.merging():
+                self._advance([life], upto)
         except Exception as error:  # a worker was killed, or Spark is ending: whoever checks the query says so
             log.warning("table left for later", extra={"table": str(life.table), "exception": type(error).__name__})
 
@@ -421,8 +416,22 @@ class Applying:
         if isinstance(outcome.error, WAITED_FOR):  # a row had to be read again
             life.wait(outcome.error, SOURCE_SECONDS)
             return
+        if isinstance(outcome.error, SourceRewritten):
+            self._outrun(life)
+            return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)
+
+    def _outrun(self, life: TableLife) -> None:
+        """A row had to be read again, and the source no longer has it in the shape that the table is at. Only a load
+        brings it, unless what was done there is to stop the table."""
+        with suppress(TailraceError):
+            now = self._source.describe([life.table]).get(life.table)
+            step = self.lives.planned(life, now) if now is not None and now.columns else None
+            if isinstance(step, SchemaChanged):
+                life.fail(step)
+                return
+        self.lives.load_anew(life, "a row had to be read again, and the source has other columns by now")
 
     def _may_heal(self, life: TableLife) -> bool:
         """Whether a row that the table should hold may be read from the source, though it is newer there. Where that

@@ -22,7 +22,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.status import APPLIER, read_note
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.wiring import open_source_of
 from tailrace.spark.seeds import Hold, LoadMode, Seed, Seeds, Wish
 
 LOCK_SECONDS_MAX = 5
@@ -109,7 +109,7 @@ class _Desk:
     def __init__(self, settings: PipelineSettings) -> None:
         self._settings = settings
         self._log = ChangeLog.open(settings.log.path)
-        self._source: PostgresCapture = open_source(settings, self._log.log_id)
+        self._source: PostgresCapture = open_source_of(settings, self._log)
         self._seeds = Seeds(self._log.path)
         self._log.schemas.load()
         begun = self._seeds.all()
@@ -126,7 +126,7 @@ class _Desk:
         self._noted = read_note(self._log.path)
         told = {version.schema.table for version in self._log.schemas.latest()} | set(self._noted)
         told |= set(self._loads) | set(self._held) | {wish.table for wish in self._seeds.wishes()}
-        self.known = {table for table in told if matches(settings.source, table)} | (self.at_source or set())
+        self.known = {table for table in told if settings.has(table)} | (self.at_source or set())
 
     def answer(self, action: str, tables: Iterable[AskedTable], **more: str | None) -> Asked:
         note = None
@@ -160,7 +160,8 @@ class _Desk:
             connection.execute(f"set lock_timeout = '{LOCK_SECONDS_MAX}s'")
             for table in tables:
                 shape = self._shape(table)
-                schema = Catalogue(connection).describe(table, None if shape is None else publications)
+                own = self._source.name_at_source(table)
+                schema = Catalogue(connection).describe(own, None if shape is None else publications)
                 _refuse_keyless(schema)
                 if where is None:
                     continue

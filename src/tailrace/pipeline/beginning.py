@@ -72,12 +72,23 @@ class Beginning:
         self._stopping = stopping
         self._known_since: dict[TableId, float] = {}
         self._altered: dict[TableId, int] = {}
+        self._told = 0
+        """How many tables the log had when the source was last asked for those that there are."""
         self.chunked: set[TableId] = set()
         """Tables that could not be read in one snapshot."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether the log has tables that only rows tell of, and that nobody may have looked at yet."""
+        return self._source.makes_tables and self._told < len(self._lives.log.schemas.latest())
 
     def look(self) -> None:
         """See which tables the source has now: new ones are followed, failed ones tried again if a person wants it."""
         wanted = self._lives.seeds.retries()  # first: whoever asks for it has mended the source before
+        if self._source.makes_tables:
+            known = self._lives.log.schemas.latest()
+            self._source.know(version.schema for version in known)
+            self._told = len(known)
         try:
             there = {table.table: table for table in self._source.tables()}
         except TailraceError:
@@ -117,6 +128,11 @@ class Beginning:
             mode = self._settings.mode_of(life.table)
             if wish is None and life.cursor is None and mode in ("schema_only", "never"):
                 self._make_empty(life, mode)
+            elif life.place.form.keeps and life.cursor is None and not life.once:
+                # What the log has of it may be gone at the source: that comes first, and then what is there.
+                if wish is None:
+                    self._lives.seeds.wish(Wish(table=life.table, mode=LoadMode.REFRESH))
+                self._make_empty(life, "never")
             elif (plan := self._plan(life, wish)) is not None:
                 planned.append((life, plan, wish))
         chunked = [item for item in planned if item[1].schema.key and self._wants_chunked(item[0])]
@@ -244,17 +260,21 @@ class Beginning:
             since = self._lives.since(life.table)
             begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
             cursor = begin if mode == "never" else here
+            schema = plan.schema
+            if life.place.form.keeps:
+                cursor = self._lives.kept_from(schema, cursor)
+                schema = self._lives.shape_after(schema, cursor)
             # By this name it is on record where rows of it were read that changes build on.
             cursor = replace(cursor, load=(load := uuid.uuid4().hex[:12]))
             self._lives.seeds.remember(load, cursor.position)
             letters = Letters(self._lives.log.path, life.table)
             if letters.any:  # of a lake table that was elsewhere, or is no more
                 letters.before_load(load, whole=True, now=None, seq=cursor.seq)
-            land(self._run, life.place, plan.schema, (), cursor)
+            land(self._run, life.place, schema, (), cursor)
         except TailraceError as error:
             self._failed(life, error)
             return
-        life.moved(cursor, plan.schema)
+        life.moved(cursor, schema)
         life.state = TableState.CATCHING_UP
 
     def _fed(self, waiting: Waiting) -> Waiting:

@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from tailrace.capture.base import SourceId, Stream
+from tailrace.capture.postgres.preflight import Publishing
 from tailrace.capture.postgres.source import PostgresCapture, identify
-from tailrace.changelog.expected import expect
+from tailrace.changelog.expected import expect, expected
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
 from tailrace.changelog.gaps import Gap, read_gaps, record_gap
-from tailrace.changelog.published import publish
+from tailrace.changelog.published import announce, confirm
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import (
     LogBusy,
@@ -49,6 +50,9 @@ NOTED_AT_ONCE_MAX = 100
 """Tables whose shapes are asked for with one connection."""
 LOADED_ANEW = {"when_needed", "always", "initial_only"}
 """Modes of tables that lose nothing where the server has lost what we had not read."""
+HURRIED_IDLE_SECONDS = 1.0
+"""For one that only catches up: tables that are loaded meanwhile are told as of one point when the log has passed their
+loads, and nobody waits ten seconds for that."""
 CHECK_SECONDS = 0.1
 """Between two looks at the lease while nothing is appended; every append looks for itself."""
 
@@ -121,8 +125,10 @@ class Capturing:
         self.log = OwnLog.open(settings.log.path, self._identity, take_over=take_over)
         try:
             self.source: PostgresCapture = open_source(settings, self.log.log_id)
-            self._rules = self.source.rules if isinstance(self.source, TransformedCapture) else None
+            self._ruled = self.source if isinstance(self.source, TransformedCapture) else None
             self.source.remember(self.log.shapes())
+            if self.source.makes_tables:
+                self.source.know([*expected(self.log.path), *self.log.shapes()])
             self.source.publishing = self._publish
             self._unseen: set[TableId] = set()
             position = self.log.position if self.log.commit else None
@@ -137,12 +143,16 @@ class Capturing:
             raise
         self._keeper = open_keeper(settings)
         self.sink = LogSink(self.log)
-        self.runtime = CdcRuntime(self, self.sink, target=target)
+        idle = HURRIED_IDLE_SECONDS if until_caught_up else None
+        self.runtime = CdcRuntime(self, self.sink, target=target, idle_seconds_max=idle)
         self.started = time.monotonic()
 
-    def _publish(self, table: TableId, since: Lsn) -> None:
-        publish(self.log.path, table, since)
-        self._unseen.add(table)
+    def _publish(self, told: Publishing) -> None:
+        if told.done:
+            confirm(self.log.path, told.tables, told.at)
+        else:
+            announce(self.log.path, told.tables, told.at, commit=self.log.commit, moved=told.moved)
+            self._unseen.update(table for table, _ in told.tables)
 
     def _prepare(self, settings: PipelineSettings, position: Lsn | None, take_over: bool) -> Lsn | None:
         """The point that a new log begins at.
@@ -205,10 +215,10 @@ class Capturing:
 
     def _check_rules(self) -> None:
         """Refuse rules that cannot be used on the tables as they are published, and name those that concern none."""
-        if self._rules is None:
+        if self._ruled is None:
             return
-        self.source.describe([table.table for table in self.source.tables()])
-        for idle in self._rules.unmatched():
+        self._ruled.check_rules()
+        for idle in self._ruled.rules.unmatched():
             if idle.no_table:
                 log.warning("rule concerns no table", extra={"rule": idle.rule, "why": idle.why})
 
@@ -234,7 +244,7 @@ class Capturing:
             ended.set()
             self._keeper.stop()
             self.log.close()
-            for idle in self._rules.unmatched() if self._rules is not None else ():
+            for idle in self._ruled.rules.unmatched() if self._ruled is not None else ():
                 log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
 
     def _publish_until(self, ended: threading.Event) -> None:

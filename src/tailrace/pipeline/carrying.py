@@ -125,7 +125,7 @@ def _carried(lives: Lives, life: TableLife, schema: TableSchema) -> Recast | Non
     assert life.shape is not None, "a table that was loaded"
     if _fits(life.shape, schema):
         return None
-    found = carry(life.place.form, life.shape, schema, lives.policies, lives.value_of)
+    found = carry(life.place.form, life.shape, schema, lives.policies_of(life.table), lives.value_of)
     if isinstance(found, SchemaChanged):
         raise found
     return found

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tailrace.changelog import lease
@@ -69,8 +69,10 @@ class CaptureChild:
             if main:
                 signal.signal(signal.SIGINT, before)
 
-    def wait_for_log(self, asked: threading.Event) -> ChangeLog | None:
-        """The log, once capture has made sure that it and the slot belong together; None if asked to stop."""
+    def wait_for_log(
+        self, asked: threading.Event, *, begun: Callable[[], bool] = lambda: True
+    ) -> ChangeLog | None:
+        """The log, once capture has it and what was `begun` is so; None if asked to stop."""
         deadline = time.monotonic() + START_SECONDS_MAX
         while time.monotonic() < deadline:
             if asked.is_set():
@@ -78,7 +80,7 @@ class CaptureChild:
             self.check()
             try:
                 found = ChangeLog.open(self._path)
-                if found.newest() >= FIRST_COMMIT and lease.held(self._path) == self._process.pid:
+                if found.newest() >= FIRST_COMMIT and lease.held(self._path) == self._process.pid and begun():
                     return found
             except LogUnusable:
                 pass

@@ -7,7 +7,6 @@ for readers in other processes.
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,15 @@ import pyspark
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader
 from pyspark.sql.types import StructType
 
-from tailrace.errors import ConfigError, Unsupported
+from tailrace.errors import ConfigError, TailraceError, Unsupported
 from tailrace.spark.arrow import spark_schema
 from tailrace.spark.log_frame import Frame, look
 from tailrace.spark.log_options import LOG_HINT, LogOptions, is_of_log
 from tailrace.spark.log_read import LogReader
-from tailrace.spark.option_values import refused
+from tailrace.spark.option_values import in_options, refused
 from tailrace.spark.stream_plain import PlainStreamReader
+from tailrace.spark.streaming import RefusedStream
+from tailrace.spark.table_patterns import TablePattern
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -48,7 +49,11 @@ class CdcSource(DataSource):
             from tailrace.spark.read_options import ReadOptions
 
             return snapshot_schema(ReadOptions.parse(self.options))
-        self._frame = look(LogOptions.parse(self.options))
+        options = LogOptions.parse(self.options)
+        try:
+            self._frame = look(options)
+        except TailraceError as error:
+            raise in_options(error) from None
         return spark_schema(self._frame.fields)
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -62,11 +67,14 @@ class CdcSource(DataSource):
         return LogReader(frame, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        if not is_of_log(self.options):
-            raise refused("log", "is missing", LOG_HINT)
-        frame = self._seen()
-        frame.options.refuse_for_stream()
-        return _stream_reader(frame.options)(frame, schema, capture_of(frame.options))
+        try:
+            if not is_of_log(self.options):
+                raise refused("log", "is missing", LOG_HINT)
+            frame = self._seen()
+            frame.options.refuse_for_stream()
+            return _stream_reader(frame.options)(frame, schema, capture_of(frame.options))
+        except TailraceError as error:
+            return RefusedStream(error)
 
     def _seen(self) -> Frame:
         if self._frame is None:
@@ -98,8 +106,11 @@ def capture_of(options: LogOptions) -> Capture | None:
         return None
     from tailrace.pipeline.beside import Beside
 
-    tables = [glob.escape(str(options.table))] if options.table is not None else list(options.tables)
-    return Beside(url=options.url, log=options.log, tables=tuple("*.*" if name == "*" else name for name in tables))
+    tables = options.tables if options.table is None else [TablePattern.of(options.table)]
+    return Beside(
+        url=options.url, log=options.log, endpoint=options.endpoint, region=options.region,
+        tables=tuple(pattern.setting for pattern in tables),
+    )  # fmt: skip
 
 
 def register(spark: SparkSession) -> None:

@@ -49,6 +49,8 @@ class DeadLetter:
     cause: str
     hint: str
     set_aside_at: str
+    passed: bool = False
+    """Whether its row has gone on without it: what it held can no longer come into the table."""
     payload: dict[str, Any] | None = None
     """The values as the log had them; only where they were asked for."""
 
@@ -72,6 +74,8 @@ class Asked:
     """The process that applies now; None: the next one that is started does it."""
     stopped: dict[TableId, str] = field(default_factory=dict)
     """Those of the tables that this process does not go on with, and the state that each is in."""
+    kept: dict[TableId, int] = field(default_factory=dict)
+    """How many letters of tables cannot be tried again, for the source no longer has what they hold."""
 
 
 def open_letters(settings: PipelineSettings, patterns: Sequence[str], *, payload: bool = False) -> list[DeadLetter]:
@@ -80,24 +84,29 @@ def open_letters(settings: PipelineSettings, patterns: Sequence[str], *, payload
     return [
         letter
         for table in _matching(settings, log, patterns)
-        for bundle in _open(settings, log, table)
-        for letter in _shown(table, bundle, payload=payload)
+        for bundles, passed in [_open(settings, log, table)]
+        for bundle in bundles
+        for letter in _shown(table, bundle, passed, payload=payload)
     ]
 
 
 def replay(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
     """Have letters tried again."""
     log = ChangeLog.open(settings.log.path)
-    tables = {}
+    tables, kept = dict[TableId, int](), dict[TableId, int]()
     for table in _matching(settings, log, patterns):
-        if count := sum(len(bundle.seqs) for bundle in _open(settings, log, table)):
+        bundles, passed = _open(settings, log, table)
+        seqs = [seq for bundle in bundles for seq in bundle.seqs]
+        if count := sum(seq not in passed for seq in seqs):
             Letters(log.path, table).ask()
             tables[table] = count
+        if count < len(seqs):
+            kept[table] = len(seqs) - count
     pid = lease.held(log.path, APPLIER)
     noted = read_note(log.path) if pid is not None else {}
     states = {table: TableState(noted[table]["state"]) for table in tables if table in noted}
     stopped = {table: state.value for table, state in states.items() if state.broken}
-    return Asked(tables=tables, apply_pid=pid, stopped=stopped)
+    return Asked(tables=tables, apply_pid=pid, stopped=stopped, kept=kept)
 
 
 def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[int] = ()) -> Asked:
@@ -109,7 +118,7 @@ def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[i
         )
     log = ChangeLog.open(settings.log.path)
     found = {
-        table: [seq for bundle in _open(settings, log, table) for seq in bundle.seqs]
+        table: [seq for bundle in _open(settings, log, table)[0] for seq in bundle.seqs]
         for table in _matching(settings, log, patterns)
     }
     known = {seq for numbers in found.values() for seq in numbers}
@@ -145,15 +154,16 @@ def _matching(settings: PipelineSettings, log: ChangeLog, patterns: Sequence[str
     return sorted(found)
 
 
-def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> list[Bundle]:
-    """As the table itself says how far it is; where it does not, all there are."""
+def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> tuple[list[Bundle], frozenset[int]]:
+    """As the table itself says how far it is; where it does not, all there are. And which of them have passed."""
     letters, cursor = Letters(log.path, table), None
     with suppress(TailraceError):  # what is wrong with the table `tailrace status` says
         cursor = settings.tables.layout.place(table, log.log_id).look().cursor()
-    return letters.open(SEQ_MAX) if cursor is None else letters.open(cursor.seq, cursor.load)
+    here = (SEQ_MAX, None) if cursor is None else (cursor.seq, cursor.load)
+    return letters.open(*here), letters.passed(*here)
 
 
-def _shown(table: TableId, bundle: Bundle, *, payload: bool) -> list[DeadLetter]:
+def _shown(table: TableId, bundle: Bundle, passed: frozenset[int], *, payload: bool) -> list[DeadLetter]:
     causes = bundle.rows.select(range(len(CAUSE_FIELDS))).to_pylist()
     rows = bundle.changes.to_pylist()
     return [
@@ -161,7 +171,7 @@ def _shown(table: TableId, bundle: Bundle, *, payload: bool) -> list[DeadLetter]
             schema=table.schema, table=table.name, seq=row[change.SEQ], position=row[change.POSITION],
             transaction=row[change.TX], committed_at=row[change.COMMITTED_AT].isoformat(), operation=row[change.OP],
             code=cause[CAUSE_CODE], cause=cause[CAUSE], hint=cause[HINT], set_aside_at=cause[SET_ASIDE_AT].isoformat(),
-            payload=_payload(bundle, row) if payload else None,
+            passed=row[change.SEQ] in passed, payload=_payload(bundle, row) if payload else None,
         )
         for cause, row in zip(causes, rows, strict=True)
     ]  # fmt: skip

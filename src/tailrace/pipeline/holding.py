@@ -16,7 +16,7 @@ from tailrace.changelog.consumers import TableHint
 from tailrace.errors import LogError
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.settings import PipelineSettings, matches
+from tailrace.pipeline.settings import PipelineSettings
 
 SAY_SECONDS = 5.0
 
@@ -77,7 +77,7 @@ def forget_unwanted(settings: PipelineSettings) -> None:
     """Let go of what tables hold that the settings no longer name, also where nobody applies."""
     path = settings.log.path
     said = consumers.hints(path)
-    wanted = [hint for hint in said if matches(settings.source, hint.table)]
+    wanted = [hint for hint in said if settings.has(hint.table)]
     if len(wanted) < len(said):
         with suppress(LogError):  # a full disk must not stop a capture from starting
             consumers.leave_hints(path, wanted)

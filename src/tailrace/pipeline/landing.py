@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.changelog.letters import CAUSE, Letters
+from tailrace.changelog.letters import Origin as LettersOrigin
 from tailrace.errors import (
     ForeignWrite,
     FormChanged,
@@ -30,7 +31,7 @@ from tailrace.spark.seeds import LoadMode, Seed
 from tailrace.spark.tasks import LandWork, Outcome, RefreshWork, land_table, refresh_table
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.forms import Origin
+from tailrace.tables.forms import Origin, TableMode
 from tailrace.tables.iceberg import IcebergTable
 from tailrace.tables.layout import Place
 from tailrace.tables.staging import StagedFile
@@ -107,10 +108,20 @@ def commit(lives: Lives, load: Load, cursor: Cursor, run: Run) -> Cursor:
     table = load.life.place.look()
     now = load.life.cursor.load if load.life.cursor is not None else None
     letters = Letters(lives.log.path, load.life.table)
-    letters.before_load(load.seed.id, whole=load.where is None, now=now, seq=cursor.seq)
+    refreshes, form = _refreshes(table, load), load.life.place.form
+    # What every change or version is kept of is added to, and still lacks what its letters hold.
+    adds = refreshes and form.exact
+    whole, late = load.where is None and not adds, None
+    with suppress(TailraceError):  # of a table that cannot be told all is replaced, and its letters with it
+        late = table.late()
+    letters.before_load(load.seed.id, whole=whole, now=now, seq=cursor.seq, late=late)
+    if adds and load.life.cursor is not None:
+        letters.void(load.life.cursor.seq)
+    if adds and form.mode is TableMode.HISTORY:
+        letters.pass_by_load(load.seed.id, load.seed.plan.schema, cursor.seq)
     _keep_letters(lives, load, letters, cursor)
     try:
-        _commit(table, lives, load, cursor, run)
+        _commit(lives, load, cursor, run, refreshes=refreshes)
     except TailraceError as error:
         with suppress(TailraceError):
             if (found := table.cursor()) is not None and found.load == load.seed.id:
@@ -128,23 +139,28 @@ def _keep_letters(lives: Lives, load: Load, letters: Letters, cursor: Cursor) ->
         return
     count = sum(bundle.rows.num_rows for bundle in rows)
     refuse_too_many(load.seed.plan.schema, count, rows[0].rows.column(CAUSE)[0].as_py())
-    letters.write_load(load.seed.id, cursor.seq, rows)
+    letters.write_load(load.seed.id, cursor.seq, rows, LettersOrigin(load.origin.seq, load.origin.position))
     log.warning(
         "rows of a load set aside as dead letters",
         extra={"table": str(load.life.table), "letters": count, "see": "tailrace dead-letters FILE list"},
     )
 
 
-def _commit(table: Looked, lives: Lives, load: Load, cursor: Cursor, run: Run) -> None:
-    """As all that the table holds, or by writing what differs; of a table that keeps the past never instead of that,
-    unless it has another shape or form, that could not be carried over, and a person has asked for it."""
-    life, plan = load.life, load.seed.plan
-    shape = None
+def _refreshes(table: Looked, load: Load) -> bool:
+    """Whether a load is written as what differs, and not as all that the table holds; of a table that keeps the past
+    never instead of that, unless it has another shape or form, that could not be carried over, and a person has asked
+    for it."""
+    life, shape = load.life, None
     if load.mode is LoadMode.REFRESH or load.where or life.place.form.retains:
         # One that was changed by others is not to be built on, and whoever asked was told that it is replaced.
         with suppress(FormChanged, *([ForeignWrite, TableUnusable] if load.seed.wish is not None else [])):
             shape = table.shape()
-    if shape is not None and shape.same_rows(plan.schema):
+    return shape is not None and shape.same_rows(load.seed.plan.schema)
+
+
+def _commit(lives: Lives, load: Load, cursor: Cursor, run: Run, *, refreshes: bool) -> None:
+    life, plan = load.life, load.seed.plan
+    if refreshes:
         work = RefreshWork(
             schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
             partial=load.where is not None, cursor=cursor, origin=load.origin,

@@ -3,8 +3,10 @@
     <log>/ledger/<commit>-<time>.jsonl   points, oldest first; the first of a file is whole, the others say what differs
 
 A point names the tables that hold all changes up to the commit, and none after it; of any other it says why that is
-missing. What is lost with a crash is a point and never a row: each line has a checksum, and one that is torn ends its
-file.
+missing. A version is told with the identity of the table that it is of: a table's folder that is removed and made anew
+counts from the beginning, and what its numbers meant before they no longer mean. Times never go back from point to
+point, whatever the source's clock does: what is in one is in all after it. What is lost with a crash is a point and
+never a row: each line has a checksum, and one that is torn ends its file.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from tailrace.changelog import files
@@ -56,15 +58,13 @@ class Point:
     commit: int
     position: Lsn
     committed_at: int
-    """When the source committed the last transaction that is in it, in microseconds since 1970."""
+    """When the source committed the newest of all transactions that are in it, in microseconds since 1970; 0: nothing
+    tells, and it is noted with the time of the one before it."""
     versions: Mapping[TableId, int]
     missing: Mapping[TableId, Absence] = field(default_factory=dict)
     """The tables that have none there."""
-
-    @property
-    def passing(self) -> int:
-        """How many tables are missing only in passing."""
-        return sum(absence.passing for absence in self.missing.values())
+    identities: Mapping[TableId, str] = field(default_factory=dict)
+    """Which table each version is of; points noted before that was asked do not say."""
 
     @property
     def time(self) -> datetime:
@@ -79,11 +79,12 @@ class Ledger:
         self._file: LogPath | None = None
         self._count = 0
         self._last: Point | None = None
+        self._newest: int | None = None
 
     @property
-    def passing(self) -> int:
-        """How many tables are missing in passing from the point that was last noted."""
-        return self._last.passing if self._last is not None else 0
+    def last(self) -> Point | None:
+        """The point that was last noted, by us."""
+        return self._last
 
     def note(self, point: Point) -> None:
         """Add a point, if it says anything new. Whoever cannot write it goes on without."""
@@ -94,6 +95,9 @@ class Ledger:
             file, before, self._count = self._folder / f"{point.commit:020d}-{time.time_ns():020d}.jsonl", None, 0
         self._file = None  # after a line that was not written, or not whole, comes another file
         with suppress(OSError, TailraceError):
+            # Our own clock may be another than the source's, so it counts only where nothing of that is known.
+            self._newest = max(self._noted_upto(), point.committed_at) or time.time_ns() // 1000
+            point = replace(point, committed_at=self._newest)
             if not self._count:
                 files.make_folder(self._folder)
                 self._sweep()
@@ -108,32 +112,40 @@ class Ledger:
     def at(self, *, position: Lsn | None = None, committed_at: int | None = None) -> Point:
         """The last point at or before a position or a time; without either, the last of all. If tables are missing from
         it only in passing, one of those shortly before that lacks fewer."""
-        names = self._files()
-        first = [next(_read(path), None) for path in names]
+        begun = {path: point for path in self._files() if (point := next(_read(path), None)) is not None}
+        names, first = list(begun), list(_rising(begun.values()))
 
-        def is_after(point: Point | None) -> bool:
-            if point is None:
-                return False
+        def is_after(point: Point) -> bool:
             too_far = position is not None and point.position > position
             return too_far or (committed_at is not None and point.committed_at > committed_at)
 
         near: list[Point] = []
-        for path in reversed(names[: bisect.bisect_left(first, True, key=is_after)]):
-            near += reversed([point for point in _read(path) if not is_after(point)])
+        for place in reversed(range(bisect.bisect_left(first, True, key=is_after))):
+            points = _rising(_read(names[place]), first[place].committed_at)
+            near += reversed([point for point in points if not is_after(point)])
             if len(near) >= NEAR_POINTS:
                 break
         if near:
-            return min(near[:NEAR_POINTS], key=lambda point: point.passing)  # of several, the newest
-        known = next((point for point in first if point is not None), None)
-        if known is None:
+            last = near[0]
+            wanted = last.versions.keys() | {table for table, absence in last.missing.items() if absence.passing}
+            # What a point before lacks counts whatever the reason was then. Of several, the newest.
+            return min(near[:NEAR_POINTS], key=lambda point: len(wanted & point.missing.keys()))
+        if not first:
             raise ConfigError(
                 "no point across the tables has been noted yet",
                 hint="One is noted whenever `tailrace run` or `tailrace apply` has brought tables to one commit.",
             )
         raise ConfigError(
-            "the first point that is known is later", time=known.time.isoformat(), position=known.position,
+            "the first point that is known is later", time=first[0].time.isoformat(), position=first[0].position,
             hint="Points are kept for 30 days. Ask for a later time or position.",
         )  # fmt: skip
+
+    def _noted_upto(self) -> int:
+        """The time of the last point that was noted, also by a process before us; 0 if there is none."""
+        if self._newest is None:
+            last = next((points for path in reversed(self._files()) if (points := list(_read(path)))), [])
+            self._newest = max((point.committed_at for point in last), default=0)
+        return self._newest
 
     def _files(self) -> list[LogPath]:
         return sorted(self._folder.glob("*.jsonl"))
@@ -144,13 +156,25 @@ class Ledger:
                 path.unlink()
 
 
+def _rising(points: Iterable[Point], newest: int = 0) -> Iterator[Point]:
+    """The points with times that do not go back: such as were noted before that was seen to may do so."""
+    for point in points:
+        newest = max(newest, point.committed_at)
+        yield replace(point, committed_at=newest)
+
+
 def _says_the_same(point: Point, before: Point) -> bool:
-    return dict(point.versions) == dict(before.versions) and dict(point.missing) == dict(before.missing)
+    return _all_of(point) == _all_of(before)
+
+
+def _all_of(point: Point) -> tuple[object, ...]:
+    return dict(point.versions), dict(point.missing), dict(point.identities)
 
 
 def _line(point: Point, before: Point | None) -> bytes:
     versions = before.versions if before is not None else {}
     missing = before.missing if before is not None else {}
+    identities = before.identities if before is not None else {}
     stored = {
         "commit": point.commit, "position": str(point.position), "committed_at": point.committed_at,
         "tables": [[table.schema, table.name, version] for table, version in point.versions.items()
@@ -159,6 +183,8 @@ def _line(point: Point, before: Point | None) -> bytes:
         "missing": [[table.schema, table.name, absence.state, absence.why] for table, absence in point.missing.items()
                     if missing.get(table) != absence],
         "found": _names(missing.keys() - point.missing.keys()),
+        "identities": [[table.schema, table.name, own] for table, own in point.identities.items()
+                       if identities.get(table) != own],
     }  # fmt: skip
     text = json.dumps(stored).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
@@ -169,7 +195,7 @@ def _names(tables: Iterable[TableId]) -> list[list[str]]:
 
 
 def _read(path: LogPath) -> Iterator[Point]:
-    versions, missing = dict[TableId, int](), dict[TableId, Absence]()
+    versions, missing, identities = dict[TableId, int](), dict[TableId, Absence](), dict[TableId, str]()
     with suppress(OSError), files.opened(path) as stream:
         for line in stream:
             crc, _, text = line.rstrip(b"\n").partition(b" ")
@@ -179,12 +205,14 @@ def _read(path: LogPath) -> Iterator[Point]:
             versions |= {TableId(schema, name): version for schema, name, version in stored["tables"]}
             for schema, name in stored["gone"]:
                 versions.pop(TableId(schema, name), None)
+                identities.pop(TableId(schema, name), None)
             # Points noted before tables could be missing from one say nothing of such.
             for schema, name, state, why in stored.get("missing", []):
                 missing[TableId(schema, name)] = Absence(state=state, why=why)
             for schema, name in stored.get("found", []):
                 missing.pop(TableId(schema, name), None)
+            identities |= {TableId(schema, name): own for schema, name, own in stored.get("identities", [])}
             yield Point(
                 commit=stored["commit"], position=Lsn.parse(stored["position"]), committed_at=stored["committed_at"],
-                versions=dict(versions), missing=dict(missing),
+                versions=dict(versions), missing=dict(missing), identities=dict(identities),
             )  # fmt: skip

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.gaps import Gap
 from tailrace.changelog.index import LogIndex, Slice
-from tailrace.changelog.published import published_since
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
@@ -24,7 +23,7 @@ from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
-from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little
+from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little, stops_at_another
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
@@ -60,6 +59,8 @@ class TableLife:
     load: LoadStatus | None = None
     """How that load stands."""
     last_load: LoadDone | None = None
+    loaded_at: int | None = None
+    """The source's time when all of that had been read, in µs since 1970; None: not known."""
     replay: str | None = None
     """The load whose chunks the log has not passed yet: until then rows may be newer than the position says."""
     healing: bool = False
@@ -90,6 +91,8 @@ class TableLife:
     """Why a load of a table that goes on came to nothing, until one lands."""
     version: int | None = None
     """The lake table's own number of the version that has this cursor; None: it was not asked for yet."""
+    identity: str | None = None
+    """Which lake table that version is of; None as well."""
     untended: int = 0
     """Commits since its files were last looked after."""
     bytes_changed: int = 0
@@ -137,6 +140,8 @@ class TableLife:
     def moved(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
         """The table's own commit now says this."""
         self.cursor, self.error, self.failures, self.refresh, self.version = cursor, None, 0, None, version
+        if version is None:  # it may have been made anew
+            self.identity = None
         self.not_before = 0.0
         if self.shape is None or not self.shape.same_as(shape):
             self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
@@ -178,18 +183,17 @@ class Lives:
     """The tables of a pipeline beside the log they are fed from."""
 
     def __init__(
-        self, log_reader: ChangeLog, layout: Layout, policies: Policies = POLICIES, value_of: ValueOf = no_value
-    ) -> None:
+        self, log_reader: ChangeLog, layout: Layout, policies_of: Callable[[TableId], Policies] = lambda _: POLICIES,
+        value_of: ValueOf = no_value,
+    ) -> None:  # fmt: skip
         self.log = log_reader
         self.index = LogIndex(log_reader)
         self.seeds = Seeds(log_reader.path)
         self._recorded: tuple[float, list[Seed]] | None = None
         self._layout = layout
-        self.policies, self.value_of = policies, value_of
+        self.policies_of, self.value_of = policies_of, value_of
         self._growing = threading.Lock()
         self.tables: dict[TableId, TableLife] = {}
-        self.loaded_upto = 0
-        """The newest commit when a table was last loaded, or when this process began."""
         self.waiting_for: str | None = None
         """What loads that have not begun wait for, as far as that is known."""
 
@@ -237,7 +241,8 @@ class Lives:
                 raise anothers(life.place.path, shape.table, table)
             life.cursor, life.shape = lake_table.cursor(), shape
             self._recall(life)
-            if life.cursor is not None and not self.misses(life) and not saw_too_little(life, source):
+            stops = source is not None and stops_at_another(life, source.oid, self.policies_of(table))
+            if life.cursor is not None and (stops or not (self.misses(life) or saw_too_little(life, source))):
                 over = life.once and life.replay is None
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
                 refuse_lost_identity(life, source)
@@ -257,10 +262,12 @@ class Lives:
         self.notice_reread(life)
 
     def notice_reread(self, life: TableLife) -> None:
-        """What is on record of rows that were read again: the table may hold newer ones than its position says."""
+        """What is on record of rows that were read: the table may hold newer ones than its position says."""
         if life.cursor is None or life.cursor.load is None or life.once:
             return
-        life.healing = self.seeds.mixed_until(life.cursor.load, life.cursor.position) is not None
+        landed = self.seeds.landed(life.cursor.load)
+        life.healing = landed is not None and landed.mixed_until(life.cursor.position) is not None
+        life.loaded_at = landed.time if landed is not None else None
         if life.healing and life.state is TableState.LIVE:
             life.state = TableState.CATCHING_UP
 
@@ -284,9 +291,9 @@ class Lives:
             return True
         position = self.index.position  # before we look what there is up to it
         reached = life.cursor.position if self.pending(life, self.index.commit) else position
-        if life.replay is not None:
-            passed = self.seeds.passed(life.replay)
-            return passed is not None and reached >= passed
+        if life.replay is not None and (passed := self.seeds.passed(life.replay)) is not None:
+            return reached >= passed
+        # Whoever loads may have ended it since we saw it on record; what it landed with is remembered.
         passed = self.seeds.mixed_until(life.cursor.load or "", life.cursor.position)
         return passed is None or reached >= passed
 
@@ -310,6 +317,21 @@ class Lives:
     def numbers_of(self, shape: TableSchema) -> list[int]:
         """The same for a table of this shape."""
         return self.log.schemas.called(shape.table, shape.relation)
+
+    def kept_from(self, shape: TableSchema, cursor: Cursor) -> Cursor:
+        """The cursor; or the first after it that the log still holds everything of the table from."""
+        gone = self.index.lacks_after(self.numbers_of(shape), cursor.seq, cursor.position)
+        return cursor if gone is None else replace(self.cursor_at(self.index.end_of(gone.commit)), load=cursor.load)
+
+    def shape_after(self, shape: TableSchema, cursor: Cursor) -> TableSchema:
+        """The shape of the table's first rows that the log has after a cursor; if it has none, the given one."""
+        pending = [
+            item
+            for number in self.numbers_of(shape)
+            for item in self.index.pending(number, cursor.seq, self.index.commit)
+        ]
+        first = min(pending, key=lambda item: item.last_seq, default=None)
+        return shape if first is None else self.log.schemas.get(first.table, first.schema).schema
 
     def stretch(self, life: TableLife, end: int) -> Stretch | None:
         """The next stretch the table can take; None when there is none, and then its state says why."""
@@ -373,7 +395,7 @@ class Lives:
 
     def since(self, table: TableId) -> Lsn | None:
         """A position that nothing of the table is missing after; None: nothing is missing at all."""
-        published = published_since(self.log.path, table)
+        published = self.log.published().since(table)
         return max([*(gap.end for gap in self._gaps()), *([published] if published else [])], default=None)
 
     def misses(self, life: TableLife) -> bool:
@@ -452,7 +474,7 @@ class Lives:
     def planned(self, life: TableLife, new: TableSchema) -> Step | None:
         """What the table must become to take rows of another shape."""
         assert life.shape is not None, "a table that takes anything"
-        return plan(life.shape, new, self.policies, self.value_of, life.place.form)
+        return plan(life.shape, new, self.policies_of(life.table), self.value_of, life.place.form)
 
     def _stepped(self, life: TableLife, step: Step) -> Stretch | None:
         """The stretch that is only a recast; or the table says why it goes no further."""

@@ -111,7 +111,7 @@ class Loading:
         tables_at = probe_at = 0.0
         while not self._stopping.is_set():
             now = time.monotonic()
-            if now >= tables_at:
+            if now >= tables_at or self._begins.behind:
                 self._begins.look()
                 self._shapes.look()
                 for life in self._shapes.ready():
@@ -144,7 +144,7 @@ class Loading:
         wished = {wish.table for wish in self._seeds.wishes()} & tables.keys()
         needed = {table for table, life in tables.items() if self._is_needed(life)}
         with self._lock:
-            busy = self._beginning or not self._shapes.tried
+            busy = self._beginning or not self._shapes.tried or self._begins.behind
             return not busy and not (wished | needed | self._loads.keys()) - held.keys() - set(some)
 
     def waiting_for_log(self) -> set[TableId]:
@@ -402,14 +402,14 @@ class Loading:
                 if passed > cursor.position:
                     # It may be the end of a log that is not flushed yet, and the stream may never get there.
                     passed = min(passed, self._source.horizon())
-                self._seeds.land(seed.id, passed)
+                self._seeds.land(seed.id, passed, read_by := self._source.clock())
                 landed = commit(self._lives, load, cursor, self._run)
                 failpoints.hit("load.landed")
                 self._kept.keep(life, seed.id)
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
                 life.moved(landed, seed.plan.schema)
-                self._lives.loaded_upto = self._lives.index.commit
+                life.loaded_at = read_by
                 over = life.once and passed <= cursor.position
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
                 life.last_load = load.done()

@@ -7,8 +7,6 @@ nobody else.
 
 from __future__ import annotations
 
-import time
-
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -31,20 +29,25 @@ def point_at(lives: Lives, commit: int) -> Point | None:
     For whoever applies, between two micro-batches: what others do beside them keeps a table out, and nothing worse.
     """
     position = lives.index.end_of(commit)
-    versions, missing = dict[TableId, int](), dict[TableId, Absence]()
+    versions, missing, identities = dict[TableId, int](), dict[TableId, Absence](), dict[TableId, str]()
+    times = [lives.index.committed_upto(commit)]
     for life in list(lives.tables.values()):
         found = _version(lives, life, commit, position)
         if isinstance(found, int):
             versions[life.table] = found
+            times.append(life.loaded_at)
+            if life.identity is not None:
+                identities[life.table] = life.identity
         elif not life.gone:
             missing[life.table] = Absence(state=life.state.value, why=found)
     if not versions:
         return None
-    # What was loaded may be younger than all rows of the log; what is told now is not.
-    newest = lives.index.last_row(commit)
-    told = newest is not None and newest.last > lives.loaded_upto
-    committed_at = newest.committed_at if newest is not None and told else time.time_ns() // 1000
-    return Point(commit=commit, position=position, committed_at=committed_at, versions=versions, missing=missing)
+    # What was loaded may be younger than all that the log has, so what the source's clock showed then counts as well.
+    committed_at = max((known for known in times if known is not None), default=0)
+    return Point(
+        commit=commit, position=position, committed_at=committed_at, versions=versions, missing=missing,
+        identities=identities,
+    )  # fmt: skip
 
 
 def _version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> int | str:
@@ -76,4 +79,6 @@ def _held_version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> 
         return "it was behind the others" if life.error is None else life.error.code
     if life.version is None:
         life.version = life.place.look().version()
+    if life.identity is None:
+        life.identity = life.place.look().identity()
     return "its folder is gone" if life.version is None else life.version

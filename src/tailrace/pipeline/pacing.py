@@ -1,6 +1,7 @@
 """How long to rest between micro-batches, so that merging uses at most half of the time.
 
-Every second of merging owes one of rest. What passes without merging pays for it, whatever it passes with: a rest, or
+Every second of merging owes one of rest, also of what is merged beside the micro-batches; where several merge at once
+it is one second. What passes without merging pays for it, whatever it passes with: a rest, or
 Spark getting ready, or waiting for changes; so a pipeline that merges seldom does not rest at all. Rest is taken in
 advance only up to a limit: a quiet night does not pay for a busy morning. While there is a backlog nothing is owed.
 """
@@ -20,7 +21,7 @@ SHARE_SECONDS = 60.0
 
 
 class Pace:
-    """What merging took, and what rest is owed for it. One thread merges; any may ask for the share."""
+    """What merging took, and what rest is owed for it. Any thread may merge, and ask for the share; one rests."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -30,6 +31,8 @@ class Pace:
         self._rested_since = self._began
         self._merges: deque[tuple[float, float]] = deque()
         self._merging_since: float | None = None
+        self._merging = 0
+        """How many merge now."""
         self._lock = threading.Lock()
         self._hurried = threading.Event()
 
@@ -46,16 +49,24 @@ class Pace:
         """Whatever is done in here is merging."""
         with self._lock:
             self._pay()
-            self._merging_since = started = self._clock()
+            self._merging += 1
+            if self._merging_since is None:
+                self._merging_since = self._clock()
         try:
             yield
         finally:
             with self._lock:
-                ended = self._rested_since = self._clock()
-                self._owed += ended - started
-                self._merges.append((started, ended))
-                self._merging_since = None
-                self._forget()
+                self._merging -= 1
+                if not self._merging:
+                    self._end(self._merging_since)
+
+    def _end(self, started: float) -> None:
+        """Nobody merges any more who has since then."""
+        ended = self._rested_since = self._clock()
+        self._owed += ended - started
+        self._merges.append((started, ended))
+        self._merging_since = None
+        self._forget()
 
     def rest_seconds(self, *, backlog: bool) -> float:
         """How long to rest now. With a backlog not at all: more was waiting already when the merge was planned, and
@@ -76,6 +87,8 @@ class Pace:
             return merged / (now - start) if now > start else 0.0
 
     def _pay(self) -> None:
+        if self._merging:  # no time to rest
+            return
         now = self._clock()
         self._owed = max(self._owed - (now - self._rested_since), -AHEAD_SECONDS_MAX)
         self._rested_since = now

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
-from tailrace.pipeline.ledger import Ledger, Point
+from tailrace.model.schema import TableId
+from tailrace.pipeline.ledger import Absence, Ledger, Point
+from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
+from tailrace.tables.layout import Layout
 from tailrace.tables.versions import files_at, needs_connector
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+MADE_ANEW = "the table was made anew since"
+FOLDER_GONE = "its folder is gone"
+_NO_MORE = (MADE_ANEW, FOLDER_GONE)
+_LATER_HINT = "What it was then is gone with its folder. Ask for a time or position after it was loaded anew."
+_EARLIER_HINT = "Ask for an earlier time or position, or wait until `tailrace at` shows the table again."
 _TIME_HINT = "For example: `2026-11-16T12:00:00Z`. A time without a zone is UTC."
 
 
@@ -36,15 +47,19 @@ class TablesAt(dict[str, "DataFrame"]):
             if str(table) == name:
                 raise ConfigError(
                     "the table has no version at this point", table=name, state=absence.state, why=absence.why,
-                    time=self.point.time.isoformat(),
-                    hint="Ask for an earlier time or position, or wait until `tailrace at` shows the table again.",
+                    time=self.point.time.isoformat(), hint=_LATER_HINT if absence.why in _NO_MORE else _EARLIER_HINT,
                 )  # fmt: skip
         raise KeyError(name)
 
 
 def find_point(settings: PipelineSettings, *, time: str | None = None, position: str | None = None) -> Point:
-    """The last point at or before a time or a position; without either, the last of all."""
-    ledger = Ledger(ChangeLog.open(settings.log.path).path)
+    """The last point at or before a time or a position; without either, the last of all. A table whose version then is
+    none of the table that is there now is missing from it."""
+    log = ChangeLog.open(settings.log.path)
+    return _as_it_is_now(settings.tables.layout, log.log_id, _noted(Ledger(log.path), time, position))
+
+
+def _noted(ledger: Ledger, time: str | None, position: str | None) -> Point:
     if time is not None and position is not None:
         raise ConfigError("a point is at a time or at a position", hint="Give one of the two.")
     if position is not None:
@@ -59,21 +74,65 @@ def find_point(settings: PipelineSettings, *, time: str | None = None, position:
     return ledger.at(committed_at=int(wanted.timestamp() * 1_000_000))
 
 
+def _as_it_is_now(layout: Layout, log_id: str, point: Point) -> Point:
+    gone = dict[TableId, Absence]()
+    for table, identity in point.identities.items():
+        with suppress(TailraceError):  # whoever reads a table that cannot be looked at is told why
+            there = layout.place(table, log_id).look()
+            now = there.identity()
+            # Another partitioning gives a table another identity where it stands.
+            if now != identity and (now is None or there.identity(point.versions[table]) != identity):
+                why = FOLDER_GONE if now is None else MADE_ANEW
+                gone[table] = Absence(state=TableState.LIVE.value, why=why)
+    return replace(
+        point, missing={**point.missing, **gone},
+        versions={table: version for table, version in point.versions.items() if table not in gone},
+    )  # fmt: skip
+
+
 def tables_at(
-    spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None
-) -> TablesAt:
+    spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None,
+    tables: Iterable[TableId] | None = None,
+) -> TablesAt:  # fmt: skip
     """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
     and for such with deletion vectors or column mapping.
 
     Transactions that the source committed up to there are in all of them, and later ones in none. A table that was not
-    at that point is not among them, and asking for it says why.
+    at that point is not among them, and asking for it says why. With `tables`, only these are read: of two that
+    `schema.table` does not tell apart, one has to be chosen.
     """
     settings = load_settings(file)
-    point = find_point(settings, time=time, position=position)
+    point = chosen(find_point(settings, time=time, position=position), tables)
     layout = settings.tables.layout
     read = partial(_frame, spark) if layout.catalog is None else partial(_snapshot, spark, layout.catalog)
-    tables = {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
-    return TablesAt(tables, point)
+    found = {str(table): read(layout.path(table), version) for table, version in point.versions.items()}
+    return TablesAt(found, point)
+
+
+def chosen(point: Point, tables: Iterable[TableId] | None) -> Point:
+    """The point with these tables alone, or with all; each has a name that is no other's."""
+    wanted = set(point.versions) | set(point.missing)
+    if tables is not None:
+        asked = set(tables)
+        if unknown := asked - wanted:
+            names = ", ".join(map(_in_parts, sorted(unknown)))
+            raise ConfigError(
+                "the point knows no such table", tables=names, time=point.time.isoformat(),
+                hint="`tailrace at FILE --json` lists those that it knows.",
+            )  # fmt: skip
+        wanted = asked
+    for name, alike in groupby(sorted(wanted, key=str), key=str):
+        if len(both := sorted(alike)) > 1:
+            names = " and ".join(map(_in_parts, both))
+            raise ConfigError(f"`{name}` names two tables", tables=names, hint="Choose one of them with `tables=[…]`.")
+    return replace(
+        point, versions={table: version for table, version in point.versions.items() if table in wanted},
+        missing={table: absence for table, absence in point.missing.items() if table in wanted},
+    )  # fmt: skip
+
+
+def _in_parts(table: TableId) -> str:
+    return f'TableId("{table.schema}", "{table.name}")'
 
 
 def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -> DataFrame:

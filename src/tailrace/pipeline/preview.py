@@ -3,43 +3,69 @@ the settings that say what it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import FormChanged, SchemaChanged, TableUnusable, TailraceError
-from tailrace.model.evolution import is_news
+from tailrace.errors import (
+    BaseRowMissing,
+    FormChanged,
+    SchemaChanged,
+    TableUnusable,
+    TailraceError,
+    ValueUnfit,
+)
+from tailrace.model.evolution import Kind, evolve, is_news
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.report import TableEvolution
-from tailrace.pipeline.settings import PipelineSettings, matches
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.report import TableEvolution, TableState
+from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.status import read_note
+from tailrace.pipeline.wiring import open_source_of
 from tailrace.tables.carrying import carry
-from tailrace.tables.evolving import Recast, Refresh, ValueOf, plan
-from tailrace.tables.forms import TableMode
+from tailrace.tables.evolving import Recast, Refresh, ValueOf, column_of, plan
+from tailrace.tables.formed import recast_into
+from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.shapes import RELOAD_HINT
 
 COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
 """How a load lands in a table that keeps the past."""
+_AT_A_CHANGE = (ValueUnfit.code, BaseRowMissing.code)
 
 
 def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     """Every loaded table, and what would become of it; nothing is touched."""
     log = ChangeLog.open(settings.log.path)
-    source = open_source(settings, log.log_id)
+    source = open_source_of(settings, log)
     lives = Lives(log, settings.tables.layout)
     lives.grow()
     there = {table.table: table for table in source.tables()}
-    gone = {shape.table for shape in _known(log) if matches(settings.source, shape.table)} - there.keys()
-    now = source.describe(there)
+    gone = {shape.table for shape in _known(log) if settings.has(shape.table)} - there.keys()
+    now, noted = source.describe(there, unpublished=True), read_note(log.path)
     found = []
     for table in sorted({*there, *gone}):
         life = lives.add(table, there.get(table), settings.load.mode_of(table))
         if life.cursor is not None and life.shape is not None:
             shapes = [*_told(lives, life), *([now[table]] if table in now else [])]
-            found.append(_evolution(settings, life, shapes, source.value_of, gone=table in gone))
+            would = _evolution(settings, life, shapes, source.value_of, gone=table in gone)
+            stuck = would.action in ("apply", "refresh") and _stuck(settings, lives, noted.get(table), table)
+            found.append(stuck or would)
         elif isinstance(life.error, FormChanged):
             found.append(_stopped(life.table, life.error))
     return tuple(found)
+
+
+def _stuck(
+    settings: PipelineSettings, lives: Lives, note: Mapping[str, Any] | None, table: TableId
+) -> TableEvolution | None:
+    """That a table has failed at a change, and will again before it comes to its new shape: a load passes it."""
+    if note is None or note["state"] != TableState.FAILED.value or note["reason"] not in _AT_A_CHANGE:
+        return None
+    if settings.tables.sets_aside(table) or any(wish.table == table for wish in lives.seeds.wishes()):
+        return None
+    return TableEvolution(
+        schema=table.schema, table=table.name, action="stop", why=note["detail"], hint=note["hint"]
+    )
 
 
 def _known(log: ChangeLog) -> Iterator[TableSchema]:
@@ -69,6 +95,15 @@ def _stopped(table: TableId, error: TailraceError) -> TableEvolution:
     )
 
 
+def _widened(form: Form, old: TableSchema, new: TableSchema) -> Iterator[str]:
+    """Columns that a recast leaves alone, and whose values are written anew as those of a wider type."""
+    for item in evolve(old, new).changes:
+        if item.kind is Kind.RETYPE:
+            was, now = column_of(old, new, str(item.column))
+            if was.type != now.type:
+                yield f"widen {form.name_of(now.name)}"
+
+
 def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
     """Why a table is not loaded by itself, and what to do."""
     if isinstance(carried, SchemaChanged):
@@ -81,9 +116,10 @@ def _evolution(
 ) -> TableEvolution:
     assert life.shape is not None, "a loaded table"
     here, steps, action, hint = life.shape, list[str](), "none", None
-    policies, form = settings.tables.evolution.policies, life.place.form
+    policies, form = settings.tables.policies_of(life.table), life.place.form
     why = "the source does not have it any more" if gone else None
-    shapes = [shape for shape in shapes if shape.columns]  # one without is made anew, and not published yet
+    if not all(shape.columns for shape in shapes):
+        shapes, why = [shape for shape in shapes if shape.columns], "no publication of ours has it"
     if life.once:
         shapes, why = [], "it is loaded once, and changes are not applied"
     for shape in shapes:
@@ -98,7 +134,8 @@ def _evolution(
             if before == here:
                 continue  # more is known of it, and that is all
             action = "apply"
-            steps += step.said or ("note the new shape; no row changes",)
+            said = (*recast_into(form, step).said, *_widened(form, before, here))
+            steps += said or ("note the new shape; no row changes",)
         elif isinstance(step, Refresh):
             action, why = "refresh", step.why if action != "refresh" else why
             # A table that keeps every change goes through every shape on its way to the load; others do not.
@@ -108,7 +145,10 @@ def _evolution(
                 action, (why, hint) = "stop", _refused_load(step, carried)
             if not isinstance(carried, Recast):
                 break
-            steps, here = [*steps, *carried.said], carried.schema
+            if (refused := _refused(life, carried.schema)) is not None:
+                action, why, hint = "stop", refused.headline, refused.hint
+                break
+            steps, here = [*steps, *recast_into(form, carried).said], carried.schema
             if not form.exact:
                 break
         else:

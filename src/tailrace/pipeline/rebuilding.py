@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
-
-import pyarrow as pa
+from typing import TYPE_CHECKING, Any
 
 from tailrace.changelog import consumers, files
 from tailrace.changelog.consumers import TableHint
@@ -26,36 +24,34 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import upto_position
 from tailrace.errors import (
     LOAD_ANEW_HINT,
-    BaseRowMissing,
     ConfigError,
     LogBusy,
     LogTrimmed,
     SchemaChanged,
-    TableUnusable,
-    Unsupported,
 )
-from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.asking import closest
 from tailrace.pipeline.life import Lives, Stretch, TableLife
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.settings import PipelineSettings, matches
+from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import APPLIER, NOTE, known_tables
 from tailrace.pipeline.wiring import open_source
-from tailrace.spark.tasks import ApplyWork, changes_of
+from tailrace.spark.remaking import DeltaMaker, Maker, Making
+from tailrace.spark.tasks import ApplyWork
 from tailrace.tables.base import Cursor
-from tailrace.tables.deltalog import REPLACE_HINT
-from tailrace.tables.formed import fold_into
 from tailrace.tables.keptseeds import KeptSeeds
 from tailrace.tables.layout import Place
-from tailrace.tables.rebuilding import Base, Rebuilding, bases_with
-from tailrace.tables.versions import files_at, needs_connector
+from tailrace.tables.rebuilding import Base, bases_with
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 LEASE_SECONDS_MAX = 2.0
 BEFORE_ALL = -1
 """A seed has no version that rows were put into later."""
 NO_TABLE = "there is no lake table, and nothing is kept of a load of it"
+_TOO_NEW = "it is newer than the position that is asked for"
 Progress = Callable[[int, int], None]
 """Called with how many changes are replayed, and how many there are."""
 
@@ -89,11 +85,11 @@ class Rebuilt:
 
 
 def rebuild(
-    settings: PipelineSettings, name: str, *, to: str | None, from_version: int | None, progress: Progress
-) -> Rebuilt:
-    """Make the table anew, at a position of the log or at its end."""
-    if settings.tables.layout.catalog is not None:
-        raise Unsupported("Iceberg tables cannot be rebuilt yet", table=name, hint=REPLACE_HINT)
+    settings: PipelineSettings, name: str, *, to: str | None, from_version: int | None, progress: Progress,
+    spark: SparkSession | None = None,
+) -> Rebuilt:  # fmt: skip
+    """Make the table anew, at a position of the log or at its end. An Iceberg table needs a session with the connector:
+    one is started if it is not given."""
     log = ChangeLog.open(settings.log.path)
     table, position = _known(settings, log, name), None if to is None else Lsn.parse(to)
     try:
@@ -104,17 +100,35 @@ def rebuild(
             hint="Stop that `tailrace run` or `tailrace apply` first; capture may go on.",
         ) from busy  # fmt: skip
     try:
-        return _Rebuild(settings, log, table, position).run(from_version, progress)
+        with _maker(settings, log, table, spark) as maker:
+            return _Rebuild(settings, log, table, position, maker).run(from_version, progress)
     finally:
         held.release()
 
 
+@contextmanager
+def _maker(settings: PipelineSettings, log: ChangeLog, table: TableId, spark: SparkSession | None) -> Iterator[Maker]:
+    """Who makes the new table."""
+    place = settings.tables.layout.place(table, log.log_id)
+    if place.catalog is None:
+        yield DeltaMaker(place)
+        return
+    # Spark is slow to import, and a Delta table does without it.
+    from tailrace.pipeline.sparkstart import SparkAtNeed
+    from tailrace.spark.iceberg_remaking import IcebergMaker
+
+    with SparkAtNeed(settings, log, spark) as session:
+        yield IcebergMaker(place, session.get)
+
+
 class _Rebuild:
-    def __init__(self, settings: PipelineSettings, log: ChangeLog, table: TableId, to: Lsn | None) -> None:
-        self._settings, self._log, self._table, self._to = settings, log, table, to
+    def __init__(
+        self, settings: PipelineSettings, log: ChangeLog, table: TableId, to: Lsn | None, maker: Maker
+    ) -> None:
+        self._settings, self._log, self._table, self._to, self._maker = settings, log, table, to, maker
         # How the source writes values is known without asking it.
         value_of = open_source(settings, log.log_id).value_of
-        self._lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies, value_of)
+        self._lives = Lives(log, settings.tables.layout, settings.tables.policies_of, value_of)
         self._place = settings.tables.layout.place(table, log.log_id)
         self._seeds = KeptSeeds(settings.tables.path, log.log_id).of(table)
         self._whole_after = ZERO
@@ -132,16 +146,16 @@ class _Rebuild:
     def run(self, from_version: int | None, progress: Progress) -> Rebuilt:
         started = time.monotonic()
         base = self._base(from_version)
-        with Rebuilding(self._place) as making:
+        with self._maker.making() as making:
             rows = making.begin(base)
             life = self._life(base, making.made_at)
             self._whole_after = self._mixed_until(life) or ZERO
-            changes = self._replay(life, progress)
+            changes = self._replay(making, life, progress)
             cursor = base.position.cursor if life.once else self._cursor(base)
             self._hold(life, cursor)
             rows_now = making.swap(cursor)
-        self._forget_note()
-        version = self._place.open().version()
+        self._forget_failure()
+        version = self._place.look().version()
         assert version is not None, "just swapped"
         return Rebuilt(
             schema=self._table.schema, table=self._table.name, base_version=None if base.seed else base.version,
@@ -156,12 +170,16 @@ class _Rebuild:
     def _base(self, wanted: int | None) -> Base:
         """The newest that will do, or the version that is wished for."""
         why: str | None = None
+        first: Base | None = None
         for base in bases_with(self._place, self._seeds):
             if wanted is not None and (base.version != wanted or base.seed is not None):
                 continue
             reason = self._unusable(base)
             if reason is None:
                 return base
+            if reason == _TOO_NEW and wanted is None:
+                first = base  # what stands before the position says why that will not do, if there is one
+                continue
             why = why or f"{'the kept seed' if base.seed else f'version {base.version}'}: {reason}"
         if wanted is not None:
             raise ConfigError(
@@ -169,7 +187,12 @@ class _Rebuild:
                 why=why or "no commit of this log made it, or the table no longer remembers it",
                 hint="Leave `--from-version` out: the newest that will do is taken.",
             )  # fmt: skip
-        never = self._place.open().version() is None
+        if why is None and first is not None:
+            raise LogTrimmed(
+                "nothing is left of the table that is as old as this", table=self._table, to=self._to,
+                hint=f"Give a position from {first.position.cursor.position} on, or leave `--to` out.",
+            )
+        never = self._place.look().version() is None
         raise LogTrimmed(
             "the log covers no version of the table that it could be rebuilt from", table=self._table,
             why=why or (NO_TABLE if never else "the table has no version of this log"),
@@ -184,7 +207,7 @@ class _Rebuild:
         if cursor.commit > self._index.commit:
             return "it holds more than the log does"
         if self._to is not None and cursor.position > self._to:
-            return "it is newer than the position that is asked for"
+            return _TOO_NEW
         if self._to is not None and base.recast and not self._has_come(life):
             return "it has a shape that came after the position that is asked for"
         if (mixed := self._mixed(base, life)) is not None:
@@ -200,13 +223,7 @@ class _Rebuild:
             return "changes after it, or at it, were or are in dead letters"
         if base.seed is not None:
             return None if base.seed.sound else "files of it are gone, or are not what they were"
-        if needs_connector(self._place.path, base.version):
-            return "it has deletion vectors or column mapping"
-        try:
-            files_at(self._place.path, base.version)
-        except TableUnusable:
-            return "files of it were removed"
-        return None
+        return self._maker.lacks(base)
 
     def _mixed(self, base: Base, life: TableLife) -> str | None:
         """Why a base will not do some of whose rows are newer than others, for they were read at different times. Of a
@@ -244,7 +261,7 @@ class _Rebuild:
 
     # The replay.
 
-    def _replay(self, life: TableLife, progress: Progress) -> int:
+    def _replay(self, making: Making, life: TableLife, progress: Progress) -> int:
         """Apply what the log has up to the end; how many changes."""
         total, done = self._pending(life), 0
         progress(done, total)
@@ -253,9 +270,9 @@ class _Rebuild:
             if stretch is None:
                 _refuse_stopped(life)
                 break
-            done += self._take(life, self._clipped(stretch))
+            done += self._take(making, life, self._clipped(stretch))
             progress(min(done, total), total)
-        return done + self._replay_straddling(life)
+        return done + self._replay_straddling(making, life)
 
     def _pending(self, life: TableLife) -> int:
         return sum(item.rows for item in self._lives.pending(life, self._end))
@@ -268,42 +285,23 @@ class _Rebuild:
         position = max(stretch.cursor.position, self._index.end_of(self._end))
         return Stretch(slices, replace(stretch.cursor, seq=self._end_seq, commit=self._end, position=position))
 
-    def _take(self, life: TableLife, stretch: Stretch, upto: Lsn | None = None) -> int:
+    def _take(self, making: Making, life: TableLife, stretch: Stretch, upto: Lsn | None = None) -> int:
         """One commit of the new table; how many changes came in."""
         assert life.cursor is not None, "a base has one"
         assert life.shape is not None, "a base has one"
-        table = life.place.open()
         if stretch.recast is not None:
-            table.evolve(stretch.recast, life.cursor)
+            making.evolve(stretch.recast, life.cursor)
             life.moved(life.cursor, stretch.recast.schema)
             return 0
         work = ApplyWork(
             table=self._table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
             expected=life.cursor, cursor=stretch.cursor, upto=upto,
         )  # fmt: skip
-        changes = changes_of(work)
-        cursor = stretch.cursor
-        if upto is not None:
-            if not changes.num_rows:
-                return 0
-            cursor = replace(life.cursor, seq=changes.column(change.SEQ)[-1].as_py())
-        folded = fold_into(life.place.form, life.shape, changes)
-        mixed = life.cursor.position < self._whole_after
-        applied = table.apply(
-            life.shape, folded, life.cursor, cursor, touch=True, reread=self._refuse_to_read if mixed else None
-        )
-        life.moved(applied.cursor, life.shape)
-        return int(changes.num_rows)
+        taken = making.apply(work, mixed=life.cursor.position < self._whole_after)
+        life.moved(taken.cursor, life.shape)
+        return taken.changes
 
-    def _refuse_to_read(self, _: pa.Table) -> pa.Table:
-        """Whoever applies asks the source for a row whose large values did not come, and whose row of before is not
-        there, or may be another's by now."""
-        raise BaseRowMissing(
-            "a change leaves out values that only the source can tell, for the load was read in chunks",
-            table=self._table, hint=LOAD_ANEW_HINT,
-        )  # fmt: skip
-
-    def _replay_straddling(self, life: TableLife) -> int:
+    def _replay_straddling(self, making: Making, life: TableLife) -> int:
         """The commit that the position lies in: those of its transactions that ended at or before it."""
         if self._to is None or self._to <= self._index.end_of(self._end) or life.once:
             return 0
@@ -321,7 +319,7 @@ class _Rebuild:
                 _refuse_stopped(life)
                 break
             before = done
-            done += self._take(life, stretch, self._to)
+            done += self._take(making, life, stretch, self._to)
             if stretch.recast is None and done == before:
                 break
         return done
@@ -345,12 +343,14 @@ class _Rebuild:
         mine = TableHint(table=self._table, numbers=numbers, commit=cursor.commit, seq=cursor.seq)
         consumers.leave_hints(self._log.path, [*others, mine])
 
-    def _forget_note(self) -> None:
-        """What a process said of the table of before is over."""
+    def _forget_failure(self) -> None:
+        """Why a process gave up the table of before is over; what it was loaded with stays known."""
         with suppress(OSError, ValueError, KeyError, TypeError):
             path = self._log.path / NOTE
             stored = json.loads(path.read_bytes())
-            stored["tables"] = [item for item in stored["tables"] if TableId.from_json(item) != self._table]
+            for item in stored["tables"]:
+                if TableId.from_json(item) == self._table:
+                    item.update(state=TableState.CATCHING_UP.value, reason=None, detail=None, hint=None)
             files.replace(path, json.dumps(stored).encode())
 
 
@@ -367,7 +367,7 @@ def _refuse_stopped(life: TableLife) -> None:
 
 def _known(settings: PipelineSettings, log: ChangeLog, name: str) -> TableId:
     """The table of this name that the log knows and the settings match."""
-    wanted = sorted(table for table in known_tables(log) if matches(settings.source, table))
+    wanted = sorted(table for table in known_tables(log) if settings.has(table))
     found = [table for table in wanted if str(table) == name]
     if len(found) == 1:
         return found[0]

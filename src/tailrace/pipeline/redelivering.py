@@ -1,13 +1,16 @@
 """Tries dead letters again that a person asks for, beside the applying to all tables.
 
 Reading is done at once; the table takes what was read when it has passed what the reading saw, so nothing waits for
-it. The request stays on record until it is answered: a process that is started later does it.
+it. Where there is no key to read by the letters' own changes are tried, with nothing read. The request stays on record
+until it is answered: a process that is started later does it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import lease
@@ -17,7 +20,9 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
+from tailrace.spark.late_letters import LateWork, deliver_late
 from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters, reread_letters
+from tailrace.spark.tasks import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +37,15 @@ TROUBLES_MAX = 60
 class Redelivering:
     """Tries whatever letters it is asked to, until told to stop."""
 
-    def __init__(self, lives: Lives, source: PostgresCapture, *, run: Run, stopping: threading.Event) -> None:
+    def __init__(
+        self, lives: Lives, source: PostgresCapture, *, run: Run, merging: Callable[[], AbstractContextManager[None]],
+        stopping: threading.Event,
+    ) -> None:  # fmt: skip
         self._lives = lives
         self._source = source
         self._run = run
+        self._merging = merging
+        """Around whatever changes a table."""
         self._stopping = stopping
         self._seen: dict[TableId, Lsn] = {}
         """What was read and is not in its table yet, and what that table must pass."""
@@ -70,8 +80,11 @@ class Redelivering:
             if asked is None or life.cursor is None:
                 return
             tired = self._rounds.get(life.table, 0) >= ROUNDS_MAX or self._troubles.get(life.table, 0) >= TROUBLES_MAX
-            if tired or not letters.count(life.cursor.seq, life.cursor.load):
+            if tired or life.shape is None or not letters.count(life.cursor.seq, life.cursor.load):
                 self._end(letters, asked)
+            elif not life.place.form.can_mend(life.shape):
+                if self._bring_late(life):
+                    self._end(letters, asked)
             elif life.table not in self._seen:
                 self._read(life)
             elif self._deliver(life, self._seen[life.table]):
@@ -102,18 +115,36 @@ class Redelivering:
             work = DeliverWork(
                 log=self._lives.log.path, place=life.place, shape=life.shape, expected=life.cursor
             )
-            outcome = run_one(self._run, deliver_letters, work, life.table)
+            with self._merging():
+                outcome = run_one(self._run, deliver_letters, work, life.table)
             if outcome.version is not None:
                 life.version = outcome.version
         del self._seen[life.table]
         self._rounds[life.table] = self._rounds.get(life.table, 0) + 1
+        self._told(life, outcome)
+        return not outcome.again
+
+    def _bring_late(self, life: TableLife) -> bool:
+        """Bring in what the letters themselves hold: there is nothing to read, and so nothing to wait for. Whether the
+        table goes on."""
+        with life.lock:
+            if not life.state.going_on or life.cursor is None or life.shape is None:
+                return False
+            work = LateWork(log=self._lives.log.path, place=life.place, shape=life.shape, expected=life.cursor)
+            with self._merging():
+                outcome = run_one(self._run, deliver_late, work, life.table)
+            if outcome.version is not None:
+                life.version = outcome.version
+        self._told(life, outcome)
+        return True
+
+    def _told(self, life: TableLife, outcome: Outcome) -> None:
         if outcome.error is not None:
             raise outcome.error
         log.info(
             "dead letters tried again",
             extra={"table": str(life.table), "delivered": outcome.rows, "left": outcome.letters},
         )
-        return not outcome.again
 
     def _passed(self, life: TableLife, seen: Lsn) -> bool:
         """Whether the table holds everything that ended at or before the position."""

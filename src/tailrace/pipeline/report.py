@@ -448,7 +448,10 @@ def tables_exit_code(tables: Iterable[TableStatus]) -> ExitCode:
 
 def error_to_json(error: TailraceError) -> dict[str, Any]:
     """An error as `--json` prints it; `error_from_json` gives it back in another process."""
-    fields = {name: _plain(value) for name, value in error.fields.items()}
+    # A position or a table's name is what people call it: what an error says in another process is what it says here.
+    fields = {
+        name: str(value) if dataclasses.is_dataclass(value) else _plain(value) for name, value in error.fields.items()
+    }
     return {"code": error.code, "message": error.message, "hint": error.hint, "fields": fields}
 
 

@@ -7,34 +7,76 @@ are told without the kind of rule that the models put into them.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tailrace.transforms.rules import KINDS, Transforms
+from tailrace.errors import TableUnusable
+from tailrace.transforms import declaring
+from tailrace.transforms.rules import APART_HINT, KINDS, Outbox, Route, Transforms
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+    from tailrace.model.schema import TableId
 
 Loc = tuple[str | int, ...]
-NOT_IN_FILES = ("route", "outbox")
-"""Rules that send rows to tables that the source does not have: a pipeline's tables are the source's."""
+OUTBOX_HINT = "Name it, for it is asked which types there are: `tables: [public.outbox]`; each has a rule of its own."
 
 EXAMPLES = {
     "transforms": "`transforms:` and below it, indented, `rules:`, and `keys:` where rules need some",
     "transforms.keys": "`keys: {main: {env: TAILRACE_KEY}}`, or `{file: /run/secrets/key}`",
     "transforms.rules": '`- {do: mask, tables: ["public.users"], columns: [email], keep_last: 4}`; '
-    f"`do` is one of {', '.join(kind for kind in KINDS if kind not in NOT_IN_FILES)}",
-}
-WANTED = {
-    "union_tag_invalid": "has a `do` that is no rule",
-    "union_tag_not_found": "lacks `do`, which says what the rule does",
+    f"`do` is one of {', '.join(KINDS)}",
 }
 
 
-def refused_rules(transforms: Transforms) -> str | None:
-    """What a pipeline cannot do, in words; None: nothing."""
+def refused_rules(transforms: Transforms) -> Iterator[tuple[str, str]]:
+    """What a pipeline cannot do, in words, and what to do instead."""
     for rule in transforms.rules:
-        if rule.do in NOT_IN_FILES:
-            return f"has the rule `{rule.name}`: `{rule.do}` is for programs that read the changes, not for pipelines"
-    return None
+        if isinstance(rule, Outbox) and (len(rule.tables) > 1 or not rule.exact_tables):
+            yield f"has the rule `{rule.name}`, which does not name one table", OUTBOX_HINT
+        if isinstance(rule, Outbox) and "{type}" not in rule.to:
+            yield (
+                f"has the rule `{rule.name}`, which sends all messages to one table",
+                'Write `{type}` into `to`, for example `to: "events.{type}"`; or use `route`.',
+            )
+        if not isinstance(rule, Route):
+            continue
+        if rule.when is not None and not rule.exact_tables:
+            yield (
+                f"has the rule `{rule.name}`, which sends some rows of whichever tables have its columns elsewhere",
+                "Name the tables, for a pipeline must know which there will be: `tables: [public.orders]`.",
+            )
+        if "{" not in rule.to and (len(rule.tables) > 1 or not rule.exact_tables):
+            yield f"has the rule `{rule.name}`, which would make one table of several", APART_HINT
+
+
+def holds_messages(transforms: Transforms, table: TableId) -> bool:
+    """Whether the table is one that an outbox sends messages to."""
+    boxes = [rule for rule in transforms.rules if isinstance(rule, Outbox)]
+    if not boxes:
+        return False
+    from tailrace.transforms.naming import may_make
+
+    return may_make(boxes, table)
+
+
+def refuse_modes(table: TableId, mode: str | None, soft_delete: bool | None) -> None:
+    """Refuse what a rule of `tables.rules` wants messages to be."""
+    if soft_delete or mode not in (None, "mirror"):
+        raise TableUnusable(
+            "messages are kept by their key, each as it came", table=table,
+            hint="Leave `mode` and `soft_delete` out of the `tables.rules` that match the outbox's tables.",
+        )  # fmt: skip
+
+
+def leaves(transforms: Transforms, table: TableId, *, wanted: bool) -> bool:
+    """Whether rules leave rows in a table of this name. `wanted` says whether the source's own of this name is."""
+    from tailrace.transforms.naming import made_of, may_make
+
+    return (wanted and table in made_of(transforms.rules, table)) or may_make(transforms.rules, table)
 
 
 def wants_letters(transforms: Transforms) -> str | None:
@@ -82,9 +124,14 @@ def place(loc: Loc) -> Loc:
     return (*loc[:3], *loc[4:]) if tagged else loc
 
 
+def said(loc: Loc, detail: ErrorDetails) -> str | None:
+    """What is wrong with a rule or a key; None: this is neither."""
+    return declaring.said(detail) if loc[:1] == ("transforms",) else None
+
+
 def keys_of(loc: Loc, rule: Any) -> list[str] | None:
     """The keys that a rule may have; None: this is no rule."""
     if loc[:2] != ("transforms", "rules") or len(loc) != 3 or not isinstance(rule, dict):
         return None
-    kind = KINDS.get(str(rule.get("do")))
+    kind = KINDS.get(str(rule.get("do") or "null") if "do" in rule else "")
     return list(kind.model_fields) if kind else ["do"]

@@ -26,12 +26,14 @@ from tailrace.pipeline.life import Lives
 from tailrace.pipeline.report import Observer, PipelineStatus, Summary
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.wiring import open_source, open_source_of
 from tailrace.processes import die_with_parent
 
 TICK_SECONDS = 0.5
 STILL_TICKS_MAX = 10
 """For which a log that nobody writes to is waited for."""
+POINT_TICKS_MAX = 10
+"""For which a run that has caught up waits until all tables can be told as of one point."""
 
 
 @contextmanager
@@ -52,6 +54,27 @@ def stop_signal(asked: threading.Event | None = None) -> Iterator[threading.Even
         signal.signal(signal.SIGTERM, before)
 
 
+class _Stopped(BaseException):
+    """SIGTERM came while nothing ran yet that looks for it."""
+
+
+@contextmanager
+def _stopped_at_once() -> Iterator[None]:
+    """SIGTERM ends what is done here, like Ctrl-C: a new slot may wait for others' transactions for hours."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise _Stopped
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def capture(
     settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool = False,
     take_over: bool = False,
@@ -62,8 +85,17 @@ def capture(
     """
     if child:
         die_with_parent()
+    begun = time.monotonic()
     with stop_signal() as asked:
-        capturing = Capturing(settings, until_caught_up=until_caught_up, take_over=take_over)
+        try:
+            with _stopped_at_once():
+                capturing = Capturing(settings, until_caught_up=until_caught_up, take_over=take_over)
+        except _Stopped:
+            return Summary(
+                name=settings.name, command="capture", seconds=time.monotonic() - begun,
+                exit_code=ExitCode.INTERRUPTED if until_caught_up and not child else ExitCode.OK,
+                message="stopped before it began",
+            )  # fmt: skip
         # What the libraries made stays for ever; looking through it again and again holds up a window for 100 ms.
         gc.collect()
         gc.freeze()
@@ -184,7 +216,7 @@ def _apply(
     from tailrace.pipeline.applying import Applying  # pyspark comes with it, and capture must not
 
     started = time.monotonic()
-    source = open_source(settings, log.log_id)
+    source = open_source_of(settings, log, loads=True)
     held = Lease(log.path, APPLIER, take_over=take_over)
     try:
         horizon = source.horizon() if until_caught_up and capture_alive else None
@@ -196,7 +228,7 @@ def _apply(
             observer.event("starting Spark", tables=len(applying.lives.tables))
             applying.start()
             watch, goal = SourceWatch(source), None if horizon else applying.lives.grow()
-            caught_up, still = False, 0
+            caught_up, still, unpointed = False, 0, 0
             while not asked.is_set():
                 held.check()
                 applying.check()
@@ -211,7 +243,9 @@ def _apply(
                 applying.holding.say()
                 caught_up = goal is not None and applying.covered(goal)
                 if until_caught_up and caught_up:
-                    break
+                    unpointed += 1
+                    if applying.complete_point() or capture_alive is None or unpointed > POINT_TICKS_MAX:
+                        break
                 if until_caught_up and capture_alive is None and goal is not None:
                     still = still + 1 if _nobody_captures(log) and applying.waits_for_log(goal) else 0
                     if still > STILL_TICKS_MAX:

@@ -6,6 +6,7 @@ The source is not asked, and nothing is written: it works beside whoever capture
 from __future__ import annotations
 
 import difflib
+import os
 
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.history import schema_history
@@ -14,6 +15,12 @@ from tailrace.errors import ConfigError
 from tailrace.state.histories import FileSchemaHistory
 from tailrace.state.history import SchemaHistory, SchemaVersion
 
+_HINTS = {
+    "change log": "Give the settings file of its pipeline instead.",
+    "checkpoint store": "`tailrace checkpoints FOLDER list` shows what it has; a schema history has its own folder.",
+    "": "Give the settings file of a pipeline, or the folder of a `FileSchemaHistory`.",
+}
+
 
 def of_log(log: LogPath) -> SchemaHistory:
     """The history that a pipeline's log is."""
@@ -21,8 +28,18 @@ def of_log(log: LogPath) -> SchemaHistory:
 
 
 def of_folder(folder: str) -> SchemaHistory:
-    """The history that a program keeps in a folder."""
-    return FileSchemaHistory(folder, read_only=True)
+    """The history that a program keeps in a folder; one that never was a history's is refused."""
+    history = FileSchemaHistory(folder, read_only=True)
+    names = set(os.listdir(folder))
+    owned = any(name.startswith(".owner") for name in names)
+    others = {name for name in names if not name.startswith(".")}
+    if not history.tables() and (others or not owned):
+        kind = "change log" if "meta.json" in others else "checkpoint store" if owned else ""
+        raise ConfigError(
+            f"the folder is a {kind}, and no schema history" if kind else "there is no schema history in the folder",
+            folder=folder, hint=_HINTS[kind],
+        )  # fmt: skip
+    return history
 
 
 def read_history(history: SchemaHistory, table: str | None) -> list[tuple[SchemaVersion, ...]]:

@@ -15,9 +15,11 @@ from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TailraceError
 from tailrace.pipeline.life import Lives, TableLife
+from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.keptseeds import KeptSeed, KeptSeeds
-from tailrace.tables.layout import Layout
+from tailrace.tables.layout import Layout, Place
 from tailrace.tables.rebuilding import bases
+from tailrace.tables.staging import StagedFile
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,6 @@ class SeedKeeping:
 
     def __init__(self, how: bool | Literal["copy"], layout: Layout, lives: Lives) -> None:
         self._how, self._lives = how, lives
-        self._is_delta = layout.catalog is None
         self._seeds = KeptSeeds(layout.root, lives.log.log_id)
         self._due = 0.0
 
@@ -46,13 +47,18 @@ class SeedKeeping:
 
     def keep(self, life: TableLife, load: str) -> None:
         """Keep the version of the table that the load has landed as, if it has; may be repeated."""
-        if self._how is False or not self._is_delta:
+        if self._how is False:
             return
         try:
             landed = next((base for base in bases(life.place) if base.loaded), None)
             if landed is None or landed.position.cursor.load != load:
                 return  # nothing differed, so there was nothing to commit
-            made = self._seeds.keep(life.place, landed.version, landed.position, copies=self._how == "copy")
+            staged = self._staged(life.place, load, landed.version)
+            if staged is None:
+                return  # only what differed was written; the seed of before is still one
+            made = self._seeds.keep(
+                life.place, landed.version, landed.position, copies=self._how == "copy", staged=staged
+            )
         except (TailraceError, DeltaError, OSError, ValueError, KeyError, pa.ArrowException) as error:
             hint = "write `keep_seed: copy` where the disk knows no hard links, or `keep_seed: false`"
             log.warning("no seed kept", extra={"table": str(life.table), "why": _reason(error), "hint": hint})
@@ -60,9 +66,19 @@ class SeedKeeping:
         if made is None:
             log.info("no seed kept", extra={"table": str(life.table), "why": "deletion vectors or column mapping"})
 
+    def _staged(self, place: Place, load: str, version: int) -> list[StagedFile] | None:
+        """The files that an Iceberg table has from a load; None if they are not all that it has. A Delta table lists
+        its files by itself."""
+        if place.catalog is None:
+            return []
+        chunks = self._lives.seeds.staged(load)
+        files = [file for number in sorted(chunks) for file in chunks[number].files]
+        said = place.catalog.metadata(place.path.absolute())
+        return files if said is not None and Metadata(place.path, said).landed(version, files) else None
+
     def look(self) -> None:
         """Drop seeds that no rebuild can start from, now and then."""
-        if time.monotonic() < self._due or not self._is_delta:
+        if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_SECONDS
         for seed in self._seeds.all():

@@ -11,14 +11,12 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
-from tailrace.changelog.objects import ObjectPath
+from tailrace.capture.postgres import address
+from tailrace.changelog.objects import ENDPOINT, STORES_HINT, ObjectPath
 from tailrace.errors import ConfigError
 from tailrace.pipeline.document import Loc, Number
 from tailrace.pipeline.quantities import DURATION_HINT, SIZE_HINT, Refused, parse_duration, parse_size
 
-PUBLICATION_BYTES_MAX = 63 - len("_inserts")
-"""PostgreSQL cuts longer names without a word. The second publication, for tables that can publish inserts
-only, is named after the first."""
 LOG_BYTES_MIN = 1 << 20
 """A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
 FILE_SIZE_MAX = 256 << 20
@@ -45,21 +43,14 @@ def _check_name(name: str) -> str:
 
 
 def _check_slot_name(name: str) -> str:
-    if not re.fullmatch(r"[a-z0-9_]{1,63}", name):
-        raise refusal(
-            "must be 1 to 63 lower-case letters, digits or `_`, as the server demands of slots",
-            "For example: `slot: {name: tailrace_shop}`.",
-        )
+    if not address.is_slot(name):
+        raise refusal(f"must be {address.SLOT_FORM}", "For example: `slot: {name: tailrace_shop}`.")
     return name
 
 
 def _check_publication_name(name: str) -> str:
-    fits = 0 < len(name.encode()) <= PUBLICATION_BYTES_MAX
-    if not fits or not name.isprintable() or re.search(r"[\"'\\]", name):
-        raise refusal(
-            f"must be 1 to {PUBLICATION_BYTES_MAX} bytes of printable text without quotes and backslashes",
-            "For example: `publication: {name: tailrace_shop}`.",
-        )
+    if not address.is_publication(name):
+        raise refusal(f"must be {address.PUBLICATION_FORM}", "For example: `publication: {name: tailrace_shop}`.")
     return name
 
 
@@ -74,7 +65,7 @@ _ENCODE_HINT = (
 
 def _check_url(url: str) -> str:
     """What libpq would stumble over, said before it does: its own messages quote pieces of the URL."""
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, _ = url.partition("://")
     if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
         raise refusal("must be a URL that begins with `postgresql://`", _URL_HINT)
     if scheme.split("+")[0].lower() in _NOT_YET:
@@ -84,15 +75,9 @@ def _check_url(url: str) -> str:
         )
     if scheme not in ("postgresql", "postgres"):
         raise refusal(f"begins with `{scheme}://`, which is no source we know", _URL_HINT)
-    if re.search(r"[\s\x00-\x1f\x7f]", url):
-        raise refusal("must not hold spaces or control characters", _ENCODE_HINT)
-    authority = re.split(r"[/?]", rest, maxsplit=1)[0]
-    if authority.count("@") > 1 or re.search(r"%(?![0-9A-Fa-f]{2})", authority):
-        raise refusal("holds a special character in user or password", _ENCODE_HINT)
-    for host in authority.rpartition("@")[2].split(","):
-        port = re.sub(r"^(\[[^\]]*\]|[^:]*):?", "", host)
-        if port and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) < 65536):
-            raise refusal("has a port that is not a number from 1 to 65535", f"{_URL_HINT} {_ENCODE_HINT}")
+    wrong = address.wrong_with(url)
+    if wrong is not None:
+        raise refusal(wrong.value, f"{_URL_HINT} {_ENCODE_HINT}" if wrong is address.Wrong.PORT else _ENCODE_HINT)
     return url
 
 
@@ -163,7 +148,13 @@ def _check_templates(template: str) -> str:
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")
+_BUCKET = re.compile(r"s3a?://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")
+
+
+_LAKE_HINT = (
+    "Give a plain path, without `…://`; on a cluster that of a file system that all machines share. The log may be in "
+    "a store (`log: s3://…`). docs/guides/object-stores.md says more."
+)
 
 
 def check_folder(given: object) -> object:
@@ -172,7 +163,7 @@ def check_folder(given: object) -> object:
     if not given.strip() or not given.isprintable():
         raise refusal("must be a folder's path", "For example: `./shop/changes`.")
     if _URL.match(given):
-        raise refusal("must be a folder on this machine", "Give a plain path, without `…://`.")
+        raise refusal("must be a folder: lake tables need a file system, and are not in object stores", _LAKE_HINT)
     try:
         return Path(given).resolve()
     except (OSError, RuntimeError):
@@ -193,11 +184,13 @@ def _check_log_path(given: object) -> Path | ObjectPath:
             return ObjectPath.parse(given)
     except ConfigError:
         pass
-    raise refusal("must be a folder's path, or `s3://bucket/prefix`", "For example: `s3://my-bucket/shop/changes`.")
+    raise refusal(
+        "must be a folder's path, or `s3://bucket/prefix`", f"For example: `s3://my-bucket/shop/changes`. {STORES_HINT}"
+    )
 
 
 def _check_endpoint(given: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/@?#]+/?", given):
+    if not ENDPOINT.fullmatch(given):
         raise refusal("must be the address of an S3 server alone", "For example: `https://minio.example:9000`.")
     return given
 

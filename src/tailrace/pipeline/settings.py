@@ -15,7 +15,7 @@ import difflib
 import fnmatch
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -204,6 +204,7 @@ class EvolutionSettings(BaseModel):
     drop: Literal["keep-null", "apply", "stop", "refresh"] = "keep-null"
     rename: Literal["apply", "stop", "refresh"] = "apply"
     widen: Literal["apply", "stop", "refresh"] = "apply"
+    narrow: Literal["refresh", "stop"] | None = None
     retype: Literal["refresh", "stop"] = "refresh"
     rewrite: Literal["refresh", "stop"] = "refresh"
     key: Literal["refresh", "stop"] = "refresh"
@@ -212,7 +213,7 @@ class EvolutionSettings(BaseModel):
 
     @property
     def policies(self) -> Policies:
-        return Policies(**{kind: Policy(said) for kind, said in self.model_dump().items()})
+        return Policies(**{kind: Policy(said) for kind, said in self.model_dump(exclude_none=True).items()})
 
 
 class UpkeepSettings(BaseModel):
@@ -237,6 +238,7 @@ class RuleSettings(BaseModel):
     name: Template | None = None
     deletion_vectors: bool | None = None
     column_mapping: bool | None = None
+    evolution: EvolutionSettings = EvolutionSettings()
     columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
 
     @model_validator(mode="after")
@@ -258,6 +260,7 @@ class TablesSettings(BaseModel):
 
     model_config = _FROZEN
     _pipeline: str = PrivateAttr(default="")
+    _transforms: Transforms = PrivateAttr(default=Transforms())
     format: Annotated[Literal["delta", "iceberg"], BeforeValidator(check_format)] = "delta"
     catalog: CatalogSettings | None = None
     engine: Literal["delta-rs", "spark"] = "delta-rs"
@@ -292,8 +295,6 @@ class TablesSettings(BaseModel):
     def _known_only_to_delta(self) -> Iterator[PydanticCustomError]:
         if "engine" in self.model_fields_set and self.engine != "spark":
             yield refusal("is for `format: delta`: Iceberg tables are written by Spark", "Remove it.", ("engine",))
-        if "keep_seed" in self.model_fields_set and self.keep_seed:
-            yield refusal("is for `format: delta`: Iceberg tables cannot be rebuilt yet", "Remove it.", ("keep_seed",))
 
     def _unknown_to_iceberg(self) -> Iterator[PydanticCustomError]:
         for at, said in self._said():
@@ -346,14 +347,22 @@ class TablesSettings(BaseModel):
         mode = rule.mode or self.mode
         wanted = self.soft_delete if rule.soft_delete is None else rule.soft_delete
         soft_delete = wanted and mode == "mirror"
+        if keeps := rulesettings.holds_messages(self._transforms, table):
+            rulesettings.refuse_modes(table, rule.mode, rule.soft_delete)
+            mode, soft_delete = "mirror", False
         metadata = self.metadata if rule.metadata is None else rule.metadata
         partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
         return Form(
             mode=TableMode(mode), soft_delete=soft_delete, metadata=tuple(sorted(set(metadata))),
             mark=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
             columns=tuple(sorted(rule.columns.items())),
-            partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
+            partition_by=tuple(rule.columns.get(name, name) for name in partition_by), keeps=keeps,
         )  # fmt: skip
+
+    def policies_of(self, table: TableId) -> Policies:
+        """The last pattern that matches decides; the kinds that it does not name are as for all."""
+        said = self._rule_of(table).evolution
+        return self.evolution.model_copy(update=said.model_dump(include=said.model_fields_set)).policies
 
     def _name_of(self, table: TableId) -> str:
         return self._rule_of(table).name or self.names
@@ -372,6 +381,11 @@ class TablesSettings(BaseModel):
             features_of=self._features_of, file_bytes=self.upkeep.file,
             catalog=(self.catalog or CatalogSettings()).catalog(self.path) if self.format == "iceberg" else None,
         )  # fmt: skip
+
+    @property
+    def by_spark(self) -> bool:
+        """Whether one of Spark's connectors writes the tables."""
+        return self.format == "iceberg" or self.engine == "spark"
 
     def sets_aside(self, table: TableId) -> bool:
         """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
@@ -440,13 +454,23 @@ class PipelineSettings(BaseModel):
 
     @model_validator(mode="after")
     def _tables_know_the_name(self) -> PipelineSettings:
-        self.tables._pipeline = self.name
+        self.tables._pipeline, self.tables._transforms = self.name, self.transforms
         return self
+
+    def idle_patterns(self, tables: Collection[TableId]) -> list[str]:
+        """Patterns that say something of some tables, and of none of these: probably of one that is misspelled."""
+        said = [("tables.rules", glob) for glob in self.tables.rules]
+        said += [("load.modes", glob) for glob in self.load.modes]
+        return [f"{where}.{glob}" for where, glob in said if not any(_glob_matches(glob, table) for table in tables)]
+
+    def has(self, table: TableId) -> bool:
+        """Whether a table in the lake, of which there is a record, is this pipeline's as its rules are now."""
+        return rulesettings.leaves(self.transforms, table, wanted=matches(self.source, table))
 
     @model_validator(mode="after")
     def _rules_can_be_kept(self) -> PipelineSettings:
-        if said := rulesettings.refused_rules(self.transforms):
-            raise refusal(said, "Remove it; `tables.rules` names a table's folder.", ("transforms", "rules"))
+        for said, hint in rulesettings.refused_rules(self.transforms):
+            raise refusal(said, hint, ("transforms", "rules"))
         tables = [self.tables.on_bad_row, *(rule.on_bad_row for rule in self.tables.rules.values())]
         if (rule := rulesettings.wants_letters(self.transforms)) and "dead-letter" not in tables:
             said = f"has the rule `{rule}`, which sets rows aside, and the tables do not"
@@ -523,8 +547,14 @@ def _glob_matches(glob: str, table: TableId) -> bool:
 
 def names(source: SourceSettings, table: TableId) -> bool:
     """Whether an entry of `tables` is this table's name, and no pattern."""
-    plain = [glob for glob in source.tables if not re.search(r"[*?[]", glob)]
-    return any((table.schema, table.name) in splits(glob) for glob in plain)
+    pairs = [pair for glob in source.tables for pair in splits(glob)]
+    return any((_literal(schema), _literal(name)) == (table.schema, table.name) for schema, name in pairs)
+
+
+def _literal(glob: str) -> str | None:
+    """The one name that a glob can mean: a character in brackets stands for itself. None if it is a pattern."""
+    alone = re.compile(r"\[([^!])\]")
+    return None if re.search(r"[*?[]", alone.sub("", glob)) else alone.sub(r"\1", glob)
 
 
 def matches_message(source: SourceSettings, prefix: str) -> bool:
@@ -591,6 +621,10 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("transforms",): Transforms,
 }
 
+_NEVER: dict[Loc, str] = {
+    ("source", "type"): "Remove it: the `url` says what the source is, as `postgresql://…` does.",
+}
+"""Keys that people expect, and that there are not."""
 _URLS: tuple[Loc, ...] = (("source", "url"), ("load", "standby"))
 _MODES = ", ".join(get_args(Mode))
 _EXAMPLES = {
@@ -649,16 +683,15 @@ _WANTED = {
     "model_type": "must be a mapping",
     "dict_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
-    **rulesettings.WANTED,
 }
-"""What pydantic's own refusals mean here; anything else is shown in its own words."""
+"""What pydantic's own refusals mean here, but for those of rules; anything else is shown in its own words."""
 
 
 def _keys(loc: Loc) -> list[str]:
-    is_rule = loc[:2] == ("tables", "rules") and len(loc) == 3
-    shape = RuleSettings if is_rule else _SHAPES.get(loc)
+    of_rule = loc[3:] if loc[:2] == ("tables", "rules") and len(loc) >= 3 else None
+    shape = RuleSettings if of_rule == () else _SHAPES.get(loc if of_rule is None else ("tables", *of_rule))
     fields = shape.model_fields.items() if shape else ()
-    return [found.alias or name for name, found in fields if name != "file"]
+    return [found.alias or name for name, found in fields if (shape, name) != (PipelineSettings, "file")]
 
 
 def _example(loc: Loc) -> str:
@@ -687,7 +720,9 @@ class _Judged(Document):
         homes = [
             f"under `{dotted(home)}`" if home else "at the top" for home in _SHAPES if key in _keys(home)
         ]
-        if close:
+        if loc in _NEVER:
+            hint = _NEVER[loc]
+        elif close:
             hint = f"Did you mean `{close[0]}`?"
         elif homes:
             hint = f"It belongs {' or '.join(homes)}."
@@ -717,8 +752,8 @@ class _Judged(Document):
             loc = loc[:-1]
         if detail["type"] == "too_short" and self.value(loc):
             return  # Pydantic counts only the globs that are well; the file does hold some.
-        message = context.get("message") or _WANTED.get(detail["type"], detail["msg"])
-        if detail["type"] == "literal_error":
+        message = rulesettings.said(loc, detail) or context.get("message") or _WANTED.get(detail["type"], detail["msg"])
+        if message == _WANTED["literal_error"]:
             message += f": there are {context['expected'].replace(' or ', ' and ')}"
         if detail["type"] in _WANTED and self.value(loc) is None:
             message = "has no value"

@@ -11,11 +11,11 @@ from collections.abc import Collection
 from contextlib import suppress
 
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.published import published_since
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Announced, Lives, TableLife
+from tailrace.pipeline.standing import stops_at_another
 
 LOOK_SECONDS = 5.0
 
@@ -53,13 +53,19 @@ class ShapeWatch:
 
     def _notice_gaps(self, tables: Collection[TableId]) -> None:
         """Tables that were not published for a while, e.g. without an identity: what was written then was not told."""
-        since = {table: published_since(self._lives.log.path, table) for table in tables}
+        published = self._lives.log.published()
+        since = {table: published.since(table) for table in tables}
         for table in since.keys() & self._since.keys():
             life = self._lives.tables[table]
             # One that has lost its identity is published otherwise since, and stops for that.
-            if since[table] != self._since[table] and not life.insert_only:
+            if since[table] != self._since[table] and not life.insert_only and not self._stops(life):
                 self._lives.load_anew(life, "its changes were not published for a while")
         self._since = since
+
+    def _stops(self, life: TableLife) -> bool:
+        """Whether that is so because the table was made again, and it is to stop for that."""
+        now, policies = self._source.describe([life.table]), self._lives.policies_of(life.table)
+        return life.table in now and stops_at_another(life, now[life.table].at_source.relation, policies)
 
     def ready(self) -> list[TableLife]:
         """The tables that can become what was seen: nothing else may come to wake them."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import SchemaChanged, TableAhead
+from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import Identity
 from tailrace.tables.shapes import RELOAD_HINT
 
@@ -31,7 +32,8 @@ def refuse_ahead(life: TableLife, change_log: ChangeLog) -> None:
             table=life.table,
             applied=life.cursor.commit,
             newest=newest,
-            hint="Was the log restored from a copy? " + RELOAD_HINT,
+            hint="Was the log restored from a copy? Put back the newer one, or run `tailrace snapshot FILE TABLE`: the "
+            "table is loaded anew.",
         )
 
 
@@ -39,3 +41,9 @@ def saw_too_little(life: TableLife, source: SourceTable | None) -> bool:
     """Whether updates went unseen until now, because the table had no replica identity; it is loaded anew."""
     before = life.shape is not None and life.shape.identity is Identity.NONE
     return before and source is not None and source.identity is not Identity.NONE
+
+
+def stops_at_another(life: TableLife, oid: int, policies: Policies) -> bool:
+    """Whether the source has another table of its name by now, and the table is to stop at that one's first row. It
+    lacks nothing of the one before: that was published until it was dropped."""
+    return policies.recreate is Policy.STOP and life.shape is not None and life.shape.at_source.relation != oid

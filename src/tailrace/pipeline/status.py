@@ -35,13 +35,18 @@ from tailrace.pipeline.report import (
     TableState,
     TableStatus,
 )
-from tailrace.pipeline.settings import PipelineSettings, matches
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.wiring import open_source, open_source_of
 from tailrace.tables.base import Cursor
 
 APPLIER = "applier"
 """The lease of the one process that applies."""
 NOTE = Path("status") / "apply.json"
+_GONE_NOTE = "The source has no table of this name any more: it was dropped or renamed. The lake table stays as it is."
+_UNPUBLISHED_NOTE = (
+    "The publication does not have it, so its changes are not captured: ALTER PUBLICATION … ADD TABLE …; then "
+    "`tailrace snapshot FILE TABLE`, for what was written meanwhile."
+)
 _LETTERS_NOTE = (
     "Dead letters: {count}. The table could not take these changes, and their rows stand as they were before; see "
     "`tailrace dead-letters FILE list`."
@@ -176,18 +181,20 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
         log = ChangeLog.open(settings.log.path)
     except LogUnusable:
         return _not_started(settings)
-    source = open_source(settings, log.log_id)
-    lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies, source.value_of)
+    source = open_source_of(settings, log)
+    lives = Lives(log, settings.tables.layout, settings.tables.policies_of, source.value_of)
     lives.grow()
     lag = SourceWatch(source).lag()
     noted = read_note(log.path)
     known = source.tables() if lag is not None else []
     for table in known:
         lives.add(table.table, table, settings.load.mode_of(table.table))
+    for name in _unpublished(settings, source, lives) if known else ():
+        lives.tables[name].note = _UNPUBLISHED_NOTE
     wanted = [version.schema.table for version in log.schemas.latest()] + list(noted)
     for name in wanted:
-        if name not in lives.tables and matches(settings.source, name):
-            lives.add(name)
+        if name not in lives.tables and settings.has(name):
+            lives.add(name).note = _GONE_NOTE if lag is not None else None
     for life in lives.tables.values():
         lives.stretch(life, lives.index.commit)  # says whether it is live, behind, or cannot go on
     status = measure(settings, lives, source, lag)
@@ -197,6 +204,12 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
         log=replace(status.log, disk_bytes=disk_bytes(log.path)),
         tables=tuple(_with_note(table, noted, status) for table in status.tables),
     )
+
+
+def _unpublished(settings: PipelineSettings, source: PostgresCapture, lives: Lives) -> set[TableId]:
+    """Loaded tables that a publication which is not ours to change does not have."""
+    loaded = {life.table for life in lives.tables.values() if life.cursor is not None and not life.once}
+    return loaded - source.published().keys() if loaded and not settings.source.publication.create else set()
 
 
 def _with_note(

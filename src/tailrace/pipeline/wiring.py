@@ -10,10 +10,11 @@ import functools
 
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.expected import expected
 from tailrace.changelog.keeper import Keeper
+from tailrace.changelog.reader import ChangeLog
 from tailrace.pipeline.holding import forget_unwanted
 from tailrace.pipeline.settings import PipelineSettings, matches, matches_message, names
-from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.postgres import TransformedCapture
 
 
@@ -30,7 +31,17 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
     )  # fmt: skip
     if not settings.transforms:
         return PostgresCapture(wanted)
-    return TransformedCapture(wanted, TransformPlan(settings.transforms))
+    return TransformedCapture(wanted, settings.transforms)
+
+
+def open_source_of(settings: PipelineSettings, log: ChangeLog, *, loads: bool = False) -> PostgresCapture:
+    """The same, for whoever asks it about tables: it knows those that the log has seen. Who loads asks for others."""
+    source = open_source(settings, log.log_id)
+    if isinstance(source, TransformedCapture) and source.makes_tables:
+        source.asks_types = loads
+        log.schemas.load()
+        source.know([*expected(log.path), *(version.schema for version in log.schemas.latest())])
+    return source
 
 
 def open_keeper(settings: PipelineSettings) -> Keeper:

@@ -151,8 +151,10 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
             "`zzz` is not a command",
             "dead-letters, rebuild, evolve, at, tail, log, schema-history, checkpoints, consumers, check, drop.",
         ),
-        (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "--help`"),
-        (["run", "x", "--until"], "unrecognized arguments: --until", "--help`"),
+        (["check", "x", "--bogus"], "unrecognized arguments: --bogus", "`tailrace check --help`"),
+        (["run", "x", "--until"], "unrecognized arguments: --until", "`tailrace run --help`"),
+        (["rebuild", "x", "a.b", "a.c"], "unrecognized arguments: a.c", "`tailrace rebuild --help`"),
+        (["dead-letters", "x"], "the following arguments are required: ACTION\n", "Say what to do: list or replay."),
         (["status", "x", "--log-level", "loud"], "invalid choice: 'loud'", "`tailrace status --help`"),
     ],
 )
@@ -164,7 +166,7 @@ def test_a_wrong_call_prints_error_and_hint_and_exits_2(
     first, second = lines(printed.err)
     assert printed.out == ""
     assert first.startswith("error: ")
-    assert error in first
+    assert error in f"{first}\n"
     assert second.startswith("hint: ")
     assert hint in second
 

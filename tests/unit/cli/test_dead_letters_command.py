@@ -133,3 +133,36 @@ def test_a_pipeline_without_letters_says_so(tmp_path: Path, capsys: pytest.Captu
     for arguments in (["list"], ["list", "public.things"], ["replay", "public.*"]):
         assert main(["dead-letters", str(made.file), *arguments]) == ExitCode.OK
         assert capsys.readouterr().out == "there are no dead letters\n"
+
+
+def test_letters_that_no_key_can_be_asked_for_are_tried_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Quiet(tmp_path / "changes", on_bad_row="dead-letter", form="mode: append")
+    made.load([])
+    made.commit(update(1, unfit=("n",)))
+    made.apply()
+    assert main(["dead-letters", str(made.file), "replay"]) == ExitCode.OK
+    assert capsys.readouterr().out.startswith("public.things: 1 letter is tried again\n")
+    assert Letters(made.settings.log.path, THINGS).asked is not None
+    main(["dead-letters", str(made.file), "list", "--json"])
+    (letter,) = json.loads(capsys.readouterr().out)["letters"]
+    assert ("a change of its own" in letter["hint"], letter["passed"]) == (True, False)
+    assert "dead-letters FILE replay TABLE" in letter["hint"]
+
+
+def test_a_version_that_its_row_has_gone_on_from_cannot_be_tried_again_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Quiet(tmp_path / "versions", on_bad_row="dead-letter", form="mode: history")
+    made.load([{"id": 1, "n": 0}])
+    made.commit(update(1, unfit=("n",)), update(1, n=2))
+    made.apply()
+    assert main(["dead-letters", str(made.file), "replay"]) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert said.startswith("public.things: 1 letter cannot be tried again, for the source no longer has the row")
+    assert "list public.things --forget" in said
+    assert Letters(made.settings.log.path, THINGS).asked is None, "nobody is asked to"
+    main(["dead-letters", str(made.file), "replay", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert (told["replayed"], told["kept"]) == ([], [{"schema": "public", "table": "things", "letters": 1}])

@@ -114,6 +114,26 @@ def test_a_folder_of_a_programs_own_history_is_shown_beside_the_program(call: An
         assert [item["version"] for item in json.loads(out)["tables"][0]["versions"]] == [1, 2]
 
 
+def test_a_folder_that_is_no_history_is_told_apart_from_one_without_tables(
+    call: Any, diary: Diary, tmp_path: Path
+) -> None:
+    FileSchemaHistory(tmp_path / "new").close()
+    assert call("schema-history", tmp_path / "new")[:2] == (0, "no tables yet\n")
+    with FileCheckpointStore(tmp_path / "store") as store:
+        store.save("orders", Checkpoint(source_type="postgresql", position=Lsn(1)))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("x")
+    for folder, said, hint in (
+        (diary.path, "is a change log", "settings file"), ("store", "is a checkpoint store", "tailrace checkpoints"),
+        ("empty", "there is no schema history", "settings file"), ("other", "there is no schema history", "folder of"),
+    ):  # fmt: skip
+        code, out, err = call("schema-history", tmp_path / folder)
+        assert (code, out) == (ExitCode.CONFIG, "")
+        assert said in err
+        assert hint in err
+
+
 # --- checkpoints -------------------------------------------------------------------------------------------
 
 SEED = ("--source", "mysql", "--type", "mysql-binlog", "--position", "mysql-bin.000042:1547")
@@ -173,3 +193,19 @@ def test_a_folder_that_is_not_there_is_not_made_to_look_at(call: Any, tmp_path: 
     assert call("checkpoints", tmp_path / "nowhere", "list")[0] == ExitCode.LOG
     assert call("checkpoints", tmp_path / "nowhere", "delete", "orders")[0] == ExitCode.CONFIG
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("action", [
+    ("list",), ("delete", "orders"),
+    ("seed", "orders", "--source", "postgresql", "--type", "postgresql-lsn", "--position", "0/7"),
+], ids=lambda action: action[0])  # fmt: skip
+def test_a_folder_of_another_kind_is_neither_read_nor_written_as_a_store(
+    call: Any, diary: Diary, tmp_path: Path, action: tuple[str, ...]
+) -> None:
+    with FileSchemaHistory(tmp_path / "shapes") as history:
+        history.record(SHOP)
+    for folder, kind in ((tmp_path / "shapes", "schema history"), (tmp_path / "log", "change log")):
+        before = sorted(path.name for path in folder.iterdir())
+        code, _, said = call("checkpoints", folder, *action)
+        assert (code, f"the folder is a {kind}, and no checkpoint store" in said) == (ExitCode.CONFIG, True)
+        assert sorted(path.name for path in folder.iterdir()) == before

@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
-from tests.support.changes import SHOP, delete, move, update
+from tailrace.model.schema import Identity, TableId
+from tests.support.changes import KEYLESS, SHOP, delete, move, update
 from tests.support.logs import OTHER, Diary, inserts, seal
 
 SETTINGS = """\
@@ -67,6 +69,20 @@ def test_with_json_each_line_is_an_object(capsys: pytest.CaptureFixture[str], di
     assert [item["op"] for item in found] == ["c", "c", "u", "d", "c", "d", "c"]
 
 
+def test_of_a_row_that_goes_all_that_the_source_sent_is_printed(
+    capsys: pytest.CaptureFixture[str], diary: Diary
+) -> None:
+    keyless = replace(KEYLESS, table=TableId("public", "nk"), relation=77)
+    keyed = replace(SHOP, table=TableId("public", "full"), relation=78, identity=Identity.FULL)
+    diary.commit((keyless, [delete({}, a=5, b="x")]), (keyed, [delete(1, name="a", n=3)]))
+    flags = "--from-start", "public.nk", "public.full"
+    old = [{"a": 5, "b": "x"}, {"id": 1, "name": "a", "big": None, "n": 3}]
+    for form in ("--json", "--debezium"):
+        assert [json.loads(line)["before"] for line in printed(capsys, diary, *flags, form)] == old
+    lines = printed(capsys, diary, *flags)
+    assert [line.split(maxsplit=3)[3] for line in lines] == ['a=5 b="x"', 'id=1 name="a" big=null n=3']
+
+
 def test_tables_can_be_named_and_the_past_is_left_out_unless_asked_for(
     capsys: pytest.CaptureFixture[str], diary: Diary
 ) -> None:
@@ -90,6 +106,23 @@ def test_a_table_that_the_log_does_not_know_is_warned_of(capsys: pytest.CaptureF
     assert "no rows of such a table yet" in found.err
     assert "public.thigns" in found.err
     assert "public.other" not in found.err
+
+
+def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> None:
+    file = str(diary.path.parent / "tailrace.yaml")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--json"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert running.stdout is not None
+        assert json.loads(running.stdout.readline())["seq"] == 1
+        assert [json.loads(running.stdout.readline())["seq"] for _ in range(6)][-1] == 7
+        assert running.poll() is None, "somebody reads, so it waits for more"
+        running.stdout.close()
+        assert running.wait(timeout=20) == 0
+    finally:
+        running.kill()
+        running.wait()
 
 
 def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: Diary) -> None:
@@ -121,3 +154,9 @@ def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: D
         writer.join()
         running.kill()
         running.wait()
+
+
+def test_a_line_has_one_form(capsys: pytest.CaptureFixture[str], diary: Diary) -> None:
+    file = diary.path.parent / "tailrace.yaml"
+    assert main(["tail", str(file), "--until-caught-up", "--json", "--debezium"]) == ExitCode.CONFIG
+    assert "do not go together" in capsys.readouterr().err

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import pickle
+import uuid
 from pathlib import Path
 
 import pytest
 
+from tailrace.capture.postgres.connect import explain_text
+from tailrace.changelog import objects
+from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import ConfigError, LogForeign
+from tailrace.errors import (
+    ConfigError,
+    LogBusy,
+    LogCorrupt,
+    LogForeign,
+    LogUnreachable,
+    SlotBusy,
+    SourceUnreachable,
+    TailraceError,
+)
 from tailrace.model.schema import TableId
-from tailrace.pipeline.beside import MARK, Beside, claim, settings_of
-from tailrace.pipeline.datasource import capture_of
+from tailrace.pipeline.beside import MARK, Beside, claim, for_a_stream, settings_of
+from tailrace.pipeline.datasource import CdcSource, capture_of
 from tailrace.pipeline.settings import matches
 from tailrace.spark.log_options import LogOptions
+from tests.support.stores import ENVIRONMENT
 from tests.support.windows import SOURCE
 
 URL = "postgresql://me:secret@127.0.0.1:1/none"
@@ -27,11 +41,67 @@ def test_a_log_that_is_new_is_marked_and_found_again(tmp_path: Path) -> None:
     assert (log / MARK).exists()
 
 
-def test_a_pipelines_log_is_refused(tmp_path: Path) -> None:
-    LogWriter(tmp_path / "log", SOURCE).close()
+def test_whoever_captures_into_a_log_captures_what_was_asked_for_before(tmp_path: Path) -> None:
+    assert claim(tmp_path) == ()
+    (tmp_path / MARK).write_text('{"tables": ["public.t", "sales.*"], "start": "a"}')
+    assert claim(tmp_path) == ("public.t", "sales.*")
+    (tmp_path / MARK).write_text('{"tables": ["pub')
+    with pytest.raises(LogCorrupt, match="cannot be read"):
+        claim(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [LogBusy, SlotBusy])
+def test_one_who_comes_second_is_told_to_read_what_the_first_captures(kind: type[TailraceError]) -> None:
+    told = for_a_stream(kind("another process has it", hint="Start this with `--take-over`.", pid=7))
+    assert (type(told), told.message, told.fields) == (kind, "another process has it", {"pid": 7})
+    assert "Leave out `url`" in told.hint
+    assert "--take-over" not in told.hint
+    other = ConfigError("something else", hint="Do.")
+    assert for_a_stream(other) is other
+
+
+def test_hints_call_things_as_the_options_do(tmp_path: Path) -> None:
+    waits = for_a_stream(ConfigError("it waits", hint="End them, or run `tailrace capture FILE` to see more."))
+    assert waits.hint == "End them, or look at what the driver's standard error says."
+    lacking = for_a_stream(explain_text("permission denied for database x", state="42501"))
+    assert "; or have a pipeline capture, which takes publication and slot that others made" in lacking.hint
+    hint = "Look at `source.tables` and `source.exclude`, or set `log:` to another folder."
+    told = for_a_stream(ConfigError("nothing is there", hint=hint, at="x"))
+    assert (told.fields, told.hint) == (
+        {"at": "x"}, "Look at the option `tables`, or give the option `log` another folder."
+    )  # fmt: skip
+    with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
+        Beside(url=URL, log=str(tmp_path / "log"), tables=("public.t",)).start()
+    with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
+        CdcSource({"url": URL, "log": str(tmp_path / "log"), "table": "public.t"}).schema()
+
+
+@pytest.mark.parametrize("kind", ["folder", "store"])
+def test_a_pipelines_log_is_refused(tmp_path: Path, kind: str) -> None:
+    log = tmp_path / "log" if kind == "folder" else ObjectPath.parse(f"memory://{uuid.uuid4().hex}/log")
+    LogWriter(log, SOURCE).close()
     with pytest.raises(LogForeign, match="Leave out `url`"):
-        claim(tmp_path / "log")
-    assert not (tmp_path / "log" / MARK).exists()
+        claim(log)
+    assert not (log / MARK).exists()
+
+
+def test_a_store_that_does_not_answer_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_TRIES_MAX", 0)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LogUnreachable, match="logEndpoint"):
+        claim(ObjectPath.parse("s3://bucket/log", endpoint="http://127.0.0.1:9"))
+
+
+def test_a_log_in_a_store_is_captured_into_as_the_options_say() -> None:
+    given = {"log": "s3a://bucket/log", "logEndpoint": "http://minio:9000", "logRegion": "eu-west-1"}
+    beside = capture_of(LogOptions.parse({"url": URL, "table": "public.t", **given}))
+    assert isinstance(beside, Beside)
+    store = {"endpoint": beside.endpoint, "region": beside.region}
+    log = settings_of(beside.url, beside.log, beside.tables, **store).log
+    assert isinstance(log.path, ObjectPath)
+    assert str(log.path) == "s3://bucket/log"
+    assert log.path.options == (("endpoint", "http://minio:9000"), ("region", "eu-west-1"))
 
 
 @pytest.mark.parametrize(

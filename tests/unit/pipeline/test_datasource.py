@@ -9,17 +9,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 import pyspark_cdc
 import tailrace
-from tailrace.errors import ConfigError, Unsupported
+from tailrace.changelog import objects
+from tailrace.errors import ConfigError, LogUnreachable, Unsupported
 from tailrace.pipeline.datasource import CdcSource
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.read import CdcReader
 from tailrace.spark.stream import LogStreamReader
 from tailrace.spark.stream_plain import PlainStreamReader
 from tests.support.logs import Diary, inserts, quick_folder
+from tests.support.stores import ENVIRONMENT
 
 URL = "postgresql://me@127.0.0.1:1/none"
 
@@ -61,8 +64,29 @@ def test_a_log_is_a_range_or_a_stream_and_a_url_alone_a_table(log: str) -> None:
 
 
 def test_a_stream_without_a_log_is_told_both_ways_to_have_one() -> None:
+    refused = CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
     with pytest.raises(ConfigError, match=r"folder of one that a pipeline writes.*`url`.*`checkpointLocation`"):
-        CdcSource({"url": URL, "table": "public.t"}).streamReader(StructType())
+        refused.initialOffset()
+
+
+def test_whatever_spark_asks_of_a_stream_that_cannot_be_it_is_told_why(log: str) -> None:
+    made = source(log=log, table="public.things", endingPosition="latest")
+    refused = pickle.loads(pickle.dumps(made.streamReader(made.schema())))
+    asked = (
+        refused.initialOffset, refused.latestOffset, lambda: refused.partitions({}, {}),
+        lambda: refused.read(InputPartition(None)),
+    )  # fmt: skip
+    for ask in asked:
+        with pytest.raises(ConfigError, match="`endingPosition` is for reads"):
+            ask()
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_one_without_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_TRIES_MAX", 0)
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LogUnreachable):
+        source(url=URL, log="s3a://bucket/log", logEndpoint="http://127.0.0.1:9", table="public.t")
 
 
 def test_columns_of_the_users_own_are_refused(log: str) -> None:
@@ -90,4 +114,4 @@ def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
     for limit in ({"maxRowsPerTrigger": "5"}, {"maxBytesPerTrigger": "5MiB"}):
         made = source(log=log, table="public.things", **limit)
         with pytest.raises(Unsupported, match=r"limits need Spark 4\.2.*Leave out `maxRowsPerTrigger`"):
-            made.streamReader(made.schema())
+            made.streamReader(made.schema()).initialOffset()

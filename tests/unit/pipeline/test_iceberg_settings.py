@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.errors import Unsupported
 from tailrace.model.schema import TableId
-from tailrace.pipeline.rebuilding import rebuild
 from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
 from tailrace.tables.catalogs import Catalog
 
@@ -51,6 +49,14 @@ def test_a_server_may_ask_for_a_token(tmp_path: Path) -> None:
     assert "s3cret" not in repr(found)
 
 
+def test_a_credential_for_a_token_is_kept_secret(tmp_path: Path) -> None:
+    lines = ["catalog:", "  type: rest", "  uri: https://h/c", "  properties:", "    credential: us:${SECRET}",
+             "    header.X-Tenant: shop"]  # fmt: skip
+    found = catalog(tmp_path, *lines)
+    assert found.properties == {"credential": "us:s3cret", "header.X-Tenant": "shop"}
+    assert "s3cret" not in f"{found!r} {settings_of(tmp_path, *lines)!r}"
+
+
 def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path) -> None:
     found = catalog(
         tmp_path, "catalog:", "  type: jdbc", "  uri: jdbc:postgresql://h/db", "  user: u", "  password: ${SECRET}",
@@ -74,7 +80,6 @@ def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path)
         (["column_mapping: true"], 9, "tables.column_mapping", "not known to `format: iceberg`"),
         (["rules: {'public.t': {deletion_vectors: true}}"], 9, "tables.rules.public.t.deletion_vectors", "not known"),
         (["mode: append", "soft_delete: true"], 10, "tables.soft_delete", "is for `mode: mirror`"),
-        (["keep_seed: copy"], 9, "tables.keep_seed", "cannot be rebuilt yet"),
         (["names: '{table}'"], 9, "tables.names", "no namespace"),
         (["rules: {'public.t': {name: t}}"], 9, "tables.rules.public.t.name", "no namespace"),
     ],
@@ -106,6 +111,14 @@ def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
     assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.column_mapping"]
 
 
+@pytest.mark.parametrize(("said", "kept"), [("true", True), ("false", False), ("copy", "copy")])
+def test_what_loads_made_of_iceberg_tables_is_kept_as_the_settings_say(
+    tmp_path: Path, said: str, kept: bool | str
+) -> None:
+    assert settings_of(tmp_path, f"keep_seed: {said}").tables.keep_seed == kept
+    assert settings_of(tmp_path).tables.keep_seed is True
+
+
 def test_an_iceberg_table_may_be_partitioned(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "partition_by: [region, _is_deleted]", "soft_delete: true")
     assert settings.tables.form_of(TableId("public", "t")).partition_by == ("region", "_is_deleted")
@@ -117,9 +130,3 @@ def test_an_iceberg_table_may_set_rows_aside(tmp_path: Path) -> None:
     file.write_text(f"{file.read_text()}transforms:\n  rules: [{rule}]\n")
     assert check_settings(file, environment={}) == []
     assert load_settings(file, environment={}).tables.sets_aside(TableId("public", "t"))
-
-
-def test_what_cannot_be_done_yet_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="cannot be rebuilt yet") as refused:
-        rebuild(settings_of(tmp_path), "public.t", to=None, from_version=None, progress=lambda *_: None)
-    assert "tailrace snapshot" in refused.value.hint

@@ -99,6 +99,34 @@ def test_a_table_whose_folder_is_gone_is_what_it_was_and_goes_on(
     assert sorted(path.name for path in lake_table(quiet).iterdir() if path.name.startswith("_")) == ["_delta_log"]
 
 
+def test_a_table_whose_own_log_is_damaged_is_told_the_way_out_and_it_is_one(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    before = sorted(map(repr, scanned(quiet)))
+    (lake_table(quiet) / "_delta_log" / f"{1:020}.json").write_text('{"torn')
+    assert "Move the folder away; then `tailrace rebuild FILE TABLE`" in refused(quiet, capsys)
+    error = quiet.lives().add(THINGS).error
+    assert error is not None
+    assert (error.code, "Move the folder away" in error.hint) == ("table-unusable", True)
+    lake_table(quiet).rename(tmp_path / "damaged")
+    capsys.readouterr()  # what was logged
+    assert rebuilt(quiet, capsys)["base"] == "seed"
+    assert sorted(map(repr, scanned(quiet))) == before
+
+
+def test_a_table_that_lacks_a_file_is_told_the_way_out_and_it_is_one(
+    quiet: Quiet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in quiet.table.files():
+        (lake_table(quiet) / file).unlink()
+    quiet.commit(update(4, n=44))
+    (outcome,) = quiet.apply()
+    assert outcome.error is not None
+    assert "run `tailrace rebuild FILE TABLE`" in outcome.error.hint
+    rebuilt(quiet, capsys)
+    assert quiet.ns() == {1: 1, 4: 44, 5: 5}
+
+
 def scanned(quiet: Quiet) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = pa.table(DeltaTable(str(lake_table(quiet))).scan()).to_pylist()
     return rows
@@ -114,6 +142,38 @@ def test_a_table_without_a_key_comes_back_too(tmp_path: Path, capsys: pytest.Cap
     shutil.rmtree(lake_table(quiet))
     assert rebuilt(quiet, capsys)["base"] == "seed"
     assert sorted((row["a"], row["b"]) for row in quiet.content()) == [(1, "x"), (2, "y")]
+
+
+FEATURES = "engine: spark, deletion_vectors: true, column_mapping: true"
+
+
+@pytest.mark.parametrize("lost", ["its folder", "nothing"])
+def test_a_table_with_deletion_vectors_and_column_mapping_comes_back_with_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    quiet = loaded(tmp_path, FEATURES)
+    quiet.commit(update(1, unchanged=BIG, n=1), delete(2))
+    if lost == "its folder":
+        shutil.rmtree(lake_table(quiet))
+    found = rebuilt(quiet, capsys)
+    assert (found["base"], found["base_rows"], found["changes"], found["rows"]) == ("seed", 3, 2, 2)
+    assert {row["id"]: (row["n"], row["big"]) for row in scanned(quiet)} == {1: (1, "x" * 50), 3: (0, "x" * 50)}
+    features = DeltaTable(str(lake_table(quiet))).protocol().reader_features or ()
+    assert {"deletionVectors", "columnMapping"} <= {*features}
+
+
+def test_a_version_whose_files_do_not_tell_all_by_themselves_is_not_kept(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path, form=FEATURES)
+    quiet.diary.commit()
+    quiet.load_anew(ROWS, "first")
+    (commit,) = (lake_table(quiet) / "_delta_log").glob("*.json")
+    gone = {"storageType": "i", "pathOrInlineDv": "x", "sizeInBytes": 1, "cardinality": 1}
+    lines = [json.loads(line) for line in commit.read_text().splitlines()]
+    for line in lines:
+        line.get("add", {})["deletionVector"] = gone
+    commit.write_text("\n".join(map(json.dumps, lines)))
+    quiet.keep("first")
+    assert seeds(quiet) == []
 
 
 def test_it_says_that_it_started_from_the_seed(quiet: Quiet, capsys: pytest.CaptureFixture[str]) -> None:

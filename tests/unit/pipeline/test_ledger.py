@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline import ledger
 from tailrace.pipeline.ledger import KEPT_SECONDS, NEAR_POINTS, Absence, Ledger, Point
-from tailrace.pipeline.points import TablesAt
+from tailrace.pipeline.points import TablesAt, chosen
 
 A, B, DOTTED = TableId("public", "a"), TableId("public", "b"), TableId("my.schema", "x.y")
 
@@ -46,6 +48,20 @@ def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
     assert list(Ledger(tmp_path).points()) == POINTS
 
 
+def test_which_table_a_version_is_of_is_read_back_and_older_lines_do_not_say(tmp_path: Path) -> None:
+    told = [
+        replace(point(1, a=3, b=1), identities={A: "one", B: "b"}), replace(point(2, a=4), identities={A: "one"}),
+        replace(point(3, a=0, b=1), identities={A: "two", B: "b"}),
+    ]  # fmt: skip
+    made = noted(tmp_path, told)
+    assert list(made.points()) == told
+    (path,) = (tmp_path / ledger.FOLDER).iterdir()
+    lines = [json.loads(line.partition(b" ")[2]) for line in path.read_bytes().splitlines()]
+    older = [json.dumps({name: value for name, value in line.items() if name != "identities"}) for line in lines]
+    path.write_text("".join(f"{zlib.crc32(text.encode()):08x} {text}\n" for text in older))
+    assert list(Ledger(tmp_path).points()) == [replace(one, identities={}) for one in told]
+
+
 def test_after_a_point_that_could_not_be_written_the_next_is_whole(tmp_path: Path) -> None:
     made, folder, aside = noted(tmp_path, POINTS[:2]), tmp_path / ledger.FOLDER, tmp_path / "aside"
     folder.rename(aside)
@@ -70,6 +86,44 @@ def test_the_last_point_up_to_a_position_or_a_time_is_found(
         assert made.at(position=Lsn(number * 10)) == POINTS[found]
         assert made.at(committed_at=number * 1_000_000) == POINTS[found]
         assert made.at(committed_at=number * 1_000_000 + 999_999) == POINTS[found]
+
+
+def timed(number: int, seconds: int) -> Point:
+    return replace(point(number, a=number), committed_at=seconds * 1_000_000)
+
+
+@pytest.mark.parametrize("per_file", [1, 2, 1000])
+@pytest.mark.parametrize("processes", [1, 4], ids=["one process", "one each"])
+def test_no_point_up_to_a_time_holds_what_was_committed_later_though_the_sources_clock_went_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_file: int, processes: int
+) -> None:
+    monkeypatch.setattr(ledger, "POINTS_MAX", per_file)
+    told = [timed(1, 100), timed(2, 200), timed(3, 150), timed(4, 250)]
+    for begin in range(0, 4, 4 // processes):
+        noted(tmp_path, told[begin : begin + 4 // processes])
+    made = Ledger(tmp_path)
+    for seconds, number in ((100, 1), (160, 1), (199, 1), (200, 3), (249, 3), (250, 4)):
+        assert made.at(committed_at=seconds * 1_000_000).commit == number
+    assert [found.time.timestamp() for found in made.points()] == [100, 200, 200, 250]
+
+
+def test_lines_of_before_whose_times_go_back_are_read_so_that_none_holds_what_came_later(tmp_path: Path) -> None:
+    noted(tmp_path, [timed(1, 100), timed(2, 200), timed(3, 201)])
+    (path,) = (tmp_path / ledger.FOLDER).iterdir()
+    lines = [line.partition(b" ")[2].replace(b"201000000", b"150000000") for line in path.read_bytes().splitlines()]
+    path.write_bytes(b"".join(b"%08x %s\n" % (zlib.crc32(text), text) for text in lines))
+    made = Ledger(tmp_path)
+    assert made.at(committed_at=160_000_000).commit == 1
+    assert made.at(committed_at=200_000_000).commit == 3
+    made.note(timed(4, 160))
+    assert [made.at(committed_at=seconds * 1_000_000).commit for seconds in (199, 200)] == [1, 4]
+
+
+def test_our_own_clock_counts_only_where_nothing_of_the_sources_is_known(tmp_path: Path) -> None:
+    begun = time.time_ns() // 1000
+    (bare,) = noted(tmp_path / "bare", [timed(1, 0)]).points()
+    assert begun <= bare.committed_at <= time.time_ns() // 1000
+    assert [found.committed_at for found in noted(tmp_path, [timed(1, 300), timed(2, 0)]).points()] == [300_000_000] * 2
 
 
 def test_what_is_too_early_or_not_there_is_said(tmp_path: Path) -> None:
@@ -137,20 +191,21 @@ def test_a_table_that_is_missing_in_passing_is_found_shortly_before(
     assert made.at(position=Lsn(10)) == MISSED[0], "there is no better one"
 
 
+def test_a_point_that_lacks_as_much_for_another_reason_is_not_taken_instead(tmp_path: Path) -> None:
+    loading = Absence(state="seeding", why="it is being loaded")
+    made = noted(tmp_path, [point(1, {"b": loading}, a=0), point(2, {"b": BUSY}, a=1)])
+    assert made.at().commit == 2
+
+
+def test_a_point_before_that_lacks_another_table_is_not_taken_instead(tmp_path: Path) -> None:
+    made = noted(tmp_path, [point(1, {"a": FAILED}, b=0), point(2, {"b": BUSY}, a=1)])
+    assert made.at().commit == 2
+
+
 def test_a_table_that_is_missing_for_long_holds_back_nobody(tmp_path: Path) -> None:
-    made = noted(tmp_path, [point(0, a=0, b=0), *(point(n, {"b": BUSY}, a=n) for n in range(1, NEAR_POINTS + 5))])
-    assert made.at(committed_at=(NEAR_POINTS - 1) * 1_000_000).commit == 0
+    made = noted(tmp_path, [point(1, a=0, b=0), *(point(n, {"b": BUSY}, a=n) for n in range(2, NEAR_POINTS + 5))])
+    assert made.at(committed_at=NEAR_POINTS * 1_000_000).commit == 1
     assert made.at().commit == NEAR_POINTS + 4
-
-
-def test_how_many_are_missing_in_passing_is_known_of_the_last_point(tmp_path: Path) -> None:
-    made = Ledger(tmp_path)
-    assert made.passing == 0
-    counts = []
-    for item in MISSED:
-        made.note(item)
-        counts.append(made.passing)
-    assert counts == [1, 0, 0, 0, 2, 1]
 
 
 def test_points_noted_before_tables_could_be_missing_are_read(tmp_path: Path) -> None:
@@ -169,3 +224,31 @@ def test_asked_for_a_table_that_is_missing_the_tables_of_a_point_say_why() -> No
     with pytest.raises(KeyError):
         found["public.c"]
     assert "public.b" not in found
+
+
+TWINS = TableId("a.b", "c"), TableId("a", "b.c")
+
+
+@pytest.mark.parametrize("missing", [(), TWINS[:1]], ids=["both there", "one missing"])
+def test_two_tables_that_a_name_does_not_tell_apart_are_refused_unless_one_is_chosen(
+    missing: tuple[TableId, ...],
+) -> None:
+    """One would have taken the other's place without a word."""
+    versions = {table: 7 for table in (A, *TWINS) if table not in missing}
+    alike = replace(point(1), versions=versions, missing=dict.fromkeys(missing, FAILED))
+    with pytest.raises(ConfigError, match=r"`a\.b\.c` names two tables") as refused:
+        chosen(alike, None)
+    assert 'TableId("a", "b.c") and TableId("a.b", "c")' in refused.value.headline
+    with pytest.raises(ConfigError, match="names two tables"):
+        chosen(alike, TWINS)
+    for one in TWINS:
+        only = chosen(alike, [one, A])
+        assert {*only.versions, *only.missing} == {one, A}
+
+
+def test_a_table_that_a_point_does_not_know_cannot_be_chosen_from_it() -> None:
+    assert chosen(MISSED[1], None) == MISSED[1]
+    assert chosen(MISSED[1], [B]) == replace(MISSED[1], versions={})
+    with pytest.raises(ConfigError, match="the point knows no such table") as refused:
+        chosen(MISSED[1], [B, DOTTED])
+    assert 'TableId("my.schema", "x.y")' in refused.value.headline

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model.position import Lsn
 from tailrace.pipeline import life as life_module
 from tailrace.pipeline.life import Ahead, Lives
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
+from tailrace.spark.seeds import Seed
 from tailrace.tables.layout import Layout
 from tests.support.changes import SHOP, insert
 from tests.support.logs import Diary, inserts
@@ -51,3 +54,45 @@ def test_a_table_with_a_row_that_was_read_again_is_at_no_point_until_the_log_has
     assert lives.stretch(life, lives.index.commit) is None
     assert (life.mixed, life.state) == (False, TableState.LIVE)
     assert point_at(lives, lives.index.commit) is not None
+
+
+def test_a_load_that_ends_while_it_is_looked_at_is_over(tmp_path: Path) -> None:
+    """As `tailrace status` may meet it beside a pipeline that runs."""
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew([{"id": 1, "n": 1}], "first")
+    lives = quiet.lives()
+    seed = Seed(id="first", plan=Plan(schema=SHOP, leaves=(), cut=Cut.KEY, chunks=()), point=quiet.cursor.position)
+    lives.seeds.begin(seed)
+    life = lives.add(SHOP.table)
+    assert life.replay == seed.id
+    lives.seeds.end(seed)
+    assert (lives.stretch(life, lives.index.commit), life.state) == (None, TableState.LIVE)
+
+
+def test_a_table_put_back_from_an_older_copy_takes_from_the_log_what_it_lacks(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.load([{"id": 1, "n": 1}])
+    path = quiet.settings.tables.layout.path(SHOP.table)
+    shutil.copytree(path, tmp_path / "copy")
+    quiet.commit(insert(2, n=2))
+    quiet.apply()
+    shutil.rmtree(path)
+    shutil.copytree(tmp_path / "copy", path)
+    quiet.commit(insert(3, n=3))
+    quiet.apply()
+    assert sorted(row["n"] for row in quiet.content()) == [1, 2, 3]
+
+
+def test_a_table_that_has_more_than_a_log_put_back_from_an_older_copy_is_left_alone(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path)
+    quiet.load([{"id": 1, "n": 1}])
+    quiet.commit(insert(2, n=2))
+    quiet.apply()
+    quiet.diary.close()
+    newest = max((quiet.settings.log.path / "hot").iterdir())
+    newest.unlink()
+    life = quiet.lives().add(SHOP.table)
+    assert (life.state, life.error and life.error.code) == (TableState.FAILED, "table-ahead")
+    assert life.error is not None
+    assert "Put back the newer one" in life.error.hint

@@ -186,10 +186,25 @@ def test_a_log_may_be_in_an_object_store(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(found.path)).options == found.path.options
 
 
+def test_a_log_is_one_log_by_either_spelling_of_its_store(tmp_path: Path) -> None:
+    file = in_store(tmp_path)
+    ours = load_settings(file, environment={}).log.path
+    file.write_text(file.read_text().replace("s3://", "s3a://"))
+    sparks = load_settings(file, environment={}).log.path
+    assert (sparks, str(sparks)) == (ours, "s3://my-bucket/shop/changes")
+
+
+def test_a_store_that_was_never_tried_is_told_from_those_that_were(tmp_path: Path) -> None:
+    file = in_store(tmp_path)
+    file.write_text(file.read_text().replace("s3://", "gs://"))
+    (problem,) = check_settings(file, environment={})
+    assert "tested is moto's S3 server" in problem.hint
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [("s3://b/x", "s3://bucket/prefix"), ("s3://My_Bucket/x", "s3://bucket"), ("s3://bucket/../x", "s3://bucket"),
-     ("https://bucket/x", "s3://bucket"), ("s3://", "s3://bucket")],
+     ("https://bucket/x", "s3://bucket"), ("s3://", "s3://bucket"), ("s3a://k:secret@bucket/x", "s3://bucket")],
 )  # fmt: skip
 def test_an_address_that_is_none_is_told(tmp_path: Path, path: str, said: str) -> None:
     file = in_store(tmp_path)
@@ -197,6 +212,7 @@ def test_an_address_that_is_none_is_told(tmp_path: Path, path: str, said: str) -
     (problem,) = check_settings(file, environment={})
     assert problem.where == "log.path"
     assert said in problem.message
+    assert "secret" not in str(problem)
 
 
 @pytest.mark.parametrize("endpoint", ["minio:9000", "http://user:secret@minio", "http://minio/bucket", "ftp://minio"])

@@ -29,8 +29,8 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
     """Two tables that have applied all of a log of two commits; only the first has rows in it."""
     with quick_folder(tmp_path) as folder:
         diary = Diary(folder / "log")
-        diary.commit(inserts(1, 2))
-        diary.commit(inserts(3))
+        diary.commit(inserts(1, 2), at=200)
+        diary.commit(inserts(3), at=150)
         diary.close()
         found = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path / "lake"))
         commit = found.grow()
@@ -48,6 +48,33 @@ def test_a_point_has_the_version_of_every_table_that_is_there(lives: Lives) -> N
     point = point_at(lives, lives.index.commit)
     assert point is not None
     assert (point.versions, point.missing) == ({SHOP.table: 3, OTHER: 8}, {})
+
+
+def test_a_point_bears_the_newest_time_of_the_log_up_to_there_not_the_last(lives: Lives) -> None:
+    point = point_at(lives, lives.index.commit)
+    assert point is not None
+    assert point.committed_at == 200
+
+
+def test_what_was_loaded_counts_as_of_the_sources_clock_then_and_only_where_it_is_there(lives: Lives) -> None:
+    """Rows that were loaded may be younger than all that the log has."""
+    lives.tables[OTHER].loaded_at = 300
+    point = point_at(lives, lives.index.commit)
+    assert point is not None
+    assert point.committed_at == 300
+    fail(lives.tables[OTHER])
+    point = point_at(lives, lives.index.commit)
+    assert point is not None
+    assert (list(point.versions), point.committed_at) == ([SHOP.table], 200)
+
+
+def test_the_sources_time_of_a_load_is_known_to_the_next_process(lives: Lives) -> None:
+    life = lives.tables[OTHER]
+    assert life.cursor is not None
+    life.cursor = replace(life.cursor, load="a-load")
+    lives.seeds.remember("a-load", ZERO, time=300)
+    lives.notice_reread(life)
+    assert life.loaded_at == 300
 
 
 def stand(life: TableLife, position: Lsn, seq: int) -> None:

@@ -74,6 +74,26 @@ def test_a_merge_that_fails_is_owed_for_as_well(day: Day) -> None:
     assert day.pace.rest_seconds(backlog=False) == pytest.approx(7.0)
 
 
+def test_what_is_merged_beside_is_owed_for_and_a_second_of_two_at_once_is_one(day: Day) -> None:
+    with day.pace.merging():
+        day.pass_by(2.0)
+        with day.pace.merging():
+            day.pass_by(3.0)
+        assert day.pace.rest_seconds(backlog=False) == 0.0, "what goes on is not over"
+        day.pass_by(1.0)
+    assert day.pace.rest_seconds(backlog=False) == pytest.approx(6.0)
+    day.pass_by(6.0)
+    assert day.pace.rest_seconds(backlog=False) == 0.0
+    assert day.pace.share() == pytest.approx(0.5)
+
+
+def test_a_merge_beside_the_rest_is_no_rest(day: Day) -> None:
+    day.merge(4.0)
+    with day.pace.merging():
+        day.pass_by(4.0)
+    assert day.pace.rest_seconds(backlog=False) == pytest.approx(8.0)
+
+
 def test_the_share_is_that_of_the_last_minute_and_counts_the_merge_under_way(day: Day) -> None:
     assert day.pace.share() == 0.0
     day.merge(15.0)

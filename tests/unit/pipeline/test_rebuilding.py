@@ -25,7 +25,8 @@ from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode, ForeignWrite
 from tailrace.model.position import Lsn
-from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.status import APPLIER, leave_note, read_status
 from tailrace.spark.seeds import Seeds
 from tests.support.changes import KEYLESS, SHOP, delete, insert, move, update
 from tests.support.logs import WIDER
@@ -81,6 +82,20 @@ def test_a_table_that_others_changed_is_as_it_was_and_goes_on(quiet: Quiet, call
     quiet.commit(update(5, unchanged=BIG, n=6))
     assert quiet.apply()[-1].error is None
     assert (quiet.ns(), quiet.rows()[5]["big"]) == ({1: 1, 4: 44, 5: 6}, "x" * 50)
+
+
+def test_its_failure_is_over_and_what_it_was_loaded_with_stays_known(
+    quiet: Quiet, call: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wreck(quiet)
+    before = read_status(quiet.settings)
+    failed = replace(before.tables[0], rows_loaded=3)
+    assert (failed.state, failed.reason) == (TableState.FAILED, "foreign-write")
+    leave_note(quiet.settings.log.path, replace(before, tables=(failed,)))
+    capsys.readouterr()  # what was logged
+    rebuilt(call)
+    (now,) = read_status(quiet.settings).tables
+    assert (now.state, now.reason, now.rows_loaded) == (TableState.LIVE, None, 3)
 
 
 def test_what_the_log_has_since_comes_too(quiet: Quiet, call: Any) -> None:
@@ -233,6 +248,14 @@ def test_removed_files_are_noticed(quiet: Quiet, call: Any) -> None:
     assert (code, "files of it were removed" in err) == (ExitCode.CONFIG, True)
 
 
+def test_what_stands_before_the_position_says_why_it_will_not_do(quiet: Quiet, call: Any) -> None:
+    path = quiet.settings.tables.layout.path(THINGS)
+    for file in path.glob("*.parquet"):
+        file.unlink()
+    code, _, err = call("public.things", "--to", str(Lsn(quiet.diary.writer.position.value - 100)))
+    assert (code, "version 3: files of it were removed" in err) == (ExitCode.LOG, True), err
+
+
 def test_versions_from_the_time_of_dead_letters_are_no_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = Quiet(tmp_path / "lettered", on_bad_row="dead-letter")
     quiet.load([{"id": 1, "n": 0}])
@@ -319,7 +342,7 @@ def test_the_version_just_before_a_letter_was_delivered_is_no_base(lettered: Qui
         (("public.thing",), ExitCode.CONFIG, "Did you mean public.things?"),
         (("public.things", "--to", "nonsense"), ExitCode.CONFIG, "not a log sequence number"),
         (("public.things", "--to", "FF/0"), ExitCode.CONFIG, "the log does not reach this position"),
-        (("public.things", "--to", "0/1"), ExitCode.LOG, "it is newer than the position that is asked for"),
+        (("public.things", "--to", "0/1"), ExitCode.LOG, "Give a position from 0/64 on, or leave `--to` out."),
         (("public.things", "--from-version", "99"), ExitCode.CONFIG, "no commit of this log made it"),
         (("public.things", "--from-version", "x"), ExitCode.CONFIG, "invalid int value"),
         ((), ExitCode.CONFIG, "TABLE"),

@@ -345,6 +345,7 @@ def test_a_glob_that_cannot_be_meant_is_refused(tmp_path: Path, glob: str, messa
         ("format: delta", "format: csv", 8, "tables.format", "no table format", "format: delta"),
         ("format: delta", "format: 1", 8, "tables.format", "cannot have", "format: delta"),
         ("  path: ./shop/lake", "", 7, "tables.path", "is missing", "path: ./shop/lake"),
+        ("./shop/lake", "s3a://bucket/lake", 9, "tables.path", "lake tables need a file system", "all machines share"),
         ("./shop/lake", "./shop/changes", 9, "tables.path", "is the log's folder", "side by side"),
         ("./shop/lake", "shop/../shop/changes/", 9, "tables.path", "is the log's folder", "side by side"),
         ("./shop/lake", "./shop/changes/lake", 9, "tables.path", "lies inside the log's", "side by side"),
@@ -409,6 +410,12 @@ def test_a_slot_or_publication_that_cannot_be_meant_is_refused(
     assert message in problem.message
 
 
+def test_a_type_of_source_is_told_by_its_url(tmp_path: Path) -> None:
+    problem = problem_of(tmp_path, CONTRACT.replace("log:", "  type: postgresql\nlog:"))
+    assert (problem.where, problem.message) == ("source.type", "is not a key we know")
+    assert problem.hint == "Remove it: the `url` says what the source is, as `postgresql://…` does."
+
+
 @pytest.mark.parametrize(
     ("line_added", "where", "hint"),
     [
@@ -416,7 +423,7 @@ def test_a_slot_or_publication_that_cannot_be_meant_is_refused(
         ("exclude: []", "exclude", "It belongs under `source`."),
         ("path: x", "path", "It belongs under `log` or under `tables`."),
         ("colour: red", "colour", "Known here: name, source, log, tables, load, spark, transforms."),
-        ("file: x", "file", "Known here: name, source, log, tables, load, spark, transforms."),
+        ("file: x", "file", "It belongs under `tables.upkeep`."),
         ("<<: {a: b}", "<<", "Known here: name, source, log, tables, load, spark, transforms."),
         ("1: x", "1", "Known here: name, source, log, tables, load, spark, transforms."),
     ],
@@ -585,11 +592,23 @@ def test_what_to_do_about_changes_of_shape_is_said_by_kind(tmp_path: Path) -> No
     assert given.policies == replace(POLICIES, drop=Policy.APPLY, retype=Policy.STOP)
 
 
+def test_a_file_that_says_nothing_of_narrower_types_stops_at_them_where_it_stops_at_others(tmp_path: Path) -> None:
+    """It was written when such were no kind of their own."""
+    for said, wanted in (
+        ("{}", ("narrow", Policy.REFRESH)), ("{retype: stop}", ("retype", Policy.STOP)),
+        ("{widen: stop}", ("widen", Policy.STOP)), ("{narrow: stop}", ("narrow", Policy.STOP)),
+        ("{narrow: refresh, retype: stop, widen: stop}", ("narrow", Policy.REFRESH)),
+    ):  # fmt: skip
+        given = settings_of(tmp_path, f"{CONTRACT}  evolution: {said}\n").tables.evolution
+        assert given.policies.narrowing == wanted
+
+
 @pytest.mark.parametrize(
     ("said", "where", "message"),
     [
         ("{drop: maybe}", "tables.evolution.drop", "keep-null"),
         ("{retype: apply}", "tables.evolution.retype", "refresh"),
+        ("{narrow: apply}", "tables.evolution.narrow", "refresh"),
         ("{dropp: apply}", "tables.evolution.dropp", "drop"),
         ("stop", "tables.evolution", ""),
     ],
@@ -631,3 +650,9 @@ def test_a_mistake_about_upkeep_is_told(tmp_path: Path, said: str, where: str, m
     assert (problem.line, problem.where) == (10, where)
     assert message in problem.message
     assert problem.hint
+
+
+def test_every_key_of_upkeep_is_offered_to_whoever_misspells_one(tmp_path: Path) -> None:
+    assert problem_of(tmp_path, f"{CONTRACT}  upkeep: {{fle: 64MiB}}\n").hint == "Did you mean `file`?"
+    hint = problem_of(tmp_path, f"{CONTRACT}  upkeep: {{x: 1}}\n").hint
+    assert hint == "Remove it. Known here: join, file, budget, remove_after."

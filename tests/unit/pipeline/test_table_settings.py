@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from tailrace.errors import TableUnusable
+from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.setting_values import MetadataName
 from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
@@ -54,6 +55,28 @@ def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path:
     assert form(settings, "plain") == PLAIN
 
 
+def test_a_rule_says_what_is_done_about_changes_of_shape_and_other_kinds_are_as_for_all(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "evolution: {drop: apply, retype: stop}", "rules:",
+        '  "public.a_*": {evolution: {retype: refresh, narrow: stop}}', '  "public.b_*": {mode: append}',
+    )  # fmt: skip
+
+    def policies(name: str) -> Policies:
+        return settings.tables.policies_of(TableId("public", name))
+
+    for_all = Policies(drop=Policy.APPLY, retype=Policy.STOP)
+    assert policies("orders") == policies("b_log") == for_all == settings.tables.evolution.policies
+    assert policies("a_log") == Policies(drop=Policy.APPLY, narrow=Policy.STOP)
+
+
+def test_a_pattern_that_matches_no_table_is_known(tmp_path: Path) -> None:
+    rules = "rules: {public.orders: {mode: append}, public.odrers: {mode: history}, 'public.o*': {}}"
+    file = write(tmp_path, rules)
+    file.write_text(f"{file.read_text()}load: {{modes: {{'other.*': never}}}}\n")
+    settings = load_settings(file, environment={})
+    assert settings.idle_patterns([TableId("public", "orders")]) == ["tables.rules.public.odrers", "load.modes.other.*"]
+
+
 def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Path) -> None:
     rule = '  "public.orders": {name: gold/sales, columns: {a: b}}'
     settings = settings_of(tmp_path, "names: '{pipeline}/{schema}.{table}'", "rules:", rule)
@@ -93,6 +116,8 @@ def test_the_names_of_metadata_are_the_same_for_the_file_and_the_tables() -> Non
         (["mode: append", "soft_delete: true"], 9, "tables.soft_delete", "`mode: append` keeps what is deleted"),
         (["mode: append", "rules:", '  "a.b": {soft_delete: true}'], 10, "tables.rules.a.b.soft_delete", "is for"),
         (["rules:", '  "a.b": {mod: append}'], 9, "tables.rules.a.b.mod", "not a key we know"),
+        (["rules:", '  "a.b": {evolution: {drop: maybe}}'], 9, "tables.rules.a.b.evolution.drop", "cannot have"),
+        (["rules:", '  "a.b": {evolution: {drp: stop}}'], 9, "tables.rules.a.b.evolution.drp", "not a key we know"),
         (["rules:", '  "orders": {mode: append}'], 9, "tables.rules.orders", "names no schema"),
         (["names: all"], 8, "tables.names", "lacks {table}"),
         (["names: ../{table}"], 8, "tables.names", "one to three folders' names"),

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.errors import ConfigError
+from tailrace.errors import ConfigError, TableUnusable
+from tailrace.model.schema import TableId
 from tailrace.pipeline.document import Problem
 from tailrace.pipeline.settings import check_settings, load_settings
-from tailrace.transforms.rules import Set
+from tailrace.tables.forms import Form, TableMode
+from tailrace.transforms.rules import KINDS, Set
 
 FRAME = """\
 name: shop
@@ -41,7 +43,7 @@ def problem(tmp_path: Path, *rules: str) -> Problem:
     ("{do: mask, columns: [a], keep_lst: 4}", "transforms.rules[1].keep_lst", "is not a key we know", "`keep_last`"),
     ("{do: mask}", "transforms.rules[1].columns", "is missing", "columns: [email]"),
     ("{do: mask, columns: []}", "transforms.rules[1].columns", "must not be empty", ""),
-    ("{do: mask, columns: [a], keep_last: 400}", "transforms.rules[1].keep_last", "less than or equal to 64", ""),
+    ("{do: mask, columns: [a], keep_last: 400}", "transforms.rules[1].keep_last", "must be 64 or less", ""),
     ("{do: mask, columns: [a], tables: [users]}", "transforms.rules[1].tables", "names no schema", "public.users"),
     ("{do: mask, columns: [a], on_error: skip}", "transforms.rules[1].on_error", "'halt' and 'dead-letter'", ""),
     ("{do: function, columns: [a], function: nowhere}", "transforms.rules[1].function", "package.module:name", ""),
@@ -57,11 +59,18 @@ def test_a_mistake_in_a_rule_is_told_at_its_line(
 
 @pytest.mark.parametrize(("rule", "message"), [
     ("{do: hmac, columns: [a], key: other}", "names the key `other`"),
-    ("{do: exclude, columns: [a], when: a == 1}", "makes every row another shape"),
+    ("{do: exclude, columns: [a], when: a == 1}", "a column in all rows or in none"),
+    ("{do: include, columns: [a], when: a == 1}", "a column in all rows or in none"),
+    ("{do: rename, columns: {a: b}, when: a == 1}", "a column in all rows or in none"),
+    ("{do: decrypt, columns: [a], when: a == 1}", "cannot stay in a column of string"),
     ("{do: filter, where: 'a = 1'}", "it is not an expression"),
     ("{do: mask, columns: [a], when: system('x')}", "there is no function `system`"),
     ("{do: cast, columns: [a], to: varchar}", "`varchar` is no type"),
-    ("{do: route, to: a.b}", "is for programs"),
+    ("{do: outbox, tables: ['public.*']}", "does not name one table"),
+    ("{do: outbox, tables: [public.outbox], to: a.b}", "all messages to one table"),
+    ("{do: route, to: a.b}", "one table of several"),
+    ("{do: route, to: a.b, tables: [public.a, public.b]}", "one table of several"),
+    ("{do: route, to: 'a.{table}', when: a == 1}", "whichever tables"),
     ("{do: sha256, columns: [a], on_error: dead-letter}", "the tables do not"),
     ("{do: sha256, columns: [a], name: one}\n    - {do: sha256, columns: [b], name: one}", "two rules are called"),
 ])  # fmt: skip
@@ -71,6 +80,35 @@ def test_rules_that_do_not_go_together_are_refused(tmp_path: Path, rule: str, me
     assert found.hint
     with pytest.raises(ConfigError, match="transforms"):
         load_settings(tmp_path / "tailrace.yaml")
+
+
+def test_the_rule_that_yaml_takes_for_nothing_is_one(tmp_path: Path) -> None:
+    for do in ("null", "'null'", "~"):
+        (found,) = load_settings(written(tmp_path, f"{{do: {do}, columns: [a]}}")).transforms.rules
+        assert (found.do, found.name) == ("null", "null #1")
+    found_problem = problem(tmp_path, "{do: null, colums: [a], columns: [a]}")
+    assert "`columns`" in found_problem.hint
+
+
+def test_every_other_rule_takes_a_condition(tmp_path: Path) -> None:
+    rest = {
+        "columns: [a]": "mask redact null sha256", "columns: [a], key: main": "hmac encrypt",
+        "columns: [a], to: binary": "decrypt cast", "columns: [a], length: 3": "truncate", "where: a == 1": "filter",
+        "column: a, to: b": "copy", "column: a, value: 1": "set", "column: a, expression: b": "compute",
+        "tables: [a.b], to: 'a.{table}'": "route", "tables: [a.b]": "outbox unwrap",
+        "columns: [b], function: a:b": "function",
+    }  # fmt: skip
+    rules = [f"{{do: {do}, {given}, when: c == 1}}" for given, dos in rest.items() for do in dos.split()]
+    found = load_settings(written(tmp_path, *rules)).transforms.rules
+    assert {rule.do for rule in found} == KINDS.keys() - {"include", "exclude", "rename"}
+
+
+def test_every_mistake_in_a_file_is_told_not_only_the_first(tmp_path: Path) -> None:
+    rules = "{do: mask}", "{do: hmac, columns: [a], key: main, colums: [b]}", "{do: zap}"
+    found = check_settings(written(tmp_path, *rules))
+    assert [one.where for one in found] == [
+        "transforms.rules[0].columns", "transforms.rules[1].colums", "transforms.rules[2]",
+    ]  # fmt: skip
 
 
 def test_numbers_are_taken_as_they_are_written(tmp_path: Path) -> None:
@@ -93,3 +131,27 @@ def test_a_key_has_one_place(tmp_path: Path) -> None:
     (found,) = check_settings(file)
     assert (found.where, found.line) == ("transforms.keys.main", 6)
     assert "either `env` or `file`" in found.message
+
+
+def test_a_pipeline_has_the_tables_that_its_routes_leave(tmp_path: Path) -> None:
+    settings = load_settings(written(
+        tmp_path, "{do: route, tables: [public.orders], to: shop.sales}",
+        "{do: route, tables: [public.people], to: 'de.{table}', when: country == 'DE'}",
+        "{do: outbox, tables: [public.outbox], to: 'events.{type}'}",
+    ))  # fmt: skip
+    has = {name: settings.has(TableId(*name.split("."))) for name in (
+        "public.orders", "shop.sales", "public.people", "de.people", "events.order", "events.a/b", "shop.other", "x.y",
+    )}  # fmt: skip
+    assert [name for name, there in has.items() if there] == [
+        "shop.sales", "public.people", "de.people", "events.order", "events.a/b",
+    ]  # fmt: skip
+
+
+def test_tables_of_messages_keep_them_and_a_mode_for_them_is_refused(tmp_path: Path) -> None:
+    rule = "{do: outbox, tables: [public.outbox], to: 'events.{type}'}"
+    frame = FRAME.replace("{path: ./lake}", "{path: ./lake, mode: append, rules: {'events.log': {mode: history}}}")
+    tables = load_settings(written(tmp_path, rule, frame=frame)).tables
+    assert tables.form_of(TableId("events", "order")) == Form(keeps=True)
+    assert tables.form_of(TableId("public", "order")).mode is TableMode.APPEND
+    with pytest.raises(TableUnusable, match="kept by their key"):
+        tables.form_of(TableId("events", "log"))

@@ -1,0 +1,35 @@
+"""The folder in which Spark works for a pipeline."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tailrace.changelog.reader import ChangeLog
+from tailrace.pipeline.sparkstart import made_scratch
+from tests.support.logs import Diary
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChangeLog:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    Diary(tmp_path / "log").close()
+    return ChangeLog.open(tmp_path / "log")
+
+
+def test_one_whose_place_was_taken_removes_nothing_of_its_successors_when_it_ends(log: ChangeLog) -> None:
+    first = made_scratch(log)
+    second = made_scratch(log)
+    (second / "python").touch()
+    shutil.rmtree(first, ignore_errors=True)
+    assert (second / "python").exists()
+
+
+def test_what_a_killed_predecessor_left_is_removed(log: ChangeLog) -> None:
+    (made_scratch(log) / "checkpoint-0").mkdir()
+    now = made_scratch(log)
+    assert list(now.parent.rglob("*")) == [now]
