@@ -10,7 +10,7 @@ ROUNDS ?= 10
 JOBS ?= 3
 SECONDS ?= 600
 VERSIONS ?= 15 16 18
-ONLY ?= postgres spark iceberg connect
+ONLY ?= postgres spark spark-4.1 iceberg connect
 
 help: ## Show this list
 	@echo "Usage: make TARGET [ARGS=...]"
@@ -48,7 +48,9 @@ soak: setup ## Repeat the crash tests (ROUNDS=10), and compare with other reader
 		$(PY) -m pytest tests/crash tests/oracle tests/integration/test_loading.py \
 		tests/integration/test_load_modes.py tests/integration/test_load_manners.py \
 		tests/integration/test_snapshot_command.py tests/integration/test_read_format.py \
-		tests/integration/test_benches.py tests/integration/test_clusters.py --timeout=0 $(ARGS)
+		tests/integration/test_benches.py tests/integration/test_clusters.py \
+		tests/integration/test_stream_killed.py tests/integration/test_take_over.py \
+		tests/integration/test_routes.py tests/unit/capture/postgres/test_attack.py --timeout=0 $(ARGS)
 
 fuzz: setup ## Attack the decoder with bytes that no server sends (SECONDS=600, ARGS="--target decode --keep")
 	@nice -n 10 $(PY) tools/fuzz.py --seconds $(SECONDS) $(ARGS)

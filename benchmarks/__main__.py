@@ -40,6 +40,7 @@ from benchmarks import (
     pg_snapshot,
     pg_stream,
     pg_types,
+    plot,
     report,
     runtime,
     seal,
@@ -139,7 +140,10 @@ def _run(benches: Sequence[Bench], rounds: int, scale: float, page: Path | None)
         if page is not None and results:
             page.parent.mkdir(parents=True, exist_ok=True)
             before = page.read_text(encoding="utf-8") if page.exists() else ""
-            page.write_text(report.page(results, [bench.name for bench in BENCHES], before), encoding="utf-8")
+            text = report.page(results, [bench.name for bench in BENCHES], before)
+            page.write_text(text, encoding="utf-8")
+            shown = plot.figures(report.overview_of(text))
+            page.with_suffix(".svg").write_text(plot.picture(shown), encoding="utf-8")
     return results
 
 

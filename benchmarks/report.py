@@ -30,6 +30,7 @@ def page(results: Sequence[tuple[Bench, Outcome]], order: Sequence[str], before:
         "|---|---|--:|--:|--:|---|--:|---|",
         *(line for name in named for line in lines[name]),
     ]
+    picture = "![A bar for every ratio, with a mark for what it must reach](benchmarks.svg)"
     parts = [
         "# Benchmarks",
         (
@@ -37,10 +38,16 @@ def page(results: Sequence[tuple[Bench, Outcome]], order: Sequence[str], before:
             "ratio between our value and the peer's in the same round. Higher is better for us: where the values "
             "are costs, the ratio is the peer's over ours."
         ),
+        picture,
         "\n".join(overview),
         *(sections[name] for name in named),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def overview_of(text: str) -> list[str]:
+    """The lines of a page's table, in order."""
+    return [line for lines in _parse(text)[0].values() for line in lines]
 
 
 def _parse(text: str) -> tuple[dict[str, list[str]], dict[str, str]]:

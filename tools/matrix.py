@@ -1,14 +1,14 @@
 """Run the cells of the support matrix: `python -m tools.matrix [--only "postgres spark …"] 15 16 18 -- [pytest's]`.
 
-`postgres` is the tests that talk to a server, on each version of PostgreSQL that is named; `spark`, `iceberg` and
-`connect` are those of `tools/engines.py`, each with another Spark. What cannot be run on this machine is skipped, and
-the last lines say so: a skipped cell never counts as a pass. Tests learn the server's version from TAILRACE_TEST_PG.
+`postgres` is the tests that talk to a server, on each version of PostgreSQL that is named; `spark`, `spark-4.1`,
+`iceberg` and `connect` are those of `tools/engines.py`, each with another Spark or another connector. What cannot be
+run on this machine is skipped, and the last lines say so: a skipped cell never counts as a pass. Tests learn the
+server's version from TAILRACE_TEST_PG.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +17,12 @@ from pathlib import Path
 
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 from tools import engines
-from tools.engines import FAILED, PASSED, SKIPPED
+from tools.engines import FAILED, SKIPPED, run_tests, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/contract", "tests/integration", "tests/oracle")
 POSTGRES = "postgres"
 KINDS = (POSTGRES, *engines.ENGINES)
-_NO_TESTS = 5
 
 Cells = dict[str, Callable[[], str]]
 """What runs each, and says what became of it, by what it is called."""
@@ -73,12 +72,7 @@ def _on_server(version: int, extra: Sequence[str]) -> str:
         return f"{SKIPPED}: {error}"
     folders = [folder for folder in FOLDERS if any((ROOT / folder).rglob("test_*.py"))]
     environment = {**os.environ, "TAILRACE_TEST_PG": str(version)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *folders, *extra], cwd=ROOT, env=environment, check=False
-    )
-    if done.returncode == _NO_TESTS:
-        return f"{FAILED}: there was no test to run"
-    return PASSED if done.returncode == 0 else f"{FAILED} (exit code {done.returncode})"
+    return verdict([run_tests([sys.executable, "-m", "pytest", *folders, *extra], environment)])
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ FIRST = (
 # Passed only by a transaction too large to hold, so one is written before each.
 PIECES = ("capture.piece_read", "log.piece_written")
 # Passed only by whoever puts the log in order, which has a crash test of its own (test_kill_the_sealer).
-# So have dead letters and rebuilds, which need rows of their own; what is kept of a load (test_kept_seeds); and what
-# the library does and keeps and a pipeline does not (test_kill_the_runtime, test_kill_the_stores).
-IN_ORDER = ("seal.", "clean.", "trim.", "letters.", "rebuild.", "seed.", "state.", "runtime.")
+# So have dead letters and rebuilds, which need rows of their own; what is kept of a load (test_kept_seeds); what only
+# Iceberg tables have (test_kill_the_connector); and what the library does and keeps and a pipeline does not
+# (test_kill_the_runtime, test_kill_the_stores).
+IN_ORDER = ("seal.", "clean.", "trim.", "letters.", "rebuild.", "seed.", "state.", "runtime.", "iceberg.")
 PLACES = [name for name in failpoints.NAMES if not name.startswith(IN_ORDER)]
 ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
 

@@ -28,7 +28,7 @@ CELLS = {
 
 
 # The others start Spark: they run where there is time.
-RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["apply", "runtime", "transforms"]
+RUN = CELLS if os.environ.get("TAILRACE_THOROUGH") else ["runtime", "transforms"]
 
 
 @pytest.mark.parametrize("bench", RUN)

@@ -16,18 +16,19 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
 from tailrace.spark.session import Jvm
 from tests.support.clusters import Cluster, cluster_environment, spark_program, standalone
 from tests.support.engines import IS_SPARK
-from tests.support.logs import Diary, inserts
+from tests.support.logs import Diary, inserts, seal
 from tests.support.pipelines import Pipeline, eventually, execute
+from tests.support.stores import ENVIRONMENT, S3, s3_server
+from tests.support.thorough import thorough
 
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "clusters.md"
 SUBMIT_SECONDS_MAX, GONE_SECONDS_MAX, COME_SECONDS_MAX = 600, 60, 300
-thorough = pytest.mark.skipif(not os.environ.get("TAILRACE_THOROUGH"), reason="takes minutes: TAILRACE_THOROUGH=1")
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(IS_SPARK, reason="who writes tables makes no difference to who runs tasks"),
@@ -38,32 +39,72 @@ ORDERS = (
 )
 
 
-def test_changes_are_streamed_and_a_table_is_read_by_executors(database: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    """A store whose credentials are in the environment of everybody, and whose address is in nobody's."""
+    with pytest.MonkeyPatch.context() as patch, s3_server() as found:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            patch.delenv(name, raising=False)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def spark(tmp_path_factory: pytest.TempPathFactory, s3: S3) -> Iterator[SparkSession]:
+    """A session whose executors are processes of their own."""
+    scratch = tmp_path_factory.mktemp("local-cluster")
+    jvm = Jvm("cluster", scratch, scratch / "spark.log", master=LOCAL_CLUSTER)
+    try:
+        session = jvm.open_session()
+        yield session
+        assert session.sparkContext._jsc.sc().getExecutorMemoryStatus().size() > 1, "the driver is one of them"
+        session.stop()
+        jvm.end(GONE_SECONDS_MAX)
+    finally:
+        jvm.kill()
+
+
+def streamed(spark: SparkSession, folder: Path, **options: str) -> dict[int, list[int]]:
+    """What a stream of things brings now, micro-batch by micro-batch."""
+    found: dict[int, list[int]] = {}
+
+    def note(batch: DataFrame, number: int) -> None:
+        found[number] = sorted(row["id"] for row in batch.select("id").collect())
+
+    changes = spark.readStream.format("cdc").options(**options).option("table", "public.things")
+    writer = changes.option("rowsPerPartition", 4).load().writeStream.foreachBatch(note)
+    query = writer.option("checkpointLocation", str(folder / "checkpoint")).trigger(availableNow=True).start()
+    assert query.awaitTermination(COME_SECONDS_MAX)
+    return found
+
+
+def test_changes_are_streamed_and_a_table_is_read_by_executors(
+    spark: SparkSession, database: str, tmp_path: Path
+) -> None:
     execute(database, *ORDERS)
     diary = Diary(tmp_path / "log")
     diary.commit(inserts(*range(1, 9)))
     diary.close()
-    jvm = Jvm("cluster", tmp_path, tmp_path / "spark.log", master=LOCAL_CLUSTER)
-    try:
-        spark = jvm.open_session()
-        assert spark.sparkContext.pythonExec == sys.executable, "a path that workers have"
-        found: dict[int, list[int]] = {}
+    assert spark.sparkContext.pythonExec == sys.executable, "a path that workers have"
+    assert streamed(spark, tmp_path, log=str(diary.path)) == {0: list(range(1, 9))}
+    table = spark.read.format("cdc").option("url", database).option("table", "public.orders")
+    assert table.option("chunkBytes", "64KiB").load().where("id > 2500").count() == 2500
 
-        def note(batch: DataFrame, number: int) -> None:
-            found[number] = sorted(row["id"] for row in batch.select("id").collect())
 
-        changes = spark.readStream.format("cdc").option("log", str(diary.path)).option("table", "public.things")
-        writer = changes.option("rowsPerPartition", 4).load().writeStream.foreachBatch(note)
-        query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True).start()
-        assert query.awaitTermination(COME_SECONDS_MAX)
-        assert found == {0: list(range(1, 9))}
-        table = spark.read.format("cdc").option("url", database).option("table", "public.orders")
-        assert table.option("chunkBytes", "64KiB").load().where("id > 2500").count() == 2500
-        assert spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() > 1, "the driver is one of them"
-        spark.stop()
-        jvm.end(GONE_SECONDS_MAX)
-    finally:
-        jvm.kill()
+@thorough
+def test_executors_are_told_by_options_where_the_store_of_a_log_is(
+    spark: SparkSession, s3: S3, tmp_path: Path
+) -> None:
+    diary = Diary(s3.place())
+    diary.commit(inserts(*range(1, 7)))
+    seal(diary.path)
+    diary.commit(inserts(7, 8))
+    diary.close()
+    options = {"log": str(diary.path).replace("s3://", "s3a://"), "logEndpoint": s3.endpoint, "logRegion": "us-east-1"}
+    assert streamed(spark, tmp_path, **options) == {0: list(range(1, 9))}
+    changes = spark.read.format("cdc").options(**options, table="public.things", rowsPerPartition="4").load()
+    assert sorted(row["id"] for row in changes.collect()) == list(range(1, 9))
 
 
 @pytest.fixture(scope="module")

@@ -304,6 +304,18 @@ def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: 
         assert letters(scene) == []
 
 
+def test_a_load_that_stops_at_a_row_holds_nothing_at_the_source(scene: Scene) -> None:
+    execute(scene.pipeline.url, BAD.format(3))
+    tables = scene.settings.tables.model_copy(update={"on_bad_row": "stop"})
+    scene.settings = scene.settings.model_copy(update={"tables": tables})
+    with scene.loader() as applying:
+        wait_for_state(applying, "things", TableState.FAILED)
+        error = life(applying, "things").error
+        assert error is not None
+        assert (error.code, Letters(scene.settings.log.path, THINGS).any) == ("value-unfit", False)
+        assert eventually(lambda: not temporary_slots(scene))
+
+
 def temporary_slots(scene: Scene) -> list[Any]:
     with psycopg.connect(scene.pipeline.url, autocommit=True) as connection:
         found = connection.execute(
@@ -312,16 +324,43 @@ def temporary_slots(scene: Scene) -> list[Any]:
         return found.fetchall()
 
 
-def test_a_history_is_not_loaded_without_rows_that_do_not_fit(scene: Scene) -> None:
+def versions(applying: Local, key: int) -> list[tuple[Any, bool]]:
+    """A row's amounts, oldest first, and which is current."""
+    table = life(applying, "things").place
+    found = [row for file in table.open().files() for row in pq.read_table(table.path / file).to_pylist()]
+    mine = sorted((row for row in found if row["id"] == key), key=lambda row: (row["_valid_from"], row["_seq"]))
+    return [(row["amount"], row["_current"]) for row in mine]
+
+
+def test_a_history_goes_on_without_versions_that_do_not_fit_and_keeps_their_letters(scene: Scene) -> None:
     execute(scene.pipeline.url, BAD.format(3))
-    tables = scene.settings.tables.model_copy(update={"mode": "history"})
-    scene.settings = scene.settings.model_copy(update={"tables": tables})
+    scene.reread().tables_are("mode: history")
     with scene.loader() as applying:
-        wait_for_state(applying, "things", TableState.FAILED)
-        error = life(applying, "things").error
-        assert error is not None
-        assert (error.code, Letters(scene.settings.log.path, THINGS).any) == ("value-unfit", False)
-        assert eventually(lambda: not temporary_slots(scene)), "a load that has failed holds nothing at the source"
+        wait_for_state(applying, "things", TableState.LIVE)
+        assert versions(applying, 3) == [], "a row that a load could not bring"
+        execute(scene.pipeline.url, BAD.format(4), "UPDATE things SET amount = 40 WHERE id = 4",
+                "UPDATE things SET amount = 30, large = 'all' WHERE id = 3")  # fmt: skip
+        assert scene.settled(applying)
+        assert (versions(applying, 3), versions(applying, 4)) == ([(30, True)], [(4, True)])
+        assert [(one["operation"], one["passed"]) for one in letters(scene)] == [
+            ("read", True), ("update", False), ("update", False)
+        ]  # fmt: skip
+        merged = len(applying._pace._merges)
+        replay(scene)
+        assert versions(applying, 4) == [(4, False), (40, True)]
+        assert len(applying._pace._merges) > merged, "what is put in beside the micro-batches is rested for, too"
+        assert [(one["operation"], one["passed"]) for one in letters(scene)] == [("read", True), ("update", True)]
+
+        # A load finds the row as it is now, and never what it was in between.
+        execute(scene.pipeline.url, BAD.format(5), "UPDATE things SET amount = 50 WHERE id = 5")
+        assert scene.settled(applying)
+        load = life(applying, "things").last_load
+        scene.pipeline.ask("snapshot", "public.things")
+        assert eventually(lambda: life(applying, "things").last_load is not load, seconds=60)
+        assert scene.settled(applying)
+        assert versions(applying, 5) == [(5, False), (50, True)]
+        assert [one["passed"] for one in letters(scene)] == [True] * 4
+        assert "cannot be tried again" in scene.pipeline.ask("dead-letters", "replay").stdout
 
 
 def test_a_row_that_does_not_fit_is_not_marked_as_deleted_when_its_table_is_loaded_again(scene: Scene) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tailrace import failpoints
@@ -28,23 +27,20 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.tasks import ApplyWork, Outcome, advance_table
 from tailrace.tables.base import Cursor
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
-from tailrace.tables.layout import Place
 from tests.support.changes import COMPOSITE, KEYLESS, KeylessModel, record_batches
 from tests.support.engines import (
-    FEATURES,
+    IS_ICEBERG,
     IS_SPARK,
     commits_of,
-    only_delta,
     open_table,
+    place_of,
     rows_of,
     spark_engine,
 )
 from tests.support.forms import READ_AT, Account, Tx, ordered, steps_with, story
 from tests.support.logs import Diary, quick_folder
 
-pytestmark = only_delta
-
-PLACES = ("apply.before_table", "table.before_commit", "table.after_commit")
+PLACES = ("apply.before_table", "table.before_commit", *["iceberg.staged"] * IS_ICEBERG, "table.after_commit")
 """Where whoever applies may die; the others that a table's work passes are those of dead letters."""
 BATCHES_MAX = 3 if IS_SPARK else 6
 EXAMPLES = (3 if IS_SPARK else 16) * (5 if os.environ.get("TAILRACE_THOROUGH") else 1)
@@ -111,16 +107,15 @@ class Delivery:
                 assert (done.version is not None) == (commits_of(self._folder) > before)
         except Died:
             assert dies == PLACES[0] or first == self.here, "there was something to commit"
-            self.here = last if dies == PLACES[2] else self.here
+            self.here = last if dies == PLACES[-1] else self.here
         assert self._rows() == ordered(self._truths[self.here])
 
     def _do(self, first: int, last: int) -> Outcome:
         begin, end = self._cursors[first], self._cursors[last]
-        place = Place(path=self._folder, log_id=self._log_id, form=self._form)
         work = ApplyWork(
             table=self._schema.table, log=self._path, shape=self._schema, expected=begin, cursor=end,
             slices=tuple(self._index.pending(1, begin.seq, end.commit)),
-            place=replace(place, engine="spark", features=FEATURES) if IS_SPARK else place,
+            place=place_of(self._folder, self._log_id, self._form),
         )  # fmt: skip
         (done,) = spark_engine().run(advance_table, [work]) if IS_SPARK else [advance_table(work)]
         return done
@@ -205,7 +200,19 @@ def keyless_story(steps: Sequence[tuple[Any, ...]]) -> tuple[list[Row], list[Tx]
     return begun, [Tx(1000, tuple(told)) for step in steps if (told := model.step(*step))]
 
 
+CHANGED = [
+    ("insert", 2, 0, "x", (), True, 1000), ("update", 0, 1, "y", ("big",), True, 1001),
+    ("move", 1, 3, "x", ("name", "big"), True, 1002), ("delete", 2, 0, None, (), True, 1003),
+    ("insert", 2, 3, "y", (), True, 1004), ("update", 3, 0, None, (), True, 1005),
+]  # fmt: skip
+COPIED = [
+    ("insert", (0, "x"), (0, "x")), ("delete", (0, "x"), (0, "x")), ("update", (None, "x"), (0, "x")),
+    ("insert", (None, None), (0, "x")), ("insert", (0, "x"), (0, "x")), ("delete", (0, "x"), (None, "x")),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("table", TABLES)
+@example(keyed=CHANGED, keyless=COPIED, deliveries=[(0, 1, place) for place in PLACES])
 @given(keyed=STEPS, keyless=COPIES, deliveries=DELIVERIES)
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_whatever_the_delivery_the_table_is_what_the_source_was(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from deltalake import DeltaTable, write_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +24,12 @@ from tailrace import failpoints
 from tailrace.errors import BaseRowMissing, ForeignWrite, SchemaChanged, TableUnusable, ValueUnfit
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.tables.base import Cursor, LakeTable
+from tailrace.tables.base import Cursor, LakeTable, Reread
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.fold import fold
+from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.paths import table_path
+from tests.support import others
 from tests.support.changes import (
     KEYLESS,
     SHOP,
@@ -44,7 +45,19 @@ from tests.support.changes import (
     truncate,
     update,
 )
-from tests.support.engines import examples, not_spark, only_delta, open_table
+from tests.support.engines import (
+    COMMITS_FOLDER,
+    IS_ICEBERG,
+    data_folder,
+    examples,
+    newest_version,
+    not_spark,
+    of_delta,
+    open_table,
+    rows_of,
+    staging,
+)
+from tests.support.forms import Formed, tx
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id, content
 
 
@@ -75,10 +88,12 @@ def test_a_folder_without_a_table_has_no_position(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-@only_delta
 def test_what_a_dead_first_load_leaves_is_not_a_table(tmp_path: Path) -> None:
-    (tmp_path / "t" / "_delta_log").mkdir(parents=True)
-    (tmp_path / "t" / "part-00000-leftover.parquet").write_bytes(b"half")
+    files = staging(tmp_path / "t"), data_folder(tmp_path / "t")
+    for folder in (tmp_path / "t" / COMMITS_FOLDER, *files):
+        folder.mkdir(parents=True, exist_ok=True)
+    for folder in files:
+        (folder / "part-00000-leftover.parquet").write_bytes(b"half")
     assert open_table(tmp_path / "t", LOG).cursor() is None
     assert len(Mirror(tmp_path / "t", rows=ROWS).content()) == 5
 
@@ -114,7 +129,6 @@ def test_a_table_without_columns_is_refused_with_what_to_do(tmp_path: Path) -> N
     assert "source.exclude" in refused.value.hint
 
 
-@only_delta
 def test_every_commit_carries_the_position(tmp_path: Path) -> None:
     mirror = Mirror(tmp_path / "t", rows=ROWS)
     mirror.apply(update(1, big="x"))
@@ -125,23 +139,18 @@ def test_every_commit_carries_the_position(tmp_path: Path) -> None:
     keyless.apply(insert({"a": 1}), insert({"a": 1}))
     keyless.apply(delete({"a": 1}))
     keyless.apply(truncate())
-    for commits in ((tmp_path / "t"), (tmp_path / "k")):
-        files = sorted((commits / "_delta_log").glob("*.json"))
-        assert len(files) >= 4
-        for file in files:
-            actions = [json.loads(line) for line in file.read_text().splitlines()]
-            info = next(action["commitInfo"] for action in actions if "commitInfo" in action)
-            said = info if "tailrace" in info else json.loads(info["userMetadata"])  # as Spark's connector has it
-            stored = json.loads(said["tailrace"])
-            (txn,) = [action["txn"] for action in actions if "txn" in action]
-            assert (txn["appId"], txn["version"]) == (f"tailrace/{LOG}", stored["seq"])
+    for folder, numbers in ((tmp_path / "t", [0, 10, 20, 30, 100]), (tmp_path / "k", [0, 10, 20, 30])):
+        told = others.positions_in(folder)
+        assert [stored and stored["seq"] for stored in told] == numbers
+        for stored in told:
+            assert stored is not None
             assert stored["log"] == LOG
             assert set(stored) == {"format", "log", "seq", "commit", "position", "load", "schema"}
 
 
-@only_delta
+@pytest.mark.parametrize("form", [PLAIN, Form(partition_by=("name",))], ids=["plain", "partitioned"])
 def test_a_commit_and_its_files_are_on_disk_when_the_call_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
 ) -> None:
     pushed: set[int] = set()
     fsync = os.fsync
@@ -151,15 +160,15 @@ def test_a_commit_and_its_files_are_on_disk_when_the_call_returns(
         pushed.add(os.fstat(handle).st_ino)
 
     monkeypatch.setattr(os, "fsync", noted)
-    mirror = Mirror(tmp_path / "t", rows=ROWS)
-    for step in ("loaded", "applied", "loaded again", "nothing to merge"):
+    folder = tmp_path / "t"
+    table = Formed(open_table(folder, LOG, form), form, folder, rows=ROWS)
+    for step in ("loaded", "applied", "loaded again", "nothing to merge", "of another partition"):
         if step == "loaded again":
-            mirror.table.load(SHOP, record_batches(SHOP, ROWS), at(20))
+            table.table.load(SHOP, record_batches(SHOP, ROWS), table.cursor(table.seq))
         elif step != "loaded":
-            mirror.apply(insert(9) if step == "applied" else delete(77))
-        commit = f"_delta_log/{mirror.version:020d}.json"
-        written = [mirror.folder / name for name in (*mirror.table.files(), commit, ".", "_delta_log")]
-        assert {path.stat().st_ino for path in written} <= pushed, step
+            table.apply(tx(1, delete(77) if step == "nothing to merge" else insert(table.seq, name=step)))
+        missing = [path for path in others.parts_of(folder) if path.stat().st_ino not in pushed]
+        assert not missing, step
 
 
 def test_an_apply_that_is_repeated_does_nothing(shop: Mirror) -> None:
@@ -211,42 +220,24 @@ def test_another_shape_is_refused(shop: Mirror) -> None:
 # --- other writers -----------------------------------------------------------------------------------------
 
 
-def foreign_append(folder: Path) -> None:
-    write_deltalake(str(folder), pa.Table.from_batches(record_batches(SHOP, [ROWS[0]])), mode="append")
-
-
-def restore(folder: Path) -> None:
-    DeltaTable(str(folder)).restore(0)
-
-
-def compact(folder: Path) -> None:
-    DeltaTable(str(folder)).optimize.compact()
-
-
-def vacuum(folder: Path) -> None:
-    DeltaTable(str(folder)).vacuum(retention_hours=0, dry_run=False, enforce_retention_duration=False)
-
-
-@only_delta
 def test_maintenance_keeps_the_position(shop: Mirror) -> None:
     shop.apply(insert(9, big="nine"))
-    for maintenance in (compact, vacuum, vacuum):
-        before = shop.version
+    for maintenance in others.MAINTENANCE:
+        before = others.commit_file(shop.folder)
         maintenance(shop.folder)
-        assert shop.version > before
+        assert others.commit_file(shop.folder) != before
         assert shop.table.cursor() == at(10)
     assert shop.table.shape() == SHOP
     assert shop.apply(update(9, n=1, unchanged=BIG)).committed
     assert by_id(shop.content())[9] == "nine"
 
 
-@only_delta
-@pytest.mark.parametrize("write", [foreign_append, restore])
-@pytest.mark.parametrize("then", [None, compact, vacuum])
+@pytest.mark.parametrize("write", others.WRITES)
+@pytest.mark.parametrize("then", [None, *dict.fromkeys(others.MAINTENANCE)])
 def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, write: Any, then: Any) -> None:
     shop.apply(insert(9))
     write(shop.folder)
-    foreign_version = shop.version
+    foreign_version = newest_version(shop.folder)
     if then:
         then(shop.folder)
     for ask in (shop.table.cursor, shop.table.shape):
@@ -259,31 +250,27 @@ def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, wr
         shop.table.apply(SHOP, result, at(10), at(20))
 
 
-@only_delta
 def test_a_commit_that_only_calls_itself_maintenance_is_foreign(shop: Mirror) -> None:
-    foreign_append(shop.folder)
-    commit = shop.folder / "_delta_log" / f"{shop.version:020d}.json"
-    commit.write_text(commit.read_text().replace('"operation":"WRITE"', '"operation":"OPTIMIZE"'))
+    others.append(shop.folder)
+    others.disown(shop.folder)
     with pytest.raises(ForeignWrite):
         shop.table.cursor()
 
 
-@only_delta
 def test_a_load_makes_a_table_that_others_changed_ours_again(shop: Mirror) -> None:
-    foreign_append(shop.folder)
+    others.append(shop.folder)
     assert shop.table.load(SHOP, record_batches(SHOP, ROWS[:2]), at(30)) == 2
     assert (shop.seq, len(shop.content())) == (30, 2)
 
 
-@only_delta
 def test_a_load_refuses_a_table_that_is_not_ours(tmp_path: Path) -> None:
-    write_deltalake(str(tmp_path / "t"), pa.table({"a": [1]}))
+    others.make_table(tmp_path / "t")
     table = open_table(tmp_path / "t", LOG)
     assert table.cursor() is None
     with pytest.raises(ForeignWrite) as refused:
         table.load(SHOP, record_batches(SHOP, ROWS), at(0))
     assert refused.value.hint
-    assert pa.table(DeltaTable(str(tmp_path / "t")).scan()).to_pylist() == [{"a": 1}]
+    assert rows_of(tmp_path / "t").to_pylist() == [{"a": 1}]
 
 
 def test_a_load_refuses_the_table_of_another_log_and_names_it(tmp_path: Path) -> None:
@@ -293,10 +280,6 @@ def test_a_load_refuses_the_table_of_another_log_and_names_it(tmp_path: Path) ->
     with nothing_committed(mirror), pytest.raises(ForeignWrite) as refused:
         table.load(SHOP, [], at(0))
     assert refused.value.fields["log"] == "another-log"
-
-
-def commits(mirror: Mirror) -> list[Path]:
-    return sorted((mirror.folder / "_delta_log").glob("*.json"))
 
 
 def at_the_commit(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
@@ -310,8 +293,7 @@ def at_the_commit(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
     monkeypatch.setattr(failpoints, "hit", hit)
 
 
-@only_delta
-@pytest.mark.parametrize("meanwhile", [foreign_append, vacuum])
+@pytest.mark.parametrize("meanwhile", others.COMMITS)
 @pytest.mark.parametrize("rows", [(update(1, big="x"),), (truncate(), insert(1)), (delete(77),)])
 def test_a_commit_made_meanwhile_fails_ours(
     shop: Mirror, monkeypatch: pytest.MonkeyPatch, meanwhile: Any, rows: Any
@@ -321,8 +303,9 @@ def test_a_commit_made_meanwhile_fails_ours(
     version = shop.version
     with pytest.raises(ForeignWrite, match="at the same time"):
         shop.apply(*rows)
-    assert shop.version > version
-    assert not any(b"tailrace" in file.read_bytes() for file in commits(shop)[version + 1 :])
+    told = others.positions_in(shop.folder)[version + 1 :]
+    assert told, "theirs is there"
+    assert not any(told), "and ours is not"
 
 
 def test_two_appliers_of_one_log_one_wins(shop: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -684,15 +667,22 @@ def test_a_keyless_update_replaces_one_copy(tmp_path: Path) -> None:
 
 NAMES = [
     "plain", "a/b", "100%", "a%2Fb", ".hidden", "..", "sp ace", "日本é", "tab\t", "q?#[x]*", "back\\slash", '"', "%41",
-    "a^b|c",
+    "a^b|c", "q?#*", "a:b", "a`b.c",
 ]  # fmt: skip
+NOT_IN_ICEBERG = re.compile(r"[\[\]\\^|:%]")
+"""What no folder of its tables may have, and such names become folders with a percent sign."""
 
 
-@only_delta
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
     for table in (TableId("public", name), TableId(name, "t")):
         folder = table_path(tmp_path / "lake", table)
+        if IS_ICEBERG and NOT_IN_ICEBERG.search(str(folder.relative_to(tmp_path))):
+            with pytest.raises(TableUnusable, match="cannot have this name") as refused:
+                Mirror(folder, rows=ROWS)
+            assert "tables.rules" in refused.value.hint
+            assert not folder.exists()
+            continue
         assert open_table(folder, LOG).cursor() is None
         mirror = Mirror(folder, rows=ROWS)
         mirror.apply(update(1, unchanged=BIG), *move(2, 9, unchanged=BIG))
@@ -704,11 +694,11 @@ def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
             5: "large 5",
         }
         mirror.table.load(SHOP, record_batches(SHOP, ROWS[:1]), at(50))
-        assert (mirror.seq, len(mirror.table.files()), (folder / "_delta_log").is_dir()) == (50, 1, True)
+        assert (mirror.seq, len(mirror.table.files()), (folder / COMMITS_FOLDER).is_dir()) == (50, 1, True)
     assert not set(os.listdir(tmp_path)) - {"lake"}
 
 
-@only_delta
+@of_delta("an Iceberg table cannot have such a name")
 def test_a_table_with_an_encoded_name_is_loaded_anew_after_its_folder_is_removed(tmp_path: Path) -> None:
     folder = table_path(tmp_path, TableId("public", "a/b"))
     Mirror(folder, rows=ROWS)
@@ -722,7 +712,6 @@ def test_a_root_the_engine_cannot_read_back_is_refused(tmp_path: Path) -> None:
         table_path(tmp_path / "a%20b", TableId("public", "t"))
 
 
-@only_delta
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     folder.mkdir()
@@ -734,7 +723,6 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
     assert os.listdir(folder) == ["thesis.tex"]
 
 
-@only_delta
 def test_a_file_in_the_table_s_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("mine")
     with pytest.raises(TableUnusable):
@@ -743,10 +731,9 @@ def test_a_file_in_the_table_s_place_is_refused(tmp_path: Path) -> None:
         open_table(tmp_path / "t" / "below", LOG).load(SHOP, [], at(0))
 
 
-@only_delta
 @pytest.mark.parametrize("garbage", ["garbage", "", '{"commitInfo":{"tailrace":"{}"}}', "[]"])
 def test_a_log_that_cannot_be_read_is_an_error_and_never_a_new_table(shop: Mirror, garbage: str) -> None:
-    (shop.folder / "_delta_log" / f"{0:020d}.json").write_text(garbage)
+    others.commit_file(shop.folder).write_text(garbage)
     with pytest.raises(TableUnusable) as refused:
         shop.table.cursor()
     assert refused.value.hint
@@ -754,12 +741,10 @@ def test_a_log_that_cannot_be_read_is_an_error_and_never_a_new_table(shop: Mirro
         shop.table.load(SHOP, [], at(10))
 
 
-@only_delta
 def test_a_commit_of_ours_that_cannot_be_read_is_an_error(shop: Mirror) -> None:
     shop.apply(insert(9))
-    commit = shop.folder / "_delta_log" / f"{1:020d}.json"
-    commit.write_text(commit.read_text().replace("seq\\", "sqe\\"))
-    with pytest.raises(TableUnusable, match="version=1"):
+    others.garble(shop.folder)
+    with pytest.raises(TableUnusable, match=f"version={newest_version(shop.folder)}"):
         shop.table.cursor()
 
 
@@ -776,7 +761,6 @@ def somebody() -> Iterator[None]:
         os.seteuid(0)
 
 
-@only_delta
 def test_a_folder_one_may_not_read_or_write_is_a_clear_error(shop: Mirror) -> None:
     os.chmod(shop.folder, 0)
     os.chmod(shop.folder.parent, 0o500)
@@ -793,18 +777,24 @@ def test_a_folder_one_may_not_read_or_write_is_a_clear_error(shop: Mirror) -> No
 
 # --- against the model, however the changes are cut -------------------------------------------------------
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["insert"] * 5 + ["update"] * 4 + ["move"] * 6 + ["delete"] * 2 + ["truncate"]),
+KINDS = ["insert"] * 5 + ["update"] * 4 + ["move"] * 6 + ["delete"] * 2 + ["truncate"]
+
+
+def steps_of(*kinds: str) -> st.SearchStrategy[list[tuple[Any, ...]]]:
+    step = st.tuples(
+        st.sampled_from(kinds),
         st.integers(0, 4),
         st.integers(0, 4),
         st.sampled_from(["a", "b", "", None]),
         st.sampled_from([(), BIG, BIG, ("name", "big")]),
         st.integers(0, 5).map(lambda n: n == 0),
-    ),
-    min_size=10,
-    max_size=40,
-)
+    )
+    return st.lists(step, min_size=10, max_size=40)
+
+
+STEPS = steps_of(*KINDS)
+AND_BACK = steps_of(*KINDS, *["leave"] * 5, *["enter"] * 6)
+"""With rows that leave and come back, while nobody sees what they are."""
 
 
 @given(STEPS)
@@ -822,7 +812,40 @@ def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[An
                 assert sorted(map(str, found)) == sorted(map(str, model.table().values()))
 
 
-@given(STEPS, st.lists(st.integers(0, 40), min_size=5, max_size=5))
+def now_of(model: Model) -> Reread:
+    """The rows as the source has them when all is over."""
+
+    def reread(keys: pa.Table) -> pa.Table:
+        wanted = [tuple(key.values()) for key in keys.select(["code", "shop"]).to_pylist()]
+        rows = [row for row in model.table().values() if (row["code"], row["shop"]) in wanted]
+        return pa.Table.from_pylist(rows, schema=pa.schema(model.schema.row_fields()))
+
+    return reread
+
+
+@given(AND_BACK)
+@settings(max_examples=examples(30), deadline=None)
+def test_once_a_row_is_missing_rows_are_read_again_and_end_as_the_source_s(steps: list[tuple[Any, ...]]) -> None:
+    model = Model()
+    history = [(model.step(*step), cut) for *step, cut in [*steps, ("none", 99, 0, None, (), True)]]
+    reread: Reread | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        mirror, pending = Mirror(Path(folder) / "t", model.schema), list[Change]()
+        for done, cut in history:
+            pending += done
+            if not cut:
+                continue
+            try:
+                mirror.apply(*pending, reread=reread)
+            except BaseRowMissing:
+                assert reread is None, "what is missing is read again"
+                reread = now_of(model)
+                mirror.apply(*pending, reread=reread)
+            pending = []
+        assert sorted(map(str, mirror.content())) == sorted(map(str, model.table().values()))
+
+
+@given(AND_BACK, st.lists(st.integers(0, 40), min_size=5, max_size=5))
 @settings(max_examples=examples(100 if os.environ.get("TAILRACE_THOROUGH") else 40), deadline=None)
 def test_rows_read_at_any_time_and_the_changes_since_end_in_the_source_s_rows(
     steps: list[tuple[Any, ...]], read_at: list[int]
@@ -834,18 +857,13 @@ def test_rows_read_at_any_time_and_the_changes_since_end_in_the_source_s_rows(
         loaded += [row for row in model.table().values() if {"shop": row["shop"], "code": row["code"]} in due]
         history.append(model.step(*step))
 
-    def reread(keys: pa.Table) -> pa.Table:
-        wanted = [tuple(key.values()) for key in keys.select(["code", "shop"]).to_pylist()]
-        rows = [row for row in model.table().values() if (row["code"], row["shop"]) in wanted]
-        return pa.Table.from_pylist(rows, schema=pa.schema(model.schema.row_fields()))
-
     with tempfile.TemporaryDirectory() as folder:
         mirror = Mirror(Path(folder) / "t", model.schema, loaded)
         pending: list[Change] = []
         for done, (*_, cut) in zip(history, [*steps, *[(True,)] * 40], strict=True):
             pending += done
             if cut:
-                mirror.apply(*pending, reread=reread)
+                mirror.apply(*pending, reread=now_of(model))
                 pending = []
         assert sorted(map(str, mirror.content())) == sorted(map(str, model.table().values()))
 

@@ -169,14 +169,22 @@ def test_rows_before_and_after_an_alter(database: str, tmp_path: Path) -> None:
 
 
 def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_path: Path) -> None:
-    names = ["add-constant", "drop-and-add", "rename", "retype-using", "default", "widen-text"]
+    names = [
+        "add-constant", "drop-and-add", "rename", "retype-using", "default", "widen-text", "widen-numeric", "recreate",
+    ]  # fmt: skip
     tables = {name: table_of(name) for name in names}
-    make(database, *tables.values())
-    with Scene(tmp_path, database) as scene:
+    make(database, *tables.values(), "changes", "stuck")
+    with Scene(tmp_path, database).tables_are("rules: {public.changes: {mode: append, columns: {c: d}}}") as scene:
         with scene.loader() as applying:
             assert scene.settled(applying)
+        scene.stop_capture()  # so that nobody publishes what is made again
         for name, table in tables.items():
             run(database, table, ALTERS[name])
+        run(database, "changes", ALTERS["add-constant"])
+        run(database, "stuck", ALTERS["retype"])
+        failed = {"state": "failed", "reason": "value-unfit", "detail": "a value does not fit", "hint": "Mend it."}
+        note = {"tables": [{"schema": "public", "table": "stuck", **failed}]}
+        (scene.settings.log.path / "status" / "apply.json").write_text(json.dumps(note))
         scene.pipeline.stops_at("rename")
         versions = {table: lake_version(tmp_path, table) for table in tables.values()}
         told = scene.pipeline.ask("evolve", "--dry-run", "--json")
@@ -189,9 +197,14 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
         assert (found["t_rename"]["action"], found["t_rename"]["why"]) == ("stop", "renamed a to z")
         assert found["t_drop_and_add"]["steps"] == ["add b", "fill b with its default in every row"]
         assert found["t_widen_text"]["action"] == "apply"
+        assert found["t_widen_text"]["steps"] == ["note the new shape; no row changes"]
+        assert (found["t_widen_numeric"]["action"], found["t_widen_numeric"]["steps"]) == ("apply", ["widen n"])
+        assert (found["t_recreate"]["action"], found["t_recreate"]["why"]) == ("refresh", "dropped and created again")
+        assert (found["stuck"]["action"], found["stuck"]["why"]) == ("stop", "a value does not fit"), "not loaded anew"
+        assert found["changes"]["steps"] == ["add d"], "a change did not bring what came later; under the lake's name"
         said = scene.pipeline.ask("evolve", "--dry-run").stdout
         assert "public.t_retype_using: loaded anew: its rows were written anew\n" in said
-        assert "public.t_rename: stops: renamed a to z. `tables.evolution.rename` is `stop`." in said
+        assert "public.t_rename: stops: renamed a to z. `evolution.rename` is `stop` for it." in said
         assert "public.t_default: nothing to do\n" in said
         assert {table: lake_version(tmp_path, table) for table in tables.values()} == versions
         refused = scene.pipeline.ask("evolve")

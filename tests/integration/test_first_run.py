@@ -117,6 +117,7 @@ def pipeline(database: str, tmp_path: Path) -> Pipeline:
 def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) -> None:
     pipeline.catch_up()
     pipeline.assert_equal(*PUBLIC)
+    _assert_one_point(pipeline)  # though nothing has changed since they were loaded
     execute(pipeline.url, *CHANGES)
     running = pipeline.start("run")
     try:
@@ -143,6 +144,14 @@ def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) 
     assert not (pipeline.lake / "public" / "unlogged").exists()
 
 
+def _assert_one_point(pipeline: Pipeline) -> None:
+    told = pipeline.ask("at", "--json")
+    assert told.returncode == 0, told.stderr
+    point = json.loads(told.stdout)
+    assert {table["table"] for table in point["tables"]} == {*PUBLIC, "a/b%.c"}
+    assert point["missing"] == []
+
+
 def _assert_typed(pipeline: Pipeline) -> None:
     stored = json.loads(DeltaTable(str(pipeline.lake / "public" / "kinds")).schema().to_json())
     types = {field["name"]: field["type"] for field in stored["fields"]}
@@ -167,8 +176,7 @@ def _assert_status(pipeline: Pipeline) -> None:
     assert "REPLICA IDENTITY FULL" in states["keyless"]["note"]
     assert states["pair"]["rows_applied"] == states["pair"]["rows_captured"] > 0
     assert states["kinds"]["rows_loaded"] == 3
-    point = json.loads(pipeline.ask("at", "--json").stdout)
-    assert {table["table"] for table in point["tables"]} >= set(PUBLIC), "all tables stand at one point"
+    _assert_one_point(pipeline)
     assert states["pair"]["bytes_written"] > 0
     assert states["pair"]["bytes_changed"] > 0
     execute(pipeline.url, "UPDATE keyless SET b = 'the application may still update it'")

@@ -1,9 +1,10 @@
-"""A whole pipeline into Iceberg tables: loaded, changed, reshaped, killed, mended; read by pyiceberg as the
+"""A whole pipeline into Iceberg tables: loaded, changed, reshaped, killed, mended, rebuilt; read by pyiceberg as the
 source has it."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -107,3 +108,11 @@ def test_a_pipeline_keeps_iceberg_tables_through_its_life(database: str, tmp_pat
     assert letters(pipeline) == 0
     assert_equal(pipeline, database, *tables)
     assert {table["state"] for table in pipeline.status()["tables"]} == {"live"}
+    shutil.rmtree(pipeline.lake / "public" / "orders")
+    done = pipeline.call("rebuild", "public.orders")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "rebuilt from the seed kept of its last load" in done.stdout
+    assert_equal(pipeline, database, "orders")
+    execute(database, "UPDATE orders SET n = n + 1")
+    pipeline.catch_up()
+    assert_equal(pipeline, database, "orders")

@@ -6,18 +6,18 @@ What holds for every format is asked in `test_delta_table.py` and `tests/contrac
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+import psycopg
 import pyarrow as pa
 import pytest
 
-from tailrace import failpoints
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.catalogs import Catalog
@@ -28,6 +28,7 @@ from tailrace.tables.iceberg import IcebergTable
 from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.staging import FILE_BYTES
 from tailrace.tables.upkeep import Upkeep
+from tests.support import others
 from tests.support.changes import (
     SHOP,
     changes,
@@ -50,6 +51,7 @@ from tests.support.engines import (
 from tests.support.engines import metadata_of as engine_metadata
 from tests.support.forms import Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
+from tests.support.others import run_sql
 from tests.support.rest_catalog import rest_catalog
 
 pytestmark = only_iceberg
@@ -71,36 +73,7 @@ def summaries(mirror: Mirror) -> list[dict[str, str]]:
     return [by_number[number] for number in history_of(found)]
 
 
-def run_sql(mirror: Mirror, statement: str) -> None:
-    """Someone else's statement, in a session of their own; `{t}` is the table, `{n}` its name for procedures."""
-    spark = session().newSession()
-    root = mirror.folder.parent.parent
-    spark.conf.set("spark.sql.catalog.other", "org.apache.iceberg.spark.SparkCatalog")
-    spark.conf.set("spark.sql.catalog.other.type", "hadoop")
-    spark.conf.set("spark.sql.catalog.other.warehouse", str(root))
-    inside = f"`{mirror.folder.parent.name}`.`{mirror.folder.name}`"
-    spark.sql(statement.format(t=f"other.{inside}", n=inside))
-
-
-def append(mirror: Mirror) -> None:
-    run_sql(mirror, "INSERT INTO {t} VALUES (77, 'theirs', 'x', 1)")
-
-
-def compact(mirror: Mirror) -> None:
-    run_sql(mirror, "CALL other.system.rewrite_data_files(table => '{n}', options => map('rewrite-all', 'true'))")
-
-
 # --- the position, and what a commit is ----------------------------------------------------------------------
-
-
-def test_every_snapshot_says_the_position(shop: Mirror) -> None:
-    shop.apply(update(1, big="x"))
-    shop.apply(delete(77))
-    shop.apply(truncate(), insert(1))
-    shop.table.load(SHOP, record_batches(SHOP, ROWS), at(100))
-    said = [json.loads(summary["tailrace"]) for summary in summaries(shop)]
-    assert [item["seq"] for item in said] == [0, 10, 20, 30, 100]
-    assert {item["log"] for item in said} == {LOG}
 
 
 def test_a_row_that_changes_is_struck_out_where_it_lies(shop: Mirror) -> None:
@@ -138,23 +111,21 @@ def at_point(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, act: Callab
     monkeypatch.setattr(place, name, first)
 
 
-@pytest.mark.parametrize("moment", ["before it is written", "before it is published"])
-@pytest.mark.parametrize("meanwhile", [append, compact])
-def test_a_commit_made_meanwhile_fails_ours(
-    shop: Mirror, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Mirror], None], moment: str
+@pytest.mark.parametrize("meanwhile", [others.append, others.compact])
+def test_a_commit_made_before_ours_is_published_fails_ours(
+    shop: Mirror, monkeypatch: pytest.MonkeyPatch, meanwhile: others.Act
 ) -> None:
     from tailrace.spark.iceberg_commits import Commits
 
     shop.apply(insert(9))
     before = history_of(metadata_of(shop))
-    place: tuple[Any, str] = (failpoints, "hit") if moment == "before it is written" else (Commits, "publish")
-    at_point(monkeypatch, *place, lambda: meanwhile(shop))
+    at_point(monkeypatch, Commits, "publish", lambda: meanwhile(shop.folder))
     with pytest.raises(ForeignWrite, match="at the same time"):
         shop.apply(update(1, big="mine"))
     after = history_of(metadata_of(shop))
     assert after[: len(before)] == before
     assert len(after) == len(before) + 1, "theirs is there, and ours is not"
-    if meanwhile is compact:
+    if meanwhile is others.compact:
         assert shop.apply(update(1, big="again")).committed, "and what was staged is no hindrance"
         assert (by_id(shop.content())[1], metadata_of(shop).strays()) == ("again", [])
 
@@ -168,38 +139,14 @@ def test_two_appliers_of_one_log_one_wins(shop: Mirror, monkeypatch: pytest.Monk
     assert (shop.seq, by_id(shop.content())[1]) == (10, "winner")
 
 
-@pytest.mark.parametrize("then", [None, compact])
-def test_a_foreign_write_stops_the_table_even_under_maintenance(shop: Mirror, then: Any) -> None:
-    append(shop)
-    theirs = metadata_of(shop).snapshot
-    if then:
-        then(shop)
-    with pytest.raises(ForeignWrite) as refused:
-        shop.table.cursor()
-    assert refused.value.fields["version"] == theirs
-    with pytest.raises(ForeignWrite):
-        shop.table.apply(SHOP, fold(SHOP, changes(SHOP, insert(10))), at(0), at(10))
-    assert shop.table.load(SHOP, record_batches(SHOP, ROWS[:2]), at(30)) == 2, "until it is loaded anew"
-    assert (shop.seq, len(shop.content())) == (30, 2)
-
-
 def test_columns_that_someone_else_changes_stop_the_table(shop: Mirror) -> None:
-    run_sql(shop, "ALTER TABLE {t} ADD COLUMN theirs int")
+    run_sql(shop.folder, "ALTER TABLE {t} ADD COLUMN theirs int")
     with pytest.raises(ForeignWrite, match="columns"):
         shop.table.cursor()
 
 
-def test_maintenance_keeps_the_position(shop: Mirror) -> None:
-    for key in (6, 7):
-        shop.apply(insert(key, big="new"))
-    compact(shop)
-    assert shop.table.cursor() == at(20)
-    assert shop.apply(update(7, n=1, unchanged=BIG)).committed
-    assert by_id(shop.content())[7] == "new"
-
-
 def test_what_someone_else_partitions_a_table_by_stops_it(shop: Mirror) -> None:
-    run_sql(shop, "ALTER TABLE {t} ADD PARTITION FIELD name")
+    run_sql(shop.folder, "ALTER TABLE {t} ADD PARTITION FIELD name")
     with pytest.raises(TableUnusable, match="partitioned by") as refused:
         shop.apply(insert(9))
     assert refused.value.fields["found"] == "name"
@@ -208,17 +155,10 @@ def test_what_someone_else_partitions_a_table_by_stops_it(shop: Mirror) -> None:
 def test_a_table_that_is_set_back_takes_its_position_back_with_its_rows(shop: Mirror) -> None:
     shop.apply(update(1, big="x"))
     first = history_of(metadata_of(shop))[0]
-    run_sql(shop, f"CALL other.system.rollback_to_snapshot('{{n}}', {first})")
+    run_sql(shop.folder, f"CALL {{c}}.system.rollback_to_snapshot('{{n}}', {first})")
     assert shop.table.cursor() == at(0)
     shop.apply(update(1, big="y"))
     assert (shop.seq, by_id(shop.content())[1]) == (10, "y")
-
-
-def test_a_table_of_someone_else_is_never_written(shop: Mirror, tmp_path: Path) -> None:
-    run_sql(shop, f"CREATE TABLE other.`{tmp_path.name}`.mine (a int) USING iceberg")
-    with pytest.raises(ForeignWrite, match="did not make") as refused:
-        Mirror(tmp_path / "mine")
-    assert "tables.names" in refused.value.hint
 
 
 # --- shape ---------------------------------------------------------------------------------------------------
@@ -359,32 +299,70 @@ def test_a_database_may_be_the_catalog(tmp_path: Path) -> None:
     assert table_rows(location) == USED
 
 
-def test_a_server_may_be_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tailrace.spark.iceberg_commits import Commits
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+def test_a_database_of_postgresql_may_be_the_catalog(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, url = tmp_path / "lake" / "public" / "t", urlsplit(database)
+    given = {"jdbc.user": url.username, "jdbc.password": url.password}
+    catalog = Catalog(
+        kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:postgresql://{url.hostname}:{url.port}{url.path}",
+        properties={name: value for name, value in given.items() if value},
+    )  # fmt: skip
+    used(catalog, folder)
+    with psycopg.connect(database) as connection:
+        (listed,) = connection.execute("select table_namespace, table_name, metadata_location from iceberg_tables")
+    assert (listed[:2], table_rows(listed[2])) == (("public", "t"), USED)
+    assert_second_is_refused(catalog, folder, monkeypatch)
 
+
+def test_a_server_may_be_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "lake" / "public" / "t"
-    with rest_catalog(session(), tmp_path) as uri:
+    with rest_catalog(session(), tmp_path / "rest.db") as uri:
         catalog = Catalog(kind="rest", root=tmp_path / "lake", uri=uri)
         used(catalog, folder)
         newest = max((folder / "metadata").glob("*.metadata.json"), key=lambda file: file.stat().st_mtime_ns)
         assert table_rows(str(newest)) == USED
-        # The server itself refuses what does not follow what was looked at.
-        table = SparkIcebergTable(session(), folder, LOG, catalog)
-        shape = table.shape()
-        assert shape is not None
-        with monkeypatch.context() as patched:
-            real = Commits._base
-            patched.setattr(Commits, "_base", lambda self, opened, seen: overtake(real(self, opened, seen)))
+        assert_second_is_refused(catalog, folder, monkeypatch)
 
-            def overtake(base: Any) -> Any:
-                patched.undo()
-                table.apply(shape, fold(shape, changes(shape, update(1, big="first"))), at(30), at(40))
-                return base
 
-            with pytest.raises(ForeignWrite, match="at the same time"):
-                table.apply(shape, fold(shape, changes(shape, update(1, big="second"))), at(30), at(40))
-        assert table.cursor() == at(40)
+def test_a_server_that_wants_a_token_gives_one_to_both_sides_for_a_credential(tmp_path: Path) -> None:
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    folder, given = tmp_path / "lake" / "public" / "t", {"credential": "us:s3cret", "header.X-Key": "s3cret"}
+    with rest_catalog(session(), tmp_path / "rest.db", "us:s3cret") as uri:
+        known = Catalog(kind="rest", root=tmp_path / "lake", uri=uri, properties=given)
+        used(known, folder)
+        assert known.metadata(folder) is not None
+        own = SparkIcebergTable(session(), folder, LOG, known).session
+        for name in given:
+            ((_, shown),) = own.sql(f"SET `spark.sql.catalog.tailrace.{name}`").collect()
+            assert "redacted" in shown
+        for properties in ({}, {"credential": "us:other"}):
+            stranger = Catalog(kind="rest", root=tmp_path / "lake", uri=uri, properties=properties)
+            with pytest.raises(TableUnusable, match="HTTP 401"):
+                stranger.metadata(folder)
+
+
+def assert_second_is_refused(catalog: Catalog, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The catalog itself refuses what does not follow what was looked at."""
+    from tailrace.spark.iceberg_commits import Commits
+    from tailrace.spark.iceberg_engine import SparkIcebergTable
+
+    table = SparkIcebergTable(session(), folder, LOG, catalog)
+    shape = table.shape()
+    assert shape is not None
+    with monkeypatch.context() as patched:
+        real = Commits._base
+        patched.setattr(Commits, "_base", lambda self, opened, seen: overtake(real(self, opened, seen)))
+
+        def overtake(base: Any) -> Any:
+            patched.undo()
+            table.apply(shape, fold(shape, changes(shape, update(1, big="first"))), at(30), at(40))
+            return base
+
+        with pytest.raises(ForeignWrite, match="at the same time"):
+            table.apply(shape, fold(shape, changes(shape, update(1, big="second"))), at(30), at(40))
+    assert table.cursor() == at(40)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -392,7 +370,7 @@ def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, versi
     from tailrace.spark.iceberg_engine import SparkIcebergTable
 
     folder = tmp_path / "lake" / "public" / "t"
-    with rest_catalog(session(), tmp_path) as uri:
+    with rest_catalog(session(), tmp_path / "rest.db") as uri:
         catalog = Catalog(kind="rest", root=tmp_path / "lake", uri=uri, version=version)
         for number, (by, schema) in enumerate([(("id",), SHOP), (("n", "id"), SHOP), (("k",), OTHERS), ((), SHOP)]):
             table = SparkIcebergTable(session(), folder, LOG, catalog, Form(partition_by=by))

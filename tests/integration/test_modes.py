@@ -17,6 +17,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import Pipeline, eventually, execute
+from tests.support.thorough import thorough
 
 EVERY = (
     "metadata: [_op]",
@@ -305,6 +306,7 @@ def shared(folder: Path, database: str, name: str, lake: str) -> Scene:
     return scene.reread().tables_are("names: '{pipeline}/{table}'")
 
 
+@thorough
 def test_a_pipeline_on_spark_writes_tables_in_every_mode(database: str, tmp_path: Path) -> None:
     make(database, *NAMES)
     pipeline = Pipeline(tmp_path, database)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import datetime
 from pathlib import Path
 
+import psycopg
 import pyarrow as pa
+import pytest
 from deltalake import DeltaTable
 
 from tailrace.pipeline.ledger import Ledger, Point
@@ -74,6 +77,34 @@ def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_
         assert not after.missing
         assert after.versions[right.table] > before.versions[right.table]
         assert after.versions[left.table] >= before.versions[left.table]
+
+
+def test_just_after_a_load_the_time_is_the_sources_whatever_our_own_clock_says(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours is an hour ahead: a point that bore its time would hide all that are noted within the next hour."""
+    execute(database, *MADE)
+
+    def server_time() -> datetime:
+        with psycopg.connect(database) as connection:
+            ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
+        assert isinstance(now, datetime)
+        return now
+
+    ahead = time.time_ns() + 3_600_000_000_000
+    monkeypatch.setattr(time, "time_ns", lambda: ahead)
+    begun = server_time()
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.note_point(applying)
+        loaded = Ledger(tmp_path / "changes").at()
+        assert begun <= loaded.time <= server_time()
+        execute(database, "UPDATE left_accounts SET money = 0 WHERE id = 1")
+        scene.note_point(applying)
+        changed = Ledger(tmp_path / "changes").at()
+        assert loaded.time < changed.time <= server_time()
+    with Scene(tmp_path, database) as scene, scene.loader() as applying:
+        scene.note_point(applying)
+        assert Ledger(tmp_path / "changes").at().time == changed.time, "nothing has been committed since"
 
 
 def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) -> None:

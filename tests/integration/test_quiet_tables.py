@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tailrace.changelog.expected import expected
 from tailrace.changelog.reader import ChangeLog
+from tailrace.pipeline.status import read_status
 from tests.support.frames import frame, steps
 from tests.support.loads import Scene
 from tests.support.pipelines import eventually, execute
@@ -28,3 +29,14 @@ def test_the_capture_notes_what_quiet_tables_look_like_and_what_comes_fits(datab
         scene.wait_for_capture()
     assert [row["id"] for _, rows in steps(made) for row in rows] == [1]
     assert ChangeLog.open(log).numbers("public.quiet"), "by now the log knows it by its rows"
+
+
+def test_the_status_says_which_tables_the_source_no_longer_has(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE stays (id int)", "CREATE TABLE goes (id int)", "CREATE TABLE moves (id int)")
+    with Scene(tmp_path, database) as scene:
+        scene.wait_for_capture()
+        execute(database, *(f"INSERT INTO {table} VALUES (1)" for table in ("stays", "goes", "moves")))
+        scene.wait_for_capture()
+        execute(database, "DROP TABLE goes", "ALTER TABLE moves RENAME TO moved")
+        notes = {table.table: table.note or "" for table in read_status(scene.settings).tables}
+        assert {name for name, note in notes.items() if "no table of this name any more" in note} == {"goes", "moves"}

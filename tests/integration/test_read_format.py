@@ -267,14 +267,14 @@ def test_views_are_read_by_one_task(source: psycopg.Connection, read: Read) -> N
         ({"table": "public.missing"}, "not there (table=public.missing) [source-table-missing] | hint: Names are"),
         ({"table": "t"}, "the option `table` is not the name of a table with its schema [config-invalid] | hint: For"),
         ({"columns": "id, nope"}, "no such column (table=public.t, column=nope) [config-invalid] | hint: It has id, v"),
-        ({"columns": "id, id"}, "the option `columns` names a column twice"),
+        ({"columns": "id, id"}, "the option `columns` has a name twice"),
         ({"columns": "id,,v"}, "the option `columns` is not a list of names"),
         ({"where": "nope = 1"}, 'the condition cannot be used: column "nope" does not exist'),
         ({"where": "true) or (true"}, "the condition cannot be used"),
         ({"chunkBytes": "5 potatoes"}, "the option `chunkBytes` is not a size [config-invalid] | hint: For example"),
         ({"maxPartitions": 0}, "the option `maxPartitions` is not a whole number above 0"),
         ({"snapshotSeconds": "-1"}, "the option `snapshotSeconds` is not a number of seconds"),
-        ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: The options are url, table"),
+        ({"fetchsize": 100}, "the option `fetchsize` is not known [config-invalid] | hint: The options of a table"),
         ({"url": "host=localhost password=secret"}, "the option `url` is not a URL of PostgreSQL"),
         ({"url": "postgresql://nobody:secret@127.0.0.1:1/x"}, "[source-unreachable] | hint: Is it running, and do"),
     ],
@@ -453,5 +453,6 @@ def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, data
     assert after["public.b"].dtypes == [("id", "int"), ("n", "decimal(10,2)")]
     told = after["public.p"].selectExpr("id", "region", "CAST(at AS string) AS at").collect()
     assert sorted(map(tuple, told)) == [(1, "a/b %", "2026-01-02 03:04:05.000006"), (2, None, None)]
+    assert list(tailrace.tables_at(spark, scene.pipeline.file, tables=[TableId("public", "b")])) == ["public.b"]
     with pytest.raises(ConfigError):
         tailrace.tables_at(spark, scene.pipeline.file, time="1999-01-01")

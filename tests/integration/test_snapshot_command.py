@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
 from tailrace.pipeline import loading
 from tailrace.pipeline.report import TableState
@@ -206,6 +207,22 @@ def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
         seeds = Seeds(scene.settings.log.path)
         seeds.wish(Wish(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
         assert eventually(lambda: not seeds.wishes(), seconds=60)
+        scene.assert_equal(applying, "things")
+
+
+def test_a_condition_that_names_what_is_not_there_is_said_to_and_nothing_is_stuck(filled: str, tmp_path: Path) -> None:
+    """Whether it was mistyped, or what it names has gone since it was asked for."""
+    with Scene(tmp_path, filled) as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        seeds = Seeds(scene.settings.log.path)
+        refused = scene.pipeline.ask("snapshot", "public.things", "--where", "xx = 1")
+        assert refused.returncode == ExitCode.CONFIG
+        assert 'column "xx" does not exist' in refused.stderr
+        assert not seeds.wishes()
+        seeds.wish(Wish(table=TableId("public", "things"), where="id in (select id from public.gone)"))
+        assert eventually(lambda: not seeds.wishes(), seconds=60)
+        assert 'relation "public.gone" does not exist' in (life(applying, "things").trouble or "")
+        execute(filled, "UPDATE things SET x = 5 WHERE id = 1")
         scene.assert_equal(applying, "things")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import psycopg
 import pytest
 
 from tailrace.capture.postgres.settings import PostgresSettings
@@ -10,7 +13,11 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceRefused
 from tailrace.model.schema import TableId
-from tests.support.pipelines import execute
+from tests.support.pipelines import Pipeline, eventually, execute
+
+SLOT_IS_MADE = "select from pg_stat_activity where datname = current_database() and query like 'CREATE_REPLICATION%'"
+SLOTS = "select from pg_replication_slots where database = current_database()"
+WAIT_SECONDS_MAX = 60.0
 
 
 def capture_of(url: str, *names: str) -> PostgresCapture:
@@ -102,3 +109,24 @@ def test_what_a_role_or_database_sets_does_not_change_a_value(database: str) -> 
     }  # fmt: skip
     execute(database, *(f"ALTER DATABASE {name} SET {key} = '{value}'" for key, value in settings.items()))
     assert rows_of(database, "t") == plain
+
+
+def test_who_is_stopped_while_a_slot_waits_for_others_leaves_none(database: str, tmp_path: Path) -> None:
+    """Nobody at the server would notice, and the slot would be made when they end, for nobody."""
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    with psycopg.connect(database) as writer, psycopg.connect(database, autocommit=True) as looking:
+        writer.execute("INSERT INTO t VALUES (1)")
+
+        def count(query: str) -> int:
+            return len(looking.execute(query.encode()).fetchall())
+
+        running = Pipeline(tmp_path / "one", database).start("capture")
+        try:
+            assert eventually(lambda: count(SLOT_IS_MADE) == 1, WAIT_SECONDS_MAX), running.said()
+            running.process.terminate()
+            assert running.wait(WAIT_SECONDS_MAX) == 0, running.said()
+            assert "stopped before it began" in running.said()
+        finally:
+            running.end()
+        assert eventually(lambda: count(SLOT_IS_MADE) == 0, WAIT_SECONDS_MAX)
+        assert count(SLOTS) == 0

@@ -15,6 +15,7 @@ from deltalake import DeltaTable
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.spark import redelivery
+from tailrace.spark.folding import FoldedFiles
 from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters
 from tailrace.spark.tasks import advance_table
 from tests.support.changes import SHOP, move, update
@@ -197,6 +198,26 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     assert "Apache-Spark" in newest(work.place.path)
     assert done.version == DeltaTable(str(work.place.path)).version()
     assert (quiet.ns(), quiet.rows()[1]["_deleted"]) == ({1: 7, 2: 2, 3: 0, 4: 3}, False)
+
+
+def test_a_version_that_was_missing_is_put_in_by_spark_once(tmp_path: Path) -> None:
+    quiet = Quiet(tmp_path, on_bad_row="dead-letter", form="engine: spark, mode: history")
+    quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2)])
+    work = pending(quiet, [update(1, unfit=("n",)), update(2, n=2)], 2)
+    (outcome,) = spark_engine().run(advance_table, [work])
+    assert (outcome.error, outcome.letters) == (None, 1)
+    asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
+    now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
+    deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
+    redelivery._keep(asked, now, [1], {})
+    with spark_engine()._table(work.place).scratch() as scratch:
+        staged = redelivery.stage_letters(redelivery.StageWork(work=deliver, path=scratch / "ready.parquet"))
+        assert isinstance(staged, FoldedFiles)
+        spark_engine()._table(work.place).put_files(SHOP, staged, quiet.cursor)  # and then it died
+    (done,) = spark_engine().run(deliver_letters, [deliver])
+    assert (done.error, done.rows, done.letters) == (None, 1, 0)
+    found = sorted((row["_seq"], row["n"], row["_current"]) for row in quiet.content() if row["id"] == 1)
+    assert found == [(0, 0, False), (1, 7, True)]
 
 
 def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path: Path) -> None:

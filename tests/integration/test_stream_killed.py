@@ -17,21 +17,23 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tailrace.changelog.reader import ChangeLog
 from tailrace.spark.java import find_java
 from tests.support.pipelines import descendants, eventually, execute
+from tests.support.stores import ENVIRONMENT, s3_server
+from tests.support.thorough import thorough
 
 COME_SECONDS_MAX = 300.0
-THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
 
 DRIVER = """
 import json, os, sys
 from pyspark.sql import SparkSession
-url, log, folder, master, trigger = sys.argv[1:]
+options, folder, master, trigger = sys.argv[1:]
 spark = SparkSession.builder.master(master).config("spark.ui.enabled", "false").config(
     "spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress", "127.0.0.1").config(
     "spark.executorEnv.PYTHONPATH", os.environ["PYTHONPATH"]).config("spark.task.maxFailures", "8").config(
     "spark.driver.extraJavaOptions", "-XX:TieredStopAtLevel=1").getOrCreate()
-frame = spark.readStream.format("cdc").option("url", url).option("log", log).option("table", "public.t").option(
+frame = spark.readStream.format("cdc").options(**json.loads(options)).option("table", "public.t").option(
     "rowsPerPartition", "100").load()
 
 def write(batch, number):
@@ -59,9 +61,9 @@ spark.stop()
 class Drivers:
     """Starts the same query again and again."""
 
-    def __init__(self, url: str, folder: Path, master: str) -> None:
-        self._url, self._folder, self._master = url, folder, master
-        self.log = folder / "log"
+    def __init__(self, url: str, folder: Path, master: str, **options: str) -> None:
+        self._options = {"url": url, "log": str(folder / "log"), **options}
+        self._folder, self._master = folder, master
         (folder / "out").mkdir()
 
     @contextmanager
@@ -71,7 +73,7 @@ class Drivers:
         }  # fmt: skip
         with (self._folder / "said").open("ab") as said:
             process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER, self._url, str(self.log), str(self._folder), self._master, trigger],
+                [sys.executable, "-c", DRIVER, json.dumps(self._options), str(self._folder), self._master, trigger],
                 stdout=subprocess.PIPE, stderr=said, env=environment, cwd=self._folder, start_new_session=True,
             )  # fmt: skip
         assert process.stdout is not None
@@ -142,7 +144,6 @@ def alive(pids: set[int]) -> list[bytes]:
     return found
 
 
-LONG = pytest.mark.skipif(not THOROUGH, reason="takes minutes: run with TAILRACE_THOROUGH=1")
 
 
 @pytest.mark.timeout(900)
@@ -150,11 +151,11 @@ LONG = pytest.mark.skipif(not THOROUGH, reason="takes minutes: run with TAILRACE
     ("master", "killed"),
     [
         pytest.param("local[2]", (), id="driver"),
-        pytest.param("local[2]", ("java",), id="java", marks=LONG),
-        pytest.param("local[2]", ("python_streaming_source_runner",), id="source", marks=LONG),
-        pytest.param("local[2]", ("pyspark.daemon", "pyspark.worker"), id="workers", marks=LONG),
-        pytest.param("local[2]", ("tailrace.pipeline.beside",), id="capture", marks=LONG),
-        pytest.param("local-cluster[2,1,1024]", ("CoarseGrainedExecutorBackend",), id="executor", marks=LONG),
+        pytest.param("local[2]", ("java",), id="java", marks=thorough),
+        pytest.param("local[2]", ("python_streaming_source_runner",), id="source", marks=thorough),
+        pytest.param("local[2]", ("pyspark.daemon", "pyspark.worker"), id="workers", marks=thorough),
+        pytest.param("local[2]", ("tailrace.pipeline.beside",), id="capture", marks=thorough),
+        pytest.param("local-cluster[2,1,1024]", ("CoarseGrainedExecutorBackend",), id="executor", marks=thorough),
     ],
 )
 def test_every_row_is_written_once_whatever_is_killed(
@@ -181,3 +182,32 @@ def test_every_row_is_written_once_whatever_is_killed(
     assert eventually(lambda: slot_is_free(database), COME_SECONDS_MAX)
     first = drivers.ids()[0]
     assert drivers.ids() == list(range(first, len(written) + 1)), "from the slot's making on"
+
+
+@thorough
+@pytest.mark.timeout(900)
+def test_a_stream_captures_into_a_store_and_goes_on_there_when_its_driver_is_started_again(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, "create table t (id int primary key)")
+    with s3_server() as s3:
+        for name, value in ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
+        log = s3.place()
+        sparks = str(log).replace("s3://", "s3a://")
+        drivers = Drivers(database, tmp_path, "local[2]", log=sparks, logEndpoint=s3.endpoint)
+        with drivers.running() as driver, writing(database) as written:
+            assert eventually(lambda: len(drivers.ids()) > 5, COME_SECONDS_MAX)
+            below = descendants(driver.pid)
+            assert processes(driver, "tailrace.pipeline.beside", str(log)), "the capture is a process beside it"
+            driver.terminate()
+            driver.wait(COME_SECONDS_MAX)
+        assert eventually(lambda: not alive(below) and slot_is_free(database), COME_SECONDS_MAX), alive(below)
+        with drivers.running("all") as driver:
+            assert driver.wait(COME_SECONDS_MAX) == 0
+        assert eventually(lambda: slot_is_free(database), COME_SECONDS_MAX)
+        first = drivers.ids()[0]
+        assert drivers.ids() == list(range(first, len(written) + 1)), "from the slot's making on"
+        captured = [key for batch in ChangeLog.open(log).follow() for key in batch.data.column("id").to_pylist()]
+        assert captured == drivers.ids(), "the log is one like any other"
+    assert not (tmp_path / "log").exists()

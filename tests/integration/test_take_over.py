@@ -19,6 +19,7 @@ from tailrace.errors import LogFenced
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.settings import load_settings
 from tests.support.pipelines import Pipeline, Running, assert_log_is_whole, eventually, execute
+from tests.support.thorough import thorough
 
 
 @contextmanager
@@ -180,6 +181,7 @@ def test_without_take_over_a_second_capture_waits_and_is_refused_even_by_one_tha
     assert first.terminate() == 0
 
 
+@thorough
 @pytest.mark.timeout(400)
 def test_a_whole_pipeline_that_was_stopped_can_be_taken_over(
     database: str, tmp_path: Path, ended: ExitStack

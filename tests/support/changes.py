@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -47,21 +47,25 @@ class Change:
     before: Row | None = None
     moved_from: Row | None = None
     unfit: tuple[str, ...] | None = None
+    unfit_text: str = "SECRET"
+    """Of what does not fit."""
 
 
 def _key(key: Any) -> Row:
     return dict(key) if isinstance(key, dict) else {"id": key}
 
 
-def insert(key: Any, *, unfit: tuple[str, ...] | None = None, **values: Any) -> Change:
-    return Change(op="insert", values=_key(key) | values, unfit=unfit)
+def insert(key: Any, *, unfit: tuple[str, ...] | None = None, unfit_text: str = "SECRET", **values: Any) -> Change:
+    return Change(op="insert", values=_key(key) | values, unfit=unfit, unfit_text=unfit_text)
 
 
 def update(
     key: Any, *, unchanged: tuple[str, ...] | None = None, unfit: tuple[str, ...] | None = None,
-    before: Row | None = None, **values: Any,
+    before: Row | None = None, unfit_text: str = "SECRET", **values: Any,
 ) -> Change:  # fmt: skip
-    return Change(op="update", values=_key(key) | values, unchanged=unchanged, unfit=unfit, before=before)
+    return Change(
+        op="update", values=_key(key) | values, unchanged=unchanged, unfit=unfit, before=before, unfit_text=unfit_text
+    )
 
 
 def delete(key: Any, *, unfit: tuple[str, ...] | None = None, **values: Any) -> Change:
@@ -74,6 +78,11 @@ def move(
     """A key update: the two neighbouring rows it arrives as."""
     arrival = Change(op="insert", values=_key(new) | values, unchanged=unchanged, moved_from=_key(old))
     return delete(old), arrival
+
+
+def arrival(key: Any, *, unchanged: tuple[str, ...], **values: Any) -> Change:
+    """A row that enters a condition by an update: an insert, without the values that did not change."""
+    return Change(op="insert", values=_key(key) | values, unchanged=unchanged)
 
 
 def truncate() -> Change:
@@ -101,7 +110,7 @@ def _stored(schema: TableSchema, row: Change, seq: int) -> Row:
         change.MOVED_FROM: _renamed(row.moved_from),
         change.UNFIT: None
         if row.unfit is None
-        else [{"column": name, "text": "SECRET"} for name in row.unfit],
+        else [{"column": name, "text": row.unfit_text} for name in row.unfit],
         **{change.stored_name(name): row.values.get(name) for name in schema.names},
     }
 
@@ -148,6 +157,8 @@ class Model:
 
     schema: TableSchema = COMPOSITE
     rows: dict[int, Row] = field(default_factory=dict)
+    away: dict[int, Row] = field(default_factory=dict)
+    """Rows that a condition hides, and that change unseen (`leave`) until they come back (`enter`)."""
 
     @staticmethod
     def key(number: int) -> Row:
@@ -166,11 +177,19 @@ class Model:
     ) -> list[Change]:
         if kind == "truncate":
             self.rows.clear()
+            self.away.clear()
             return [truncate()]
-        if kind == "insert" and at not in self.rows:
+        if kind == "leave" and at in self.rows | self.away:
+            self.away[at] = (self.rows.pop(at, None) or self.away[at]) | {"big": value}
+            return [delete(self.key(at))]
+        if kind == "enter" and at in self.away:
+            self.rows[at] = self.away.pop(at)
+            (told,) = self.step("update", at, to, value, unchanged)
+            return [told if to % 2 else replace(told, op="insert")]
+        if kind == "insert" and at not in self.rows | self.away:
             self.rows[at] = {"name": value, "big": value, "n": to}
             return [insert(self.key(at), **self.rows[at])]
-        if at not in self.rows:
+        if at not in self.rows or kind in ("leave", "enter"):
             return []
         if kind == "delete":
             del self.rows[at]
@@ -178,7 +197,7 @@ class Model:
         row: Row = {"name": value, "big": value, "n": to}
         new = row | {name: self.rows[at][name] for name in unchanged}
         sent = {name: given for name, given in row.items() if name not in unchanged}
-        if kind == "move" and to not in self.rows:
+        if kind == "move" and to not in self.rows | self.away:
             del self.rows[at]
             self.rows[to] = new
             return list(move(self.key(at), self.key(to), unchanged=unchanged or None, **sent))

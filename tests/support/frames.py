@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tailrace.changelog.files import LogPath
-from tailrace.changelog.places import Place, starting_place
+from tailrace.changelog.places import Place
 from tailrace.spark.log_frame import Frame, look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.log_part import read_part
@@ -33,7 +33,7 @@ def rows_of_parts(made: Frame, parts: list[LogPart]) -> Rows:
 def steps(made: Frame, *, after: Place | None = None) -> list[tuple[int, Rows]]:
     """Micro-batch after micro-batch until nothing is left: the commit each ends with, and its rows."""
     view, found = LogView(made), []
-    place = after or starting_place(view.log, made.options.start, view.tables(view.newest()))
+    place = after or view.begin()
     while (end := view.step(place, view.newest(), limited=True)) > place.commit:
         found.append((end, rows_of_parts(made, view.parts(place, end))))
         place = Place(end)

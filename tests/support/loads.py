@@ -29,7 +29,7 @@ from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.wiring import open_source, open_source_of
 from tailrace.runtime import loop
 from tailrace.spark.tasks import ChunkWork, Outcome
 from tests.support.engines import IS_SPARK, engine_lines, spark_engine
@@ -88,8 +88,10 @@ class Local(Applying):
 class Scene:
     """One pipeline: its capture runs as long as the scene, its loader as often as it is opened."""
 
-    def __init__(self, folder: Path, url: str, *, tables: str = '["public.*"]', **load: Any) -> None:
-        self.pipeline = Pipeline(folder, url, tables=tables)
+    def __init__(
+        self, folder: Path, url: str, *, tables: str = '["public.*"]', source: str = "", **load: Any
+    ) -> None:
+        self.pipeline = Pipeline(folder, url, tables=tables, extra=source)
         self.pipeline.file.write_text(self.pipeline.file.read_text() + engine_lines())
         settings = load_settings(self.pipeline.file)
         given = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
@@ -152,7 +154,7 @@ class Scene:
     def loader(self, before: Hook | None = None, after: Hook | None = None) -> Iterator[Local]:
         """A process that loads and applies, until the block is left."""
         log = ChangeLog.open(self.settings.log.path)
-        source = open_source(self.settings, log.log_id)
+        source = open_source_of(self.settings, log, loads=True)
         held = Lease(log.path, APPLIER)
         applying = Local(self.settings, log, source)
         applying.before, applying.after = before, after
@@ -194,7 +196,9 @@ class Scene:
         """Have the tables' versions noted, once nobody is at work on any of them."""
         assert self.settled(applying)
         deadline = time.monotonic() + LOADED_SECONDS_MAX
-        while (point := point_at(applying.lives, applying.lives.grow())) is None or point.passing:
+        while (point := point_at(applying.lives, applying.lives.grow())) is None or any(
+            absence.passing for absence in point.missing.values()
+        ):
             assert time.monotonic() < deadline, "all tables are at rest"
             time.sleep(0.02)
         applying._ledger.note(point)

@@ -41,7 +41,7 @@ class Mirror:
 
     def apply(self, *rows: Change, reread: Reread | None = None) -> Applied:
         seq = self.seq
-        result = fold(self.schema, changes(self.schema, *rows))
+        result = fold(self.schema, changes(self.schema, *rows), rereads=reread is not None)
         return self.table.apply(self.schema, result, at(seq), at(seq + 10), reread=reread)
 
     def content(self) -> list[dict[str, Any]]:

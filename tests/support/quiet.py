@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +28,16 @@ from tailrace.pipeline.life import Lives
 from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
-from tailrace.spark.seeds import Seeds
+from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.formed import loaded
+from tailrace.tables.forms import Origin
 from tailrace.tables.layout import Place
+from tailrace.tables.staging import stage
 from tests.support.changes import SHOP, Change, record_batches
-from tests.support.engines import iceberg_table, rows_of, spark_engine
+from tests.support.engines import IS_SPARK, iceberg_table, rows_of, spark_engine
 from tests.support.logs import STEP, Diary
 from tests.support.windows import window
 
@@ -83,16 +87,16 @@ class Quiet:
 
     @property
     def table(self) -> DeltaRsTable:
-        assert self._place.catalog is None
-        return self._place.open()
+        assert self.place.catalog is None
+        return self.place.open()
 
     @property
-    def _place(self) -> Place:
+    def place(self) -> Place:
         return self.settings.tables.layout.place(THINGS, ChangeLog.open(self.settings.log.path).log_id)
 
     @property
     def cursor(self) -> Cursor:
-        found = self._place.look().cursor()
+        found = self.place.look().cursor()
         assert found is not None
         return found
 
@@ -101,7 +105,7 @@ class Quiet:
         self.diary.commit()
         lives = self.lives()
         at = lives.index.position
-        table = self.table if self._place.catalog is None else iceberg_table(self._place)
+        table = self.table if self.place.catalog is None else iceberg_table(self.place)
         table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
 
     def load_anew(
@@ -116,11 +120,27 @@ class Quiet:
         path = self.settings.log.path
         Seeds(path).folder(name).mkdir(parents=True, exist_ok=True)
         Seeds(path).land(name, passed or at)
-        now, aside = self.table.cursor(), Letters(path, THINGS)
+        now, aside = self.place.look().cursor(), Letters(path, THINGS)
         aside.before_load(name, whole=True, now=now.load if now else None, seq=cursor.seq)
         if letters:
             aside.write_load(name, cursor.seq, letters)
-        self.table.load(schema, record_batches(schema, rows), cursor)
+        if self.place.catalog is None:
+            self.table.load(schema, record_batches(schema, rows), cursor)
+        else:
+            self._land(schema, rows, cursor)
+
+    def _land(self, schema: TableSchema, rows: Sequence[dict[str, Any]], cursor: Cursor) -> None:
+        """Stage rows as a task of a load does, and land them in an Iceberg table."""
+        place, name = self.place, cursor.load or ""
+        origin = Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        own = loaded(place.form, schema, record_batches(schema, rows), origin)
+        stored, by = place.form.stored(schema), place.form.partition_by
+        files = stage(place.staging, f"{name}-000000", stored, own, by, numbered=True)
+        done = StagedChunk(
+            chunk=0, files=files, keys=(), rows=len(rows), bytes=0, seconds=0.0, seen=cursor.position, letters=0
+        )
+        Seeds(self.settings.log.path).stage(name, done)
+        iceberg_table(place).land(schema, files, cursor, origin=origin)
 
     def keep(self, name: str) -> SeedKeeping:
         """What the pipeline does once a load has landed."""
@@ -150,7 +170,7 @@ class Quiet:
 
     def lives(self) -> Lives:
         settings = self.settings
-        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.evolution.policies)
+        lives = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, settings.tables.policies_of)
         lives.grow()
         return lives
 
@@ -168,7 +188,7 @@ class Quiet:
     def content(self) -> list[dict[str, Any]]:
         """The lake table's rows."""
         path = self.settings.tables.layout.path(THINGS)
-        if self._place.catalog is not None:
+        if self.place.catalog is not None:
             rows: list[dict[str, Any]] = rows_of(path).to_pylist()
             return rows
         return [row for file in self.table.files() for row in pq.read_table(path / file).to_pylist()]
@@ -186,7 +206,7 @@ class Quiet:
 
 def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
     log = ChangeLog.open(settings.log.path)
-    lives = Lives(log, settings.tables.layout, settings.tables.evolution.policies)
+    lives = Lives(log, settings.tables.layout, settings.tables.policies_of)
     newest = lives.grow()
     end = newest if to is None else to
     life = lives.add(THINGS)
@@ -216,7 +236,7 @@ def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
 
 def _advanced(work: ApplyWork | EvolveWork) -> Outcome:
     """The work, done by whoever writes the table."""
-    if work.place.catalog is None:
+    if not IS_SPARK:
         return advance_table(work)
     (outcome,) = spark_engine().run(advance_table, [work])
     return outcome

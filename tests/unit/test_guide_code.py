@@ -82,7 +82,7 @@ def test_the_code_of_the_guide_to_the_library_runs_from_top_to_bottom(
     assert "[('shop.orders', 7)] [('numbers'," in said
     assert '"op":"insert"' in said
     assert "\npublic.orders 7\n" in said
-    assert said.endswith("running healthy\ninjected\nNone 0 0\n")
+    assert said.endswith("running healthy\ninjected\nNone 0 0\n2 1 ['paid']\n")
 
 
 def test_the_code_of_the_guide_to_checkpoints_runs_from_top_to_bottom(
@@ -94,8 +94,8 @@ def test_the_code_of_the_guide_to_checkpoints_runs_from_top_to_bottom(
         exec(compile(block, "checkpoints.md", "exec"), {})
     assert capsys.readouterr().out.splitlines() == [
         "16/B374D848 postgresql-lsn {'rows': 1200}",
-        "('orders',) True",
-        "orders postgresql 16/B374D848",
+        "('invoices',) True",
+        "invoices postgresql 16/B374D848",
         "mysql-bin.000042:1547",
         "it keeps every promise",
         "1 create ['id'] []",
@@ -104,6 +104,17 @@ def test_the_code_of_the_guide_to_checkpoints_runs_from_top_to_bottom(
     ]
     listing, seeding, deleting = re.findall(r"`tailrace (checkpoints state/[^`]*)`", page)
     assert [main(command.split()) for command in (listing, deleting, seeding)] == [0, 0, 0]
+
+
+def test_who_follows_both_guides_in_one_folder_finds_no_checkpoint_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for page in ("checkpoints.md", "library.md"):
+        first = re.findall(r"```python\n(.*?)```", (GUIDES / page).read_text(), re.DOTALL)[0]
+        exec(compile(first, page, "exec"), names)
+    assert names["runtime"].rows_committed == 3  # type: ignore[attr-defined] # of the guide
 
 
 def test_the_code_of_the_guide_to_testing_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,8 @@ SUPPORT = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
 
 def test_every_kind_of_cell_can_be_chosen() -> None:
     assert list(matrix.cells(matrix.KINDS, [15, 18], [])) == [
-        "PostgreSQL 15", "PostgreSQL 18", "Spark 4.2, Delta connector", "Spark 4.1, Iceberg connector",
-        "Spark 4.3, Connect and declarative pipelines",
+        "PostgreSQL 15", "PostgreSQL 18", "Spark 4.2, Delta connector", "Spark 4.1, Delta connector",
+        "Spark 4.1, Iceberg connector", "Spark 4.3, Connect and declarative pipelines",
     ]  # fmt: skip
     assert list(matrix.cells(["iceberg"], [15, 16], [])) == ["Spark 4.1, Iceberg connector"]
 
@@ -33,16 +36,64 @@ def test_the_verdict_of_every_cell_is_printed_and_one_that_failed_is_the_verdict
     assert matrix.main(["--only", "spark connect"]) == 0
 
 
+LEFT_OUT = """
+import pytest
+@pytest.mark.skip(reason="no jars")
+@pytest.mark.parametrize("n", range(2))
+def test_it(n):
+    pass
+"""
+WHOLE = "import pytest\npytest.skip('no jars', allow_module_level=True)\n"
+FAILS_AS_EXPECTED = "import pytest\n@pytest.mark.xfail\ndef test_it():\n    assert False\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([LEFT_OUT, WHOLE], f"{SKIPPED}: all 3 tests were skipped, most because: no jars"),
+        ([WHOLE, FAILS_AS_EXPECTED], f"{PASSED}, but for 1 of 2 tests that were skipped"),
+    ],
+)
+def test_what_pytest_has_skipped_is_known(tmp_path: Path, files: list[str], said: str) -> None:
+    settings = tmp_path / "pytest.ini"
+    settings.write_text("[pytest]\n")
+    for number, content in enumerate(files):
+        (tmp_path / f"test_{number}.py").write_text(content)
+    command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", "-c", str(settings), str(tmp_path)]
+    assert engines.verdict([engines.run_tests(command, os.environ)]) == said
+
+
+def ran(tests: int, skipped: int = 0, code: int = 0) -> engines.Ran:
+    return engines.Ran(code=code, tests=tests, reasons=Counter({"no jars": skipped} if skipped else {}))
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([ran(9)], PASSED),
+        ([ran(2, 2), ran(3, 3, code=5)], f"{SKIPPED}: all 5 tests were skipped, most because: no jars"),
+        ([ran(9), ran(3, 3)], f"{PASSED}, but for 3 of 12 tests that were skipped"),
+        ([ran(3, 3), ran(9, 8, code=1)], f"{FAILED} (exit code 1)"),
+        ([ran(0, code=5)], f"{FAILED}: there was no test to run"),
+        ([ran(0, code=5), ran(9)], f"{FAILED}: there was no test to run"),
+        ([ran(0, code=4), ran(9, code=1)], f"{FAILED} (exit code 4, 1)"),
+    ],
+)  # fmt: skip
+def test_a_cell_of_which_nothing_was_tested_has_not_passed(runs: list[engines.Ran], said: str) -> None:
+    assert engines.verdict(runs) == said
+
+
 def test_a_cell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert matrix.main(["--only", "sprak", "16"]) == 2
-    assert "no such cells: sprak; there are postgres, spark, iceberg, connect" in capsys.readouterr().err
+    assert "no such cells: sprak; there are postgres, spark, spark-4.1, iceberg, connect" in capsys.readouterr().err
 
 
 def test_every_test_that_an_engine_is_held_to_is_there() -> None:
     root = Path(__file__).parents[2]
     for engine in engines.ENGINES.values():
-        for test in (*engine.tests, *engine.door, *engine.featured):
-            assert (root / test.partition("::")[0]).is_file(), test
+        for test in (*engine.tests, *engine.door, *engine.featured, *engine.listed):
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (root / file).read_text() or not name, test
 
 
 def test_the_page_of_what_is_supported_names_every_cell() -> None:

@@ -1,5 +1,6 @@
 """The same with `create_auto_cdc_flow`. NOT RUN: Spark has it since 4.3, and its target must be a table of a connector
-that can change rows, such as Iceberg's, which there is not for Spark 4.3 yet. See docs/guides/declarative-pipelines.md.
+that can change rows, such as Iceberg's, which there is not for Spark 4.3 yet. A dry run of it passes. See
+docs/guides/declarative-pipelines.md.
 """
 
 from __future__ import annotations
