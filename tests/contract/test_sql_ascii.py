@@ -88,8 +88,8 @@ def test_what_is_utf8_arrives_as_it_is(scene: Scene) -> None:
 
 def test_what_is_not_does_not_fit_and_the_row_is_kept_with_its_bytes(scene: Scene) -> None:
     scene.start()
-    scene.run(b"insert into notes values (1, 'good', '{x}')")
-    scene.run(b"insert into notes values (2, 'caf\xe9', '{\"\xff\",y}')")
+    # In one transaction, so that both are in one window.
+    scene.run(b"insert into notes values (1, 'good', '{x}'), (2, 'caf\xe9', '{\"\xff\",y}')")
     (batch,) = scene.told(2, replaced=False)
     batch.data.validate(full=True)
     good, bad = batch.data.to_pylist()

@@ -95,8 +95,14 @@ def settled(scene: Scene, applying: Local, *tables: str) -> bool:
     while waiting and time.monotonic() < deadline:
         waiting = [table for table in waiting if not is_so(table)]
         time.sleep(0.2)
-    assert not waiting, [life(applying, table) for table in waiting]
+    assert not waiting, [told(applying, table) for table in waiting]
     return scene.settled(applying)
+
+
+def told(applying: Local, table: str) -> str:
+    """Where a table stands that did not become what it should."""
+    now = life(applying, table)
+    return f"{table}: {now.state} {now.error!r} refresh={now.refresh!r} announced={now.announced} load={now.load}"
 
 
 def assert_equal(scene: Scene, table: str, *kept: str) -> None:

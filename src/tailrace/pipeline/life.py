@@ -101,7 +101,7 @@ class TableLife:
     insert_only: bool = False
     """Whether only inserts and truncates of it are published, for want of a replica identity."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held by whoever is applying to the table."""
+    """Held by whoever is applying to the table, or takes it out of those that go on."""
 
     @property
     def mixed(self) -> bool:
@@ -361,7 +361,7 @@ class Lives:
             taken.append(item)
             rows += item.rows
         if not taken:
-            if life.state is not TableState.LOADED and self._replayed(life):
+            if life.state.going_on and self._replayed(life):
                 life.state, life.replay, life.healing = TableState.LIVE, None, False
             return None
         return Stretch(tuple(taken), self.reached(life.cursor, taken, pending[len(taken) :], max(end, taken[-1].last)))
@@ -384,7 +384,8 @@ class Lives:
                 return None
             if (step := self.planned(life, told.shape)) is not None:
                 return step
-        life.announced = None
+        if life.announced is told:  # another may have been seen meanwhile
+            life.announced = None
         return None
 
     def notice_trimmed(self) -> None:

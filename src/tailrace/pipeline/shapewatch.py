@@ -58,8 +58,16 @@ class ShapeWatch:
         for table in since.keys() & self._since.keys():
             life = self._lives.tables[table]
             # One that has lost its identity is published otherwise since, and stops for that.
-            if since[table] != self._since[table] and not life.insert_only and not self._stops(life):
+            if since[table] == self._since[table] or life.insert_only or self._stops(life):
+                continue
+            # Whoever is applying to it would call it live again, and it would be neither loaded nor applied to.
+            if not life.lock.acquire(blocking=False):
+                since[table] = self._since[table]  # so that it is noticed at the next look
+                continue
+            try:
                 self._lives.load_anew(life, "its changes were not published for a while")
+            finally:
+                life.lock.release()
         self._since = since
 
     def _stops(self, life: TableLife) -> bool:

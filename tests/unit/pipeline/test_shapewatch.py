@@ -1,0 +1,75 @@
+"""What is noticed at the source without a row that tells of it, beside whoever is applying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.changelog.published import announce, confirm
+from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.pipeline import shapewatch
+from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.shapewatch import ShapeWatch
+from tests.support.changes import SHOP
+from tests.support.quiet import Quiet
+
+
+class Unaltered:
+    """A source whose catalogue shows nothing new."""
+
+    def stamps(self, tables: Sequence[TableId]) -> dict[TableId, str]:
+        return {}
+
+    def describe(self, tables: Iterable[TableId]) -> dict[TableId, TableSchema]:
+        return dict.fromkeys(tables, SHOP)
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
+    monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 0.0)
+    made = Quiet(tmp_path)
+    made.diary.commit()
+    made.load_anew([{"id": 1, "n": 1}], "first")
+    return made
+
+
+def watched(quiet: Quiet) -> tuple[Lives, TableLife, ShapeWatch]:
+    lives = quiet.lives()
+    life = lives.add(SHOP.table)
+    watch = ShapeWatch(cast(PostgresCapture, Unaltered()), lives)
+    watch.look()
+    return lives, life, watch
+
+
+def come_in_again(quiet: Quiet) -> None:
+    """The table was not published for a while."""
+    path, tables = quiet.settings.log.path, [(SHOP.table, SHOP.relation or 0)]
+    confirm(path, tables, Lsn(1))
+    announce(path, tables, Lsn(quiet.cursor.position.value + 50))
+
+
+def test_a_table_that_was_not_published_for_a_while_is_loaded_anew(quiet: Quiet) -> None:
+    _, life, watch = watched(quiet)
+    come_in_again(quiet)
+    watch.look()
+    assert (life.state, life.refresh) == (TableState.REFRESHING, "its changes were not published for a while")
+
+
+def test_so_it_is_though_somebody_is_applying_to_it_at_that_moment(quiet: Quiet) -> None:
+    """Who applies says at the end that the table is live: it was so for ever, and never loaded."""
+    lives, life, watch = watched(quiet)
+    come_in_again(quiet)
+    with life.lock:
+        watch.look()
+        assert (lives.stretch(life, lives.index.commit), life.state) == (None, TableState.LIVE)
+        assert life.refresh is None, "left to the next look"
+    watch.look()
+    assert life.state is TableState.REFRESHING
+    lives.stretch(life, lives.index.commit)
+    assert life.state is TableState.REFRESHING
