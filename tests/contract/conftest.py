@@ -11,8 +11,9 @@ from tailrace.demo.server import EmbeddedPostgres
 from tests.support.benches import Bench, MemoryBench, PostgresBench, Streams
 from tests.support.tables import Scene
 
-KEEPALIVE_SECONDS = 3
-"""The server cuts a connection that does not answer for so long."""
+KEEPALIVE_SECONDS = 6
+"""The server cuts a connection that does not answer for so long; at half of it, it asks."""
+HELD_BACK_SECONDS = 1.5 * KEEPALIVE_SECONDS
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def server() -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def impatient(server: EmbeddedPostgres) -> Iterator[None]:
-    """Only where that is the point: a busy machine may well stand still for so long."""
+    """Only where that is the point: a busy machine may well stand still for half of that."""
     with server.connect() as connection:
         connection.execute(f"alter role current_user set wal_sender_timeout = '{KEEPALIVE_SECONDS}s'")
         yield

@@ -14,6 +14,7 @@ from tailrace.errors import PositionLost, SourceUnreachable, Unsupported
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
+from tests.contract.conftest import HELD_BACK_SECONDS
 from tests.support.benches import (
     COME_SECONDS_MAX,
     Bench,
@@ -24,10 +25,6 @@ from tests.support.benches import (
     rows_of,
     take,
 )
-
-HELD_BACK_SECONDS = 6.0
-"""Three times as long as the server waits for an answer."""
-
 
 # --- order -------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Fed:
         def opened(after: Lsn) -> Stream:
             return RecordedStream(self._bench.capture.live(after), self.history)
 
-        runtime = LogLoop(opened, self.sink, retry_seconds_max=20)
+        runtime = LogLoop(opened, self.sink, retry_seconds_max=240)
         runtime.run(lambda: self.sink.rows >= rows)
         assert self.sink.rows == rows
 

@@ -67,7 +67,7 @@ def run_into(pipeline: Pipeline, failpoint: str, hits: Path) -> None:
     running = pipeline.start("run", environment=armed)
     try:
         assert running.wait(KILL_SECONDS_MAX) == -9, f"{failpoint} was not reached\n{running.said()}"
-        assert eventually(lambda: not running.alive(), seconds=5), running.alive()
+        assert eventually(lambda: not running.alive()), running.alive()
     finally:
         running.end()
 
@@ -82,7 +82,7 @@ def kill_in_a_merge(pipeline: Pipeline) -> None:
         writes = lambda: set(files.glob("*.parquet")) - there  # noqa: E731
         assert eventually(writes, seconds=KILL_SECONDS_MAX, pause=0.005), running.said()
         running.kill_group()
-        assert eventually(lambda: not running.alive(), seconds=5), running.alive()
+        assert eventually(lambda: not running.alive()), running.alive()
     finally:
         running.end()
     assert (folder / SCRATCH).exists(), "it was in the middle of it"

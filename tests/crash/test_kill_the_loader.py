@@ -124,10 +124,10 @@ def run_and_kill(pipeline: Pipeline, later: float) -> None:
     before = chunks_on_record(pipeline)
     running = pipeline.start("run")
     try:
-        assert eventually(lambda: chunks_on_record(pipeline) - before, seconds=120, pause=0.05), running.said()
+        assert eventually(lambda: chunks_on_record(pipeline) - before, pause=0.05), running.said()
         time.sleep(later)
         running.kill_group()
-        assert eventually(lambda: not running.alive(), seconds=5), running.alive()
+        assert eventually(lambda: not running.alive()), running.alive()
     finally:
         running.end()
 
@@ -136,10 +136,10 @@ def run_until_loaded(pipeline: Pipeline, written: ExitStack) -> None:
     """Writers go on until the last load has ended; then the tables come to what they wrote last."""
     running = pipeline.start("run")
     try:
-        assert eventually(lambda: is_loaded(pipeline), seconds=240, pause=0.2), running.said()
+        assert eventually(lambda: is_loaded(pipeline), pause=0.2), running.said()
         written.close()
         equal = lambda: all(verdict.equal for verdict in pipeline.compare(*TABLES))  # noqa: E731
-        assert eventually(equal, seconds=120, pause=1.0), pipeline.compare(*TABLES)
+        assert eventually(equal, pause=1.0), pipeline.compare(*TABLES)
         assert running.terminate() == 0, running.said()
     finally:
         running.end()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace.spark.session import Jvm
@@ -28,11 +29,8 @@ from tests.support.thorough import thorough
 
 LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "clusters.md"
-SUBMIT_SECONDS_MAX, GONE_SECONDS_MAX, COME_SECONDS_MAX = 600, 60, 300
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(IS_SPARK, reason="who writes tables makes no difference to who runs tasks"),
-]
+SUBMIT_SECONDS_MAX, GONE_SECONDS_MAX, COME_SECONDS_MAX = 600, 240, 300
+pytestmark = pytest.mark.skipif(IS_SPARK, reason="who writes tables makes no difference to who runs tasks")
 ORDERS = (
     "create table orders (id int primary key, state text)",
     "insert into orders select i, 'new' from generate_series(1, 5000) i",
@@ -74,9 +72,16 @@ def streamed(spark: SparkSession, folder: Path, **options: str) -> dict[int, lis
 
     changes = spark.readStream.format("cdc").options(**options).option("table", "public.things")
     writer = changes.option("rowsPerPartition", 4).load().writeStream.foreachBatch(note)
-    query = writer.option("checkpointLocation", str(folder / "checkpoint")).trigger(availableNow=True).start()
-    assert query.awaitTermination(COME_SECONDS_MAX)
-    return found
+    writer = writer.option("checkpointLocation", str(folder / "checkpoint")).trigger(availableNow=True)
+    while True:
+        try:
+            assert writer.start().awaitTermination(COME_SECONDS_MAX)
+        except PySparkException as error:
+            # On a busy machine: Spark gives a source's process ten seconds to start.
+            if "failed to connect back" not in str(error):
+                raise
+        else:
+            return found
 
 
 def test_changes_are_streamed_and_a_table_is_read_by_executors(

@@ -19,10 +19,9 @@ from tests.support.logs import Diary, inserts
 from tests.support.pipelines import execute
 
 RUN_SECONDS_MAX = 850
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not importlib.util.find_spec("grpc"), reason="needs Spark Connect: `make matrix ONLY=connect`"),
-]
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("grpc"), reason="needs Spark Connect: `make matrix ONLY=connect`"
+)
 CLIENT = """
 import sys
 from pyspark.sql import SparkSession

@@ -64,7 +64,7 @@ def replay(scene: Scene) -> None:
     assert done.returncode == 0, done.stderr
     assert "tried again" in done.stdout
     answered = Letters(scene.settings.log.path, THINGS)
-    assert eventually(lambda: answered.asked is None, seconds=30)
+    assert eventually(lambda: answered.asked is None)
 
 
 def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scene) -> None:
@@ -219,7 +219,7 @@ def test_a_load_of_the_whole_table_clears_its_letters(scene: Scene) -> None:
         assert len(letters(scene)) == 1
         execute(scene.pipeline.url, "UPDATE things SET amount = 1 WHERE id = 3")
         assert scene.pipeline.ask("snapshot", "public.things").returncode == 0
-        assert eventually(lambda: not letters(scene), seconds=60)
+        assert eventually(lambda: not letters(scene))
         scene.assert_equal(applying, "things")
         assert letters(scene) == []
 
@@ -298,7 +298,7 @@ def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: 
         assert (left["operation"], left["seq"] < 0) == ("read", True)
 
         scene.pipeline.ask("snapshot", "public.things")  # finds the one that was not mended again, and only that
-        assert eventually(lambda: [letter["seq"] for letter in letters(scene)] not in ([], [left["seq"]]), seconds=30)
+        assert eventually(lambda: [letter["seq"] for letter in letters(scene)] not in ([], [left["seq"]]))
         execute(scene.pipeline.url, "UPDATE things SET amount = 6, large = 'all' WHERE id = 6")
         scene.assert_equal(applying, "things")
         assert letters(scene) == []
@@ -356,7 +356,7 @@ def test_a_history_goes_on_without_versions_that_do_not_fit_and_keeps_their_lett
         assert scene.settled(applying)
         load = life(applying, "things").last_load
         scene.pipeline.ask("snapshot", "public.things")
-        assert eventually(lambda: life(applying, "things").last_load is not load, seconds=60)
+        assert eventually(lambda: life(applying, "things").last_load is not load)
         assert scene.settled(applying)
         assert versions(applying, 5) == [(5, False), (50, True)]
         assert [one["passed"] for one in letters(scene)] == [True] * 4
@@ -372,7 +372,7 @@ def test_a_row_that_does_not_fit_is_not_marked_as_deleted_when_its_table_is_load
         assert scene.settled(applying)
         load = life(applying, "things").last_load
         execute(scene.pipeline.url, "ALTER TABLE things ADD c serial")
-        assert eventually(lambda: life(applying, "things").last_load is not load, seconds=60)
+        assert eventually(lambda: life(applying, "things").last_load is not load)
         assert scene.settled(applying)
         assert life(applying, "things").state is TableState.LIVE
         found = rows(applying)

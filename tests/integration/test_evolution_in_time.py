@@ -33,8 +33,15 @@ def looked(applying: Local) -> None:
     shapes = applying.loading._shapes
     for _ in range(2):  # one look may be under way
         before = shapes._due
-        assert eventually(lambda: shapes._due > before, seconds=30), "it looks"  # noqa: B023
-    assert eventually(lambda: life(applying, "t").announced is None, seconds=30)
+        assert eventually(lambda: shapes._due > before), "it looks"  # noqa: B023
+    assert eventually(lambda: life(applying, "t").announced is None)
+
+
+def look_no_more(applying: Local) -> None:
+    """Have the look that comes be the last; the scene puts that back."""
+    looked_last = applying.loading._shapes._due
+    shapewatch.LOOK_SECONDS = 3600  # only now: a look that came before would be taken for the last one
+    assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000)
 
 
 def all_equal(scene: Scene, applying: Local) -> None:
@@ -54,9 +61,7 @@ def test_what_was_seen_is_forgotten_once_rows_have_brought_more(database: str, t
     execute(database, *PLAIN)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
-        shapewatch.LOOK_SECONDS = 3600  # the scene puts it back
-        looked_last = applying.loading._shapes._due
-        assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000), "from here on it is we who look"
+        look_no_more(applying)  # from here on it is we who look
         table = life(applying, "t")
         assert table.shape is not None
         execute(database, "ALTER TABLE t ADD c int")
@@ -153,7 +158,7 @@ def test_an_alter_while_a_load_waits_to_begin(database: str, tmp_path: Path, way
     with Scene(tmp_path, database, way=way) as scene, psycopg.connect(database) as writer:
         writer.execute("INSERT INTO other VALUES (1)")
         with scene.loader() as applying:
-            assert eventually(lambda: life(applying, "t").load is not None, seconds=30)
+            assert eventually(lambda: life(applying, "t").load is not None)
             time.sleep(0.5)
             execute(
                 database, "ALTER TABLE t ADD c int DEFAULT 7", "INSERT INTO t VALUES (2, 2, 3)",
@@ -243,7 +248,7 @@ def test_a_name_that_another_table_takes_over_is_a_table_made_anew(database: str
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
         execute(database, "CREATE TABLE t_new (id int PRIMARY KEY, a int)")
-        assert eventually(lambda: any(item.name == "t_new" for item in applying.lives.tables), seconds=30)
+        assert eventually(lambda: any(item.name == "t_new" for item in applying.lives.tables))
         execute(database, "INSERT INTO t_new VALUES (1, 10), (2, 20)")
         assert scene.settled(applying)
         with psycopg.connect(database) as both:
@@ -273,7 +278,7 @@ def test_a_partition_attached_to_a_table_that_is_written_to_all_the_time(databas
         table = life(applying, "t")
         with table.lock:  # as if a long merge were under way
             execute(database, "ALTER TABLE t ATTACH PARTITION p2 FOR VALUES IN (2)")
-            assert eventually(lambda: table.announced is not None, seconds=30)
+            assert eventually(lambda: table.announced is not None)
             execute(database, "INSERT INTO t VALUES (5, 1)")
             horizon = applying._source.horizon()
             assert eventually(lambda: applying.lives.grow() > 0 and applying.lives.index.position >= horizon)
@@ -307,22 +312,20 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
         table = life(applying, "t").table
-        shapewatch.LOOK_SECONDS = 3600  # all of it lies between two looks; the scene puts it back
-        looked_last = applying.loading._shapes._due
-        assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000)
+        look_no_more(applying)  # all of it lies between two looks
 
         def published(where: str) -> bool:
             return where in applying._source.published().get(table, set())
 
         settings = applying._source.settings
         execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
-        assert eventually(lambda: published(settings.publication_inserts), seconds=30)
+        assert eventually(lambda: published(settings.publication_inserts))
         execute(database, "UPDATE t SET a = 99")
         execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
-        assert eventually(lambda: published(settings.publication), seconds=30)
+        assert eventually(lambda: published(settings.publication))
         shapewatch.LOOK_SECONDS = 0.3
         applying.loading._shapes._due = 0.0
-        assert eventually(lambda: len(applying.chunks) > 1, seconds=30), "it is loaded anew"
+        assert eventually(lambda: len(applying.chunks) > 1), "it is loaded anew"
         all_equal(scene, applying)
 
 

@@ -400,7 +400,7 @@ def test_a_load_in_a_shape_of_before_begins_again(database: str, tmp_path: Path)
         load = life(applying, "s_t").last_load
         asked.set()
         scene.pipeline.ask("snapshot", "public.s_t")
-        assert eventually(lambda: life(applying, "s_t").last_load is not load, seconds=60)
+        assert eventually(lambda: life(applying, "s_t").last_load is not load)
         assert settled(scene, applying, "s_t")
         accounts["s_t"].alter(ALTERS["add"], in_source(database, "s_t"))
         assert_told(applying, accounts)

@@ -75,7 +75,7 @@ def test_each_table_does_what_its_own_policy_says_and_goes_on_once_that_is_anoth
             assert "b" not in rows_of(tmp_path / "lake" / "public" / "drop_apply").column_names
             for table, (_, _, _, why) in STOPS.items():
                 stopped = life(applying, table)
-                assert eventually(lambda: stopped.state is TableState.FAILED, seconds=30), stopped  # noqa: B023
+                assert eventually(lambda: stopped.state is TableState.FAILED), stopped  # noqa: B023
                 assert isinstance(stopped.error, SchemaChanged)
                 assert stopped.error.fields["change"] == why
                 rows = rows_of(tmp_path / "lake" / "public" / table).to_pylist()
@@ -97,7 +97,7 @@ def test_digits_of_a_second_that_are_taken_away_stop_a_table_that_is_to_stop_at_
     with Scene(tmp_path, database).tables_are("evolution: {narrow: stop}") as scene, scene.loader() as applying:
         assert scene.settled(applying)
         run(database, "t", "UPDATE {t} SET w = '2026-01-02 03:04:05.678'; " + narrowed)
-        assert eventually(lambda: life(applying, "t").state is TableState.FAILED, seconds=30)
+        assert eventually(lambda: life(applying, "t").state is TableState.FAILED)
         error = life(applying, "t").error
         assert isinstance(error, SchemaChanged)
         assert error.fields["change"] == "narrowed w"
@@ -113,7 +113,7 @@ def test_a_table_that_is_made_again_beside_a_running_pipeline_stops_if_it_is_to(
             run(database, table, statements)
         for table in made:
             found = life(applying, table)
-            assert eventually(lambda: found.state is TableState.FAILED, seconds=30), found  # noqa: B023
+            assert eventually(lambda: found.state is TableState.FAILED), found  # noqa: B023
             assert isinstance(found.error, SchemaChanged)
             assert found.error.fields["change"] == "dropped and created again"
             assert rows_of(tmp_path / "lake" / "public" / table).num_rows == 50

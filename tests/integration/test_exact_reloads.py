@@ -56,7 +56,7 @@ def test_what_comes_while_a_table_is_read_again_is_there_once(database: str, tmp
         loads = {name: life(applying, name).last_load for name in NAMES}
         armed.set()
         scene.pipeline.ask("snapshot", *(f"public.{name}" for name in NAMES))
-        assert eventually(lambda: all(life(applying, name).last_load is not loads[name] for name in NAMES), seconds=60)
+        assert eventually(lambda: all(life(applying, name).last_load is not loads[name] for name in NAMES))
         assert scene.settled(applying)
         versions, changes = content(applying)
         assert versions == VERSIONS
@@ -74,7 +74,7 @@ def test_what_the_log_has_when_a_table_is_read_again_is_not_passed_over(database
         scene.wait_for_capture()
         scene.pipeline.ask("snapshot", *(f"public.{name}" for name in NAMES))
         with scene.loader() as applying:
-            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES), seconds=60)
+            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES))
             assert scene.settled(applying)
             versions, changes = content(applying)
             assert versions == VERSIONS
@@ -92,7 +92,7 @@ def test_what_was_written_after_a_rewrite_is_not_passed_over(database: str, tmp_
             change(database, name)
         scene.wait_for_capture()
         with scene.loader() as applying:
-            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES), seconds=60)
+            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES))
             assert scene.settled(applying)
             versions, changes = content(applying)
             assert [row for row in versions if row[0] == 7] == [(7, 7, False)]
@@ -118,7 +118,7 @@ def test_what_the_log_has_after_a_stop_is_not_passed_over(database: str, tmp_pat
             for name in NAMES if stopped else ():
                 wait_for_state(applying, name, TableState.FAILED)
                 scene.pipeline.ask("snapshot", f"public.{name}")
-            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES), seconds=60)
+            assert eventually(lambda: all(life(applying, name).last_load for name in NAMES))
             assert scene.settled(applying)
             versions, changes = content(applying)
             assert versions == VERSIONS

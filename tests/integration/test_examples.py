@@ -19,7 +19,7 @@ from tests.support.engines import IS_SPARK
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = ROOT / "docs" / "guides" / "examples"
-RUN_SECONDS_MAX = 280.0
+RUN_SECONDS_MAX = 800.0
 pytestmark = pytest.mark.skipif(IS_SPARK, reason="examples choose their tables' engine themselves")
 
 AS_CELLS = """

@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tailrace.demo.server import EmbeddedPostgres
 from tests.integration.conftest import server_version
-from tests.support.pipelines import Pipeline, execute
+from tests.support.pipelines import RUN_SECONDS_MAX, Pipeline, execute
 
 
 def refused(pipeline: Pipeline, code: int, *parts: str, command: str = "capture") -> str:
@@ -82,7 +80,7 @@ def test_a_log_folder_without_the_right_to_write_is_told(database: str, tmp_path
     command = [sys.executable, "-m", "tailrace", "capture", str(pipeline.file), "--until-caught-up"]
     if os.geteuid() == 0:  # root is stopped by no mode, unless it has laid that power down
         command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_SECONDS_MAX)
     tmp_path.chmod(0o755)
     assert done.returncode == 4, done.stderr
     assert "Permission denied" in done.stderr
@@ -132,7 +130,6 @@ def test_what_the_settings_forbid_is_not_created(database: str, tmp_path: Path) 
     assert pipeline.call("drop", "--yes").stdout.strip() == "there was nothing to remove"
 
 
-@pytest.mark.timeout(400)
 def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str, tmp_path: Path) -> None:
     execute(
         database, "CREATE TABLE steady (id int PRIMARY KEY, x int)", "CREATE TABLE altered (id int PRIMARY KEY, x int)",

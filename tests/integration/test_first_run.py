@@ -113,7 +113,6 @@ def pipeline(database: str, tmp_path: Path) -> Pipeline:
     )
 
 
-@pytest.mark.timeout(600)
 def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) -> None:
     pipeline.catch_up()
     pipeline.assert_equal(*PUBLIC)
@@ -124,7 +123,7 @@ def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) 
         done = lambda: all(  # noqa: E731
             v.equal for v in pipeline.compare(*PUBLIC) + pipeline.compare("pair", "a/b%.c", schema="other")
         )
-        assert eventually(done, seconds=150, pause=1), running.said() + str(pipeline.compare(*PUBLIC))
+        assert eventually(done, pause=1), running.said() + str(pipeline.compare(*PUBLIC))
         status = pipeline.status()
         assert status["running"]
         assert status["capture_pid"]
@@ -134,7 +133,7 @@ def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) 
         }
         assert groups == {str(running.process.pid)}
         assert running.terminate() == 0, running.said()
-        assert eventually(lambda: not running.alive(), seconds=5)
+        assert eventually(lambda: not running.alive())
     finally:
         running.end()
     _assert_typed(pipeline)
@@ -182,7 +181,6 @@ def _assert_status(pipeline: Pipeline) -> None:
     execute(pipeline.url, "UPDATE keyless SET b = 'the application may still update it'")
 
 
-@pytest.mark.timeout(400)
 def test_capture_and_apply_run_apart_and_agree(database: str, tmp_path: Path) -> None:
     execute(
         database, "CREATE TABLE t (id int PRIMARY KEY, x text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b')"

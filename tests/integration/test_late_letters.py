@@ -45,7 +45,7 @@ def replay(scene: Scene) -> None:
     done = scene.pipeline.ask("dead-letters", "replay")
     assert (done.returncode, "tried again" in done.stdout) == (0, True), done.stderr
     answered = Letters(scene.settings.log.path, THINGS)
-    assert eventually(lambda: answered.asked is None, seconds=60)
+    assert eventually(lambda: answered.asked is None)
 
 
 def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> None:
@@ -63,7 +63,7 @@ def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> 
 
         before = life(applying, "things").last_load
         execute(scene.pipeline.url, "ALTER TABLE things ALTER amount TYPE numeric")
-        assert eventually(lambda: life(applying, "things").last_load is not before, seconds=60)
+        assert eventually(lambda: life(applying, "things").last_load is not before)
         wait_for_state(applying, "things", TableState.LIVE)
         assert letters(scene) == [read, first, second], "a load adds rows, and is no change"
         execute(scene.pipeline.url, "UPDATE things SET amount = 8 WHERE id = 3")

@@ -23,7 +23,7 @@ from tailrace.pipeline.report import TableState, TableStatus
 from tailrace.pipeline.status import measure
 from tailrace.spark.tasks import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
-from tests.support.pipelines import eventually, execute
+from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 
 ROWS = 1500
 TABLE = "CREATE TABLE things (id int PRIMARY KEY, x int, pad text)"
@@ -36,6 +36,12 @@ def filled(database: str) -> str:
     return database
 
 
+def waits_for_locks(scene: Scene, applying: Local) -> bool:
+    """Whether the table says so, and what to do about it."""
+    found = shown(scene, applying)
+    return found.reason == "source-slow" and "who holds locks" in (found.hint or "")
+
+
 def shown(scene: Scene, applying: Local) -> TableStatus:
     (table,) = measure(scene.settings, applying.lives, applying._source, None).tables
     return table
@@ -43,24 +49,18 @@ def shown(scene: Scene, applying: Local) -> TableStatus:
 
 @pytest.mark.parametrize("way", ["exact", "chunked"] if os.environ.get("TAILRACE_THOROUGH") else ["chunked"])
 def test_a_chunk_that_takes_too_long_is_given_up_and_tried_again(filled: str, tmp_path: Path, way: str) -> None:
-    with psycopg.connect(filled) as someone:
-
-        def lock() -> None:
-            someone.execute("LOCK TABLE things IN ACCESS EXCLUSIVE MODE")
-
-        with (
-            Scene(tmp_path, filled, way=way, chunk_timeout=0.9) as scene,
-            scene.loader(before=once(lock, at=3)) as applying,
-        ):
-            try:
-                assert eventually(lambda: shown(scene, applying).reason == "source-slow", seconds=20)
-                assert "who holds locks" in (shown(scene, applying).hint or "")
-            finally:
-                someone.rollback()
-            scene.assert_equal(applying, "things")
-            assert shown(scene, applying).reason is None
-            read = [number for _, number in applying.chunks]
-            assert len(set(read)) < len(read) <= len(set(read)) + 6, "hardly any but the one that waited is read again"
+    with (
+        psycopg.connect(filled) as someone, Scene(tmp_path, filled, way=way, chunk_timeout=0.9) as scene,
+        scene.loader(before=once(lambda: lock_things(someone), at=3)) as applying,
+    ):
+        try:
+            assert eventually(lambda: waits_for_locks(scene, applying))
+        finally:
+            someone.rollback()
+        scene.assert_equal(applying, "things")
+        assert shown(scene, applying).reason is None
+        read = [number for _, number in applying.chunks]
+        assert len(set(read)) < len(read) <= len(set(read)) + 6, "hardly any but the one that waited is read again"
 
 
 def test_a_person_is_obeyed_while_somebody_has_the_table_locked(
@@ -70,14 +70,13 @@ def test_a_person_is_obeyed_while_somebody_has_the_table_locked(
     asked = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%pg_table_size%'"
     with (
         psycopg.connect(filled, autocommit=True) as asking, psycopg.connect(filled) as someone,
-        Scene(tmp_path, filled, chunk_timeout=1.5) as scene, scene.loader() as applying,
+        Scene(tmp_path, filled, chunk_timeout=1.5) as scene,
+        scene.loader(before=once(lambda: lock_things(someone), at=3)) as applying,
     ):  # fmt: skip
-        assert eventually(lambda: len(applying.chunks) >= 3, pause=0.01)
         try:
-            someone.execute("LOCK TABLE things IN ACCESS EXCLUSIVE MODE")
             assert eventually(lambda: asking.execute(asked).fetchall()), "whether it still is what was planned"
             assert scene.pipeline.ask("snapshot", "--pause").returncode == 0
-            wait_for_state(applying, "things", TableState.PAUSED, seconds=20)
+            wait_for_state(applying, "things", TableState.PAUSED)
         finally:
             someone.rollback()
         assert scene.pipeline.ask("snapshot", "--resume").returncode == 0
@@ -94,7 +93,7 @@ def test_a_table_that_somebody_has_locked_holds_up_no_load_of_another(filled: st
                 someone.execute("LOCK TABLE aside IN ACCESS EXCLUSIVE MODE")
 
         with Scene(tmp_path, filled, connections=2) as scene, scene.loader(before=lock) as applying:
-            wait_for_state(applying, "things", TableState.LIVE, seconds=20)
+            wait_for_state(applying, "things", TableState.LIVE)
             someone.rollback()
             scene.assert_equal(applying, "things", "aside")
 
@@ -108,8 +107,7 @@ def test_a_table_that_is_locked_when_its_load_begins_is_waited_for(
         assert eventually(lambda: someone.execute(published).fetchall())
         someone.execute("LOCK TABLE things IN ACCESS EXCLUSIVE MODE")
         with scene.loader() as applying:
-            assert eventually(lambda: shown(scene, applying).reason == "source-slow", seconds=20)
-            assert "who holds locks" in (shown(scene, applying).hint or "")
+            assert eventually(lambda: waits_for_locks(scene, applying))
             someone.rollback()
             scene.assert_equal(applying, "things")
             assert shown(scene, applying).reason is None
@@ -121,7 +119,7 @@ def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: P
     def wait_at_the_gate(work: ChunkWork) -> None:
         if work.chunk.number == 5:
             reached.set()
-            gate.wait(60)
+            gate.wait(COME_SECONDS_MAX)
 
     century = 100 * 365 * 86_400.0
     with (
@@ -129,7 +127,7 @@ def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: P
         scene.loader(before=wait_at_the_gate) as applying,
     ):
         try:
-            assert reached.wait(60)
+            assert reached.wait(COME_SECONDS_MAX)
             assert eventually(lambda: (load := shown(scene, applying).load) is not None and load.chunks_done == 5)
             load = shown(scene, applying).load
             assert load is not None
@@ -190,7 +188,9 @@ def test_no_more_sessions_read_than_are_allowed(filled: str, tmp_path: Path) -> 
     """
     with (
         psycopg.connect(filled, autocommit=True) as asking, psycopg.connect(filled) as someone,
-        Scene(tmp_path, filled, connections=allowed) as scene, scene.loader() as applying,
+        Scene(tmp_path, filled, connections=allowed) as scene,
+        # Whoever would read waits from then on, and can be counted.
+        scene.loader(before=once(lambda: lock_things(someone), at=3)) as applying,
     ):  # fmt: skip
 
         def sessions() -> tuple[int, int, int]:
@@ -198,10 +198,7 @@ def test_no_more_sessions_read_than_are_allowed(filled: str, tmp_path: Path) -> 
             assert row is not None
             return row
 
-        assert eventually(lambda: len(applying.chunks) >= 3, pause=0.01)
         try:
-            # Whoever would read waits now, and can be counted.
-            someone.execute("LOCK TABLE things IN ACCESS EXCLUSIVE MODE")
             assert eventually(lambda: sessions()[0] == allowed, pause=0.01)
             until = time.monotonic() + seconds
             while time.monotonic() < until:
@@ -213,6 +210,11 @@ def test_no_more_sessions_read_than_are_allowed(filled: str, tmp_path: Path) -> 
         finally:
             someone.rollback()
         scene.assert_equal(applying, "things")
+
+
+def lock_things(someone: psycopg.Connection) -> None:
+    """Between two chunks: a load is over before somebody beside it comes to it."""
+    someone.execute("LOCK TABLE things IN ACCESS EXCLUSIVE MODE")
 
 
 @contextmanager
@@ -240,6 +242,8 @@ def answering_slowly(server: EmbeddedPostgres) -> Iterator[None]:
 def test_fewer_read_while_the_source_answers_slowly_and_all_again_afterwards(
     server: EmbeddedPostgres, filled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # So much that it is not over before the source answers quickly again.
+    execute(filled, f"INSERT INTO things SELECT g, 0, repeat('p', 1000) FROM generate_series({ROWS + 1}, 12000) g")
     monkeypatch.setattr(loading, "PROBE_SECONDS", 0.0)
     monkeypatch.setattr(loading, "LOOK_SECONDS", 0.05)
     counting, reading, most = threading.Lock(), [0], [0]
@@ -265,10 +269,10 @@ def test_fewer_read_while_the_source_answers_slowly_and_all_again_afterwards(
 
         assert eventually(lambda: most[0] == 2 and told() is False)
         with answering_slowly(server):
-            assert eventually(told, seconds=30)
+            assert eventually(told)
             assert eventually(lambda: reading[0] < 2), "what was being read ends"
             most[0], read = 0, len(applying.chunks)
-            assert eventually(lambda: len(applying.chunks) > read + 1, seconds=30), "it goes on"
+            assert eventually(lambda: len(applying.chunks) > read + 1), "it goes on"
             assert most[0] == 1
         most[0] = 0
-        assert eventually(lambda: most[0] == 2 and told() is False, seconds=30)
+        assert eventually(lambda: most[0] == 2 and told() is False)

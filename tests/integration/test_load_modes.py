@@ -21,7 +21,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.logs import seal
-from tests.support.pipelines import eventually, execute
+from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute, wait_for_free_slots
 
 
 def test_modes(database: str, tmp_path: Path) -> None:
@@ -195,6 +195,7 @@ CHANGED = (
 
 def lose_the_slot(url: str) -> None:
     """Changes are made that no slot keeps."""
+    wait_for_free_slots(url)
     drop = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = current_database()"
     execute(url, drop, *CHANGED)
 
@@ -249,10 +250,10 @@ def test_a_load_that_was_cut_off_before_the_position_was_lost_begins_anew(filled
     def stay(work: ChunkWork) -> None:
         if work.schema.table.name == "t" and work.chunk.number == 5:
             reached.set()
-            gate.wait(60)
+            gate.wait(COME_SECONDS_MAX)
 
     with scene, scene.loader(before=stay) as applying:
-        assert reached.wait(60)
+        assert reached.wait(COME_SECONDS_MAX)
         applying._stopping.set()
         gate.set()
     assert life(applying, "t").cursor is None
@@ -268,6 +269,7 @@ def test_a_log_that_was_put_back_is_not_gone_on_with(filled: str, tmp_path: Path
         scene.assert_equal(applying, "t")
     log = ChangeLog.open(scene.settings.log.path)
     slot = f"tailrace_{log.log_id}"
+    wait_for_free_slots(filled)
     execute(filled, *CHANGED, f"SELECT pg_replication_slot_advance('{slot}', pg_current_wal_lsn())")
     with pytest.raises(PositionLost, match="the slot is ahead of the log"):
         Capturing(scene.settings, until_caught_up=True)

@@ -31,7 +31,7 @@ from tailrace.spark.tasks import ChunkWork
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
-from tests.support.pipelines import eventually, execute
+from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 
 THOROUGH = bool(os.environ.get("TAILRACE_THOROUGH"))
 """Set by `make matrix` and `make soak`: every way of loading in every test. Else most go the hardest way."""
@@ -91,8 +91,11 @@ def test_a_writer_that_was_open_at_the_first_start(filled: str, tmp_path: Path, 
         ending = threading.Timer(1.0, writer.commit)
         ending.start()
         with Scene(tmp_path, filled, way=way) as scene:
-            ending.join(0.0)
-            assert not ending.is_alive(), "capture begins after every transaction that was open"
+            # As the server has it: here the commit may not have been heard of yet.
+            ended = f"SELECT FROM pg_stat_activity WHERE pid = {writer.info.backend_pid} AND backend_xid IS NULL"
+            with psycopg.connect(filled) as asking:
+                assert asking.execute(ended).fetchall(), "capture begins after every transaction that was open"
+            ending.join()
             with scene.loader() as applying:
                 scene.assert_equal(applying, "things")
 
@@ -139,7 +142,7 @@ class WaitingCommit:
             asking.execute("SET synchronous_commit = local")
             asking.execute("ALTER SYSTEM RESET synchronous_standby_names")
             asking.execute("SELECT pg_reload_conf()")
-        self._writer.join(20)
+        self._writer.join(COME_SECONDS_MAX)
         assert not self._writer.is_alive()
 
     def _write(self) -> None:
@@ -239,7 +242,7 @@ def test_a_partition_comes_during_the_load_and_it_begins_again_at_once(
             database, "CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (2000) TO (4000)",
             rows.format("2000, 2999"),
         )  # fmt: skip
-        assert eventually(lambda: bool(applying.loading._replans), seconds=20), "before all of it is read"
+        assert eventually(lambda: bool(applying.loading._replans)), "before all of it is read"
 
     with Scene(tmp_path, database) as scene, scene.loader(before=once(act, at=2)) as applying:
         scene.assert_equal(applying, "parts")
@@ -289,11 +292,18 @@ def test_a_load_that_was_cut_off_goes_on_with_the_chunks_it_lacks(
     name = psycopg.conninfo.conninfo_to_dict(filled)["dbname"]
     execute(filled, f"ALTER DATABASE {name} SET log_statement = 'all'")
     began = server.log_file.stat().st_size
-    gate = threading.Event()
+    reached, gate = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        reached.set()
+        gate.wait(COME_SECONDS_MAX)
+
     with Scene(tmp_path, filled) as scene:
-        with scene.loader(after=once(gate.set, at=4)) as applying:
-            assert gate.wait(30)
+        with scene.loader(after=once(stay, at=4)) as applying:
+            assert reached.wait(COME_SECONDS_MAX)
             chunks = len(next(iter(applying.loading._loads.values())).seed.plan.chunks)
+            applying._stopping.set()
+            gate.set()
         with hammering(filled), scene.loader() as again:
             assert eventually(lambda: life(again, "things").cursor is not None)
         with scene.loader() as last:
@@ -323,7 +333,7 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
     with scene:
         with monkeypatch.context() as patched, scene.loader(before=once(move, at=6)) as applying:
             patched.setattr(failpoints, "hit", hit)
-            assert dead.wait(60)
+            assert dead.wait(COME_SECONDS_MAX)
         execute(filled, "INSERT INTO things VALUES (5000, 0, 'after every chunk', NULL)")
         horizon = applying._source.horizon()
         lives = applying.lives
@@ -349,7 +359,7 @@ def test_time_runs_out_and_the_load_goes_on_in_chunks(filled: str, tmp_path: Pat
     with Scene(tmp_path, filled, time_limit=1.0) as scene, scene.loader(before=slow) as applying:
         assert eventually(lambda: bool(applying.chunks))
         with hammering(filled):
-            assert eventually(lambda: life(applying, "things").cursor is not None, seconds=60)
+            assert eventually(lambda: life(applying, "things").cursor is not None)
         scene.assert_equal(applying, "things")
         read = [number for _, number in applying.chunks]
         assert len(set(read)) >= len(read) - 1, "only the one that found the snapshot gone is tried again"
@@ -385,7 +395,7 @@ def test_a_live_table_is_loaded_again(filled: str, tmp_path: Path, way: str, mod
         with hammering(filled):
             seeds = Seeds(scene.settings.log.path)
             seeds.wish(Wish(table=TableId("public", "things"), mode=mode))
-            assert eventually(lambda: not seeds.wishes(), seconds=60)
+            assert eventually(lambda: not seeds.wishes())
         scene.assert_equal(applying, "things")
 
 
@@ -450,11 +460,11 @@ def test_other_tables_go_on_while_one_is_read(filled: str, tmp_path: Path) -> No
     def wait_at_the_gate(work: ChunkWork) -> None:
         if work.schema.table.name == "things" and work.chunk.number > 2:
             reached.set()
-            gate.wait(60)
+            gate.wait(COME_SECONDS_MAX)
 
     with Scene(tmp_path, filled, connections=1) as scene, scene.loader(before=wait_at_the_gate) as applying:
         try:
-            assert reached.wait(60)
+            assert reached.wait(COME_SECONDS_MAX)
             wait_for_state(applying, "other", TableState.LIVE)
             for number in (2, 3):
                 execute(filled, f"INSERT INTO other VALUES ({number})")
@@ -507,7 +517,7 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
     def keep(lock: threading.Lock) -> None:
         with lock:
             taken.set()
-            done.wait(30)
+            done.wait(COME_SECONDS_MAX)
 
     def landed(name: str) -> None:
         hit(name)
@@ -519,14 +529,14 @@ def test_a_table_that_another_was_at_when_it_had_landed_is_live_all_the_same(
     advance, tried = Local._advance_one, threading.Event()
 
     def advance_one(self: Local, table: TableLife, end: int | None = None) -> None:
-        taken.wait(30)  # the load has let go of the lock by now, and the other waits for it
+        taken.wait(COME_SECONDS_MAX)  # the load has let go of the lock by now, and the other waits for it
         advance(self, table, end)
         tried.set()
 
     monkeypatch.setattr(Local, "_advance_one", advance_one)
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
-        assert taken.wait(30)
-        assert eventually(tried.is_set, seconds=20)
+        assert taken.wait(COME_SECONDS_MAX)
+        assert eventually(tried.is_set)
         assert life(applying, "things").state is TableState.CATCHING_UP
         done.set()
         assert eventually(lambda: not life(applying, "things").lock.locked())

@@ -109,7 +109,7 @@ def test_a_capture_started_on_a_full_disk_is_told_and_loses_nothing(pipeline: Pi
     try:
         assert eventually(lambda: "code=log-full" in capture.said()), capture.said()
         filler.unlink()
-        assert capture.wait(60) == 0, capture.said()
+        assert capture.wait() == 0, capture.said()
     finally:
         capture.end()
     assert captured(pipeline) == list(range(1, 11))
@@ -148,7 +148,7 @@ def test_a_disk_that_turns_read_only_ends_the_capture_and_the_next_start_loses_n
     with mounted(pipeline.log, "--bind", str(pipeline.log)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(pipeline.log)], check=True)
         insert(pipeline, 11, 20)
-        assert capture.wait(60) == 4, capture.said()
+        assert capture.wait() == 4, capture.said()
         assert "Read-only file system" in capture.said()
         assert "hint: The file system is read-only: mount it writable" in capture.said()
         assert "Traceback" not in capture.said()

@@ -255,7 +255,7 @@ def test_a_lease_that_was_taken_over_is_lost_and_is_not_written_again(log: Objec
 def test_a_lease_of_another_host_is_taken_once_nobody_renews_it(log: ObjectPath) -> None:
     (log / "owner.json").write_bytes(b'{"pid": 1, "host": "far", "boot": "x", "space": "y", "token": "t"}')
     begun = time.monotonic()
-    found = Lease(log, wait_seconds=10.0, expiry_seconds=0.5)
+    found = Lease(log, wait_seconds=240.0, expiry_seconds=0.5)
     assert found.forced
     assert time.monotonic() - begun >= 0.5
     found.release()
@@ -315,12 +315,12 @@ def test_a_name_that_another_took_while_our_answer_was_lost_is_not_ours(s3: S3, 
 def test_without_an_answer_nothing_more_is_taken_and_the_next_writer_finds_what_was_done(
     s3: S3, log: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(objects, "PUT_SECONDS_MAX", 1.0)
     monkeypatch.setattr(objects, "_TRIES_MAX", 0)
     way = LossyWay(s3)
     with way.open() as lossy:
         writer = LogWriter(ObjectPath.parse(str(log), endpoint=lossy.endpoint), SOURCE)
         writer.append(window(0, 100))
+        monkeypatch.setattr(objects, "PUT_SECONDS_MAX", 1.0)
         way.lose = lambda line: line.startswith("PUT") and "/hot/" in line
         way.refuse = lambda line: "/hot/" in line and bool(way.lost)
         with pytest.raises(LogUnusable, match="may not be durable"):
@@ -366,7 +366,7 @@ def test_a_reader_gets_every_row_once_while_commits_are_sealed_joined_and_remove
     read: list[int] = []
 
     def follow() -> None:
-        for batch in ChangeLog.open(log).follow(0, wait_seconds=30.0):
+        for batch in ChangeLog.open(log).follow(0, wait_seconds=240.0):
             read.extend(batch.data.column("id").to_pylist())
             if read[-1] == 20:
                 return
@@ -377,7 +377,7 @@ def test_a_reader_gets_every_row_once_while_commits_are_sealed_joined_and_remove
         diary.commit(inserts(key))
         if key % 5 == 0:
             seal(log, limits=Limits(commits=2, join_count=2))
-    reader.join(60.0)
+    reader.join(240.0)
     diary.close()
     assert read == list(range(21))
 
@@ -412,10 +412,9 @@ def test_a_writer_killed_between_two_puts_leaves_whole_commits_and_the_next_one_
         "TAILRACE_FAILPOINT_SCOPE": "process", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }  # fmt: skip
     command = [sys.executable, "-c", WRITER, str(log), s3.endpoint]
-    assert subprocess.run(command, env=environment, timeout=60, check=False).returncode == -9
-    begun = time.monotonic()
-    diary = Diary(log)  # the dead one's lease is free: it was a process of this machine
-    assert time.monotonic() - begun < 10.0
+    assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == -9
+    Lease(log, wait_seconds=0.0).release()  # the dead one's is free: it was a process of this machine
+    diary = Diary(log)
     assert keys(log) == left
     diary.commit(inserts(20))
     assert keys(log) == [*left, 20]

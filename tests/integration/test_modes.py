@@ -16,7 +16,7 @@ from deltalake import DeltaTable
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
-from tests.support.pipelines import Pipeline, eventually, execute
+from tests.support.pipelines import COME_SECONDS_MAX, Pipeline, eventually, execute
 from tests.support.thorough import thorough
 
 EVERY = (
@@ -193,7 +193,7 @@ def test_a_load_that_was_cut_off_is_not_gone_on_with_in_another_form(database: s
         leave = threading.Event()
 
         def wait(_: ChunkWork) -> None:
-            leave.wait(60)
+            leave.wait(COME_SECONDS_MAX)
 
         with scene.loader(after=wait) as applying:
             assert eventually(lambda: len(applying.chunks) == 1)

@@ -15,7 +15,7 @@ from deltalake import DeltaTable
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.noting import point_at
 from tests.support.loads import Scene, life
-from tests.support.pipelines import eventually, execute
+from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 from tests.support.transfers import ACCOUNTS, ALL_MONEY, MADE, transfers
 
 POINTS_MIN = 8
@@ -31,25 +31,24 @@ def test_no_point_sees_money_appear_or_vanish(database: str, tmp_path: Path) -> 
     execute(database, *MADE)
     ledger = Ledger(tmp_path / "changes")
 
-    def whole() -> list[Point]:
-        return [point for point in ledger.points() if not point.missing]
+    def whole() -> dict[tuple[int, ...], Point]:
+        return {tuple(point.versions.values()): point for point in ledger.points() if not point.missing}
 
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         assert scene.settled(applying)
         applying.by_hand = True
         with transfers(database) as stopping:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + COME_SECONDS_MAX
             while len(whole()) < POINTS_MIN and time.monotonic() < deadline:
                 applying._come_to(applying.lives.grow())
                 stopping.wait(0.1)
         points = whole()
-        assert len(points) >= POINTS_MIN
+        assert len(points) >= POINTS_MIN, "they are different ones"
         sums = {
             sum(money_in(tmp_path / "lake", table.name, version) for table, version in point.versions.items())
-            for point in points
+            for point in points.values()
         }
         assert sums == {ALL_MONEY}
-        assert len({tuple(point.versions.values()) for point in points}) >= POINTS_MIN, "they are different ones"
 
 
 def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_more_comes(
@@ -64,8 +63,8 @@ def test_a_table_that_is_worked_on_is_missing_and_is_there_again_though_nothing_
             execute(database, "UPDATE right_accounts SET money = 0 WHERE id = 1")
             scene.wait_for_capture()
             right = life(applying, "right_accounts")
-            assert eventually(lambda: not applying.lives.pending(right, applying.lives.grow()), seconds=30)
-            assert eventually(lambda: point_at(applying.lives, applying.lives.grow()) is not None, seconds=30)
+            assert eventually(lambda: not applying.lives.pending(right, applying.lives.grow()))
+            assert eventually(lambda: point_at(applying.lives, applying.lives.grow()) is not None)
             applying._come_to(applying.lives.grow())
             *_, last = Ledger(tmp_path / "changes").points()
             assert (list(last.versions), list(last.missing)) == ([right.table], [left.table])

@@ -92,7 +92,7 @@ def test_a_reader_never_sees_half_a_table(filled: str, tmp_path: Path) -> None:
             applying.before, before = once(write, at=4), len(applying.chunks)
             behind_our_back(filled, applying, "UPDATE things SET pad = 'other' WHERE id % 2 = 0")
             ask(scene, "public.things", "--mode", mode)
-            assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
+            assert eventually(lambda: not Seeds(scene.settings.log.path).wishes())
             scene.assert_equal(applying, "things")
             assert len(applying.chunks) > before + 4, "all of it was read again, and written to meanwhile"
     assert seen == {1500}
@@ -112,12 +112,12 @@ def test_a_part_is_read_again_and_only_that_and_what_is_deleted_goes(filled: str
         said = ask(scene, "public.things", "--where", "id <= 100 -- the first")
         assert "rows that fulfil the condition are read again" in said
         assert "takes it up within a second" in said
-        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
+        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes())
         assert scene.settled(applying)
         assert rows(applying) == list(range(1, 1401))
         assert rows(applying, x=7) == list(range(1, 101))
         ask(scene, "public.things")
-        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes(), seconds=60)
+        assert eventually(lambda: not Seeds(scene.settings.log.path).wishes())
         scene.assert_equal(applying, "things")
 
 
@@ -206,7 +206,7 @@ def test_a_part_of_a_table_is_read_again(filled: str, tmp_path: Path) -> None:
         scene.assert_equal(applying, "things")
         seeds = Seeds(scene.settings.log.path)
         seeds.wish(Wish(table=TableId("public", "things"), mode=LoadMode.REFRESH, where="id < 300"))
-        assert eventually(lambda: not seeds.wishes(), seconds=60)
+        assert eventually(lambda: not seeds.wishes())
         scene.assert_equal(applying, "things")
 
 
@@ -220,7 +220,7 @@ def test_a_condition_that_names_what_is_not_there_is_said_to_and_nothing_is_stuc
         assert 'column "xx" does not exist' in refused.stderr
         assert not seeds.wishes()
         seeds.wish(Wish(table=TableId("public", "things"), where="id in (select id from public.gone)"))
-        assert eventually(lambda: not seeds.wishes(), seconds=60)
+        assert eventually(lambda: not seeds.wishes())
         assert 'relation "public.gone" does not exist' in (life(applying, "things").trouble or "")
         execute(filled, "UPDATE things SET x = 5 WHERE id = 1")
         scene.assert_equal(applying, "things")
@@ -232,7 +232,7 @@ def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -
 
     def hold(how: Hold) -> None:
         seeds.hold(things, how)
-        time.sleep(1.5)  # whoever obeys looks now and then, and the rest of the chunks take less
+        assert eventually(lambda: things in applying.loading._under_way.held), "it is obeyed"
 
     with Scene(tmp_path, filled) as scene:
         with scene.loader(before=once(lambda: hold(Hold.PAUSED), at=4)) as applying:

@@ -146,7 +146,6 @@ def alive(pids: set[int]) -> list[bytes]:
 
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("master", "killed"),
     [
@@ -185,7 +184,6 @@ def test_every_row_is_written_once_whatever_is_killed(
 
 
 @thorough
-@pytest.mark.timeout(900)
 def test_a_stream_captures_into_a_store_and_goes_on_there_when_its_driver_is_started_again(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

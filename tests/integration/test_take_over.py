@@ -18,7 +18,14 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogFenced
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.settings import load_settings
-from tests.support.pipelines import Pipeline, Running, assert_log_is_whole, eventually, execute
+from tests.support.pipelines import (
+    Pipeline,
+    Running,
+    assert_log_is_whole,
+    eventually,
+    execute,
+    wait_for_free_slots,
+)
 from tests.support.thorough import thorough
 
 
@@ -78,9 +85,9 @@ def start(ended: ExitStack, pipeline: Pipeline, *flags: str) -> Running:
 
 
 def wait_until_capturing(running: Running, log: Path, commits: int = 5) -> None:
-    assert eventually(lambda: "capture started" in running.said(), seconds=60), running.said()
+    assert eventually(lambda: "capture started" in running.said()), running.said()
     before = newest(log)
-    assert eventually(lambda: newest(log) > before + commits, seconds=60, pause=0.02), running.said()
+    assert eventually(lambda: newest(log) > before + commits, pause=0.02), running.said()
 
 
 def error_of(running: Running) -> dict[str, object]:
@@ -95,14 +102,13 @@ def ended() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.timeout(300)
 def test_a_capture_that_was_stopped_wakes_up_and_disturbs_nothing(
     database: str, tmp_path: Path, ended: ExitStack
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)")
     pipeline = Pipeline(tmp_path, database)
     first = start(ended, pipeline)
-    assert eventually(lambda: "capture started" in first.said(), seconds=60), first.said()
+    assert eventually(lambda: "capture started" in first.said()), first.said()
     with inserting(database):  # only now: a log holds what was committed after its slot was made
         wait_until_capturing(first, pipeline.log)
         first.process.send_signal(signal.SIGSTOP)
@@ -110,33 +116,33 @@ def test_a_capture_that_was_stopped_wakes_up_and_disturbs_nothing(
         second = start(ended, pipeline, "--take-over")
         wait_until_capturing(second, pipeline.log)
         first.process.send_signal(signal.SIGCONT)
-        assert first.wait(60) == 6, first.said()
+        assert first.wait() == 6, first.said()
         assert error_of(first)["code"] == "log-fenced"
         assert "leave it to that process" in str(error_of(first)["hint"])
         wait_until_capturing(second, pipeline.log)
-    assert eventually(lambda: len(logged(pipeline.log)) == len(stored(database)), seconds=60)
+    assert eventually(lambda: len(logged(pipeline.log)) == len(stored(database)))
     assert second.terminate() == 0, second.said()
     assert logged(pipeline.log) == Counter(stored(database)), "every row is there, once"
     assert_log_is_whole(pipeline.log)
 
 
-@pytest.mark.timeout(300)
 def test_what_a_stopped_capture_had_read_is_not_confirmed_when_it_wakes_up(
     database: str, tmp_path: Path, ended: ExitStack
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)")
     pipeline = Pipeline(tmp_path, database)
     first = start(ended, pipeline)
-    assert eventually(lambda: "capture started" in first.said(), seconds=60), first.said()
+    assert eventually(lambda: "capture started" in first.said()), first.said()
     first.process.send_signal(signal.SIGSTOP)
     # These wait in the stopped one's socket: awake again it reads them, and may neither keep nor confirm them.
     execute(database, "INSERT INTO t SELECT g, 'x' FROM generate_series(1, 100) g")
     second = pipeline.call("capture", "--take-over", "--until-caught-up")
     assert second.returncode == 0, second.stderr
+    wait_for_free_slots(database)  # so that its own last word was heard
     before, commits = confirmed(database), newest(pipeline.log)
     execute(database, "INSERT INTO t SELECT g, 'x' FROM generate_series(101, 200) g")
     first.process.send_signal(signal.SIGCONT)
-    assert first.wait(60) == 6, first.said()
+    assert first.wait() == 6, first.said()
     assert confirmed(database) == before
     assert newest(pipeline.log) == commits
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
@@ -144,7 +150,6 @@ def test_what_a_stopped_capture_had_read_is_not_confirmed_when_it_wakes_up(
     assert_log_is_whole(pipeline.log)
 
 
-@pytest.mark.timeout(300)
 def test_a_capture_that_lost_the_log_says_so_and_not_that_its_position_is_lost(
     database: str, tmp_path: Path, ended: ExitStack
 ) -> None:
@@ -161,14 +166,13 @@ def test_a_capture_that_lost_the_log_says_so_and_not_that_its_position_is_lost(
         first.runtime.run(first.sink, lambda: False)
 
 
-@pytest.mark.timeout(300)
 def test_without_take_over_a_second_capture_waits_and_is_refused_even_by_one_that_is_stopped(
     database: str, tmp_path: Path, ended: ExitStack
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)")
     pipeline = Pipeline(tmp_path, database)
     first = start(ended, pipeline)
-    assert eventually(lambda: "capture started" in first.said(), seconds=60), first.said()
+    assert eventually(lambda: "capture started" in first.said()), first.said()
     first.process.send_signal(signal.SIGSTOP)
     second = pipeline.call("capture", "--until-caught-up")
     assert second.returncode == 6, second.stderr
@@ -177,12 +181,11 @@ def test_without_take_over_a_second_capture_waits_and_is_refused_even_by_one_tha
     assert "`--take-over`" in second.stderr
     first.process.send_signal(signal.SIGCONT)
     execute(database, "INSERT INTO t VALUES (1, 'x')")
-    assert eventually(lambda: logged(pipeline.log) == Counter([1]), seconds=60), first.said()
+    assert eventually(lambda: logged(pipeline.log) == Counter([1])), first.said()
     assert first.terminate() == 0
 
 
 @thorough
-@pytest.mark.timeout(400)
 def test_a_whole_pipeline_that_was_stopped_can_be_taken_over(
     database: str, tmp_path: Path, ended: ExitStack
 ) -> None:
@@ -191,14 +194,14 @@ def test_a_whole_pipeline_that_was_stopped_can_be_taken_over(
     first = pipeline.start("run", "--json")
     ended.callback(first.end)
     live = lambda: [table["state"] for table in pipeline.status()["tables"]] == ["live"]  # noqa: E731
-    assert eventually(live, seconds=150, pause=1), first.said()
+    assert eventually(live, pause=1), first.said()
     os.killpg(first.process.pid, signal.SIGSTOP)
     execute(database, "INSERT INTO t VALUES (2, 'y')")
     second = pipeline.call("run", "--take-over", "--until-caught-up")
     assert second.returncode == 0, second.stderr
     pipeline.assert_equal("t")
     os.killpg(first.process.pid, signal.SIGCONT)
-    assert first.wait(90) == 6, first.said()
+    assert first.wait() == 6, first.said()
     assert error_of(first)["code"] == "log-fenced"
     pipeline.assert_equal("t")
     execute(database, "INSERT INTO t VALUES (3, 'z')")

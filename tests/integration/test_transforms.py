@@ -86,7 +86,10 @@ def assert_hidden(scene: Scene) -> None:
     """No plaintext in any byte below log and lake, nor in anything that a reader of them gets."""
     folders = (scene.pipeline.log, scene.pipeline.lake)
     for path in [path for folder in folders for path in folder.rglob("*") if path.is_file()]:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # what is written aside has another name a moment later
+            continue
         if path.suffix == ".parquet":
             content += repr(pq.read_table(path).to_pylist()).encode()
         assert not [plain for plain in PLAIN if plain in content], path
@@ -157,7 +160,7 @@ def test_rows_that_a_rule_fails_at_are_set_aside_and_a_replay_brings_them_in(sce
         done = scene.pipeline.ask("dead-letters", "replay")
         assert done.returncode == 0, done.stderr
         waiting = Letters(scene.settings.log.path, TableId("public", "users"))
-        assert eventually(lambda: waiting.asked is None, seconds=30)
+        assert eventually(lambda: waiting.asked is None)
         assert letters(scene) == []
         mended = next(row for row in rows(applying) if row["id"] == 1)
         assert (mended["code"], mended["mail"]) == (11, "************.org")
@@ -170,7 +173,7 @@ def test_other_rules_have_the_table_loaded_anew(scene: Scene) -> None:
         assert "loaded-1@x.org" in {row["mail"] for row in rows(applying)}
     text = 'transforms: {rules: [{do: redact, tables: ["public.users"], columns: [mail]}]}\n'
     with with_rules(scene, text), scene.loader() as applying:
-        assert eventually(lambda: {row["mail"] for row in rows(applying)} == {"[redacted]"}, seconds=40), [
+        assert eventually(lambda: {row["mail"] for row in rows(applying)} == {"[redacted]"}), [
             life(applying, "users").state, life(applying, "users").error
         ]  # fmt: skip
         execute(scene.pipeline.url, "UPDATE users SET mail = 'streamed' WHERE id = 1")
@@ -257,7 +260,7 @@ def test_chunks_rows_read_again_and_parts_of_a_table_go_through_the_rules(databa
         "UPDATE things SET kind = 'no' WHERE id IN (5, 299)", "DELETE FROM things WHERE id IN (7, 8)",
     ), at=1)  # fmt: skip
     with scene, scene.loader(after=meanwhile) as applying:
-        assert eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=60), [
+        assert eventually(lambda: life(applying, "things").state is TableState.LIVE), [
             life(applying, "things").state, life(applying, "things").error
         ]  # fmt: skip
         assert len(applying.chunks) > 3
@@ -273,4 +276,4 @@ def test_chunks_rows_read_again_and_parts_of_a_table_go_through_the_rules(databa
         )  # fmt: skip
         done = scene.pipeline.ask("snapshot", "public.things", "--where", "id < 50 and large like 'large-%'")
         assert done.returncode == 0, done.stderr
-        assert eventually(lambda: there(applying) == expected(), seconds=60), life(applying, "things").error
+        assert eventually(lambda: there(applying) == expected()), life(applying, "things").error

@@ -115,7 +115,7 @@ def test_a_pipeline_tends_its_tables_beside_their_changes(
             assert scene.settled(applying)
 
         folder = tmp_path / "lake" / "public" / "t"
-        assert eventually(lambda: any("exchange" in path.name for path in folder.glob("*.parquet")), seconds=30)
+        assert eventually(lambda: any("exchange" in path.name for path in folder.glob("*.parquet")))
         scene.assert_equal(applying, "t")
         table = life(applying, "t")
         assert table.state is TableState.LIVE

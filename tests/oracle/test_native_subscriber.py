@@ -40,7 +40,7 @@ IN_PART = (
     Published(table=BY_NAME["public", "shapes"], how="where (rt is null or id < 4)"),
 )  # fmt: skip
 """A condition on what is not the key needs REPLICA IDENTITY FULL."""
-APPLY_SECONDS_MAX = 180.0
+APPLY_SECONDS_MAX = 600.0
 KILLS_EVERY = 6
 """In a long run the pipeline is killed in one of so many scripts; and in every run while it loads its tables."""
 

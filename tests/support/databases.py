@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tailrace.demo.server import EmbeddedPostgres
 
-GONE_SECONDS_MAX = 10.0
+GONE_SECONDS_MAX = 120.0
 _IN_USE = "select from pg_replication_slots where database = %s and (temporary or active)"
 _DROP_SLOTS = "select pg_drop_replication_slot(slot_name) from pg_replication_slots where database = %s"
 

@@ -47,7 +47,7 @@ def copy_of(server: EmbeddedPostgres, kind: Copy) -> Iterator[EmbeddedPostgres]:
 
 def promote(standby: EmbeddedPostgres) -> None:
     with standby.connect() as connection:
-        connection.execute("SELECT pg_promote(true, 60)")
+        connection.execute("SELECT pg_promote(true, 240)")
         row = connection.execute("SELECT pg_is_in_recovery()").fetchone()
     assert row == (False,)
 
@@ -58,7 +58,7 @@ def wait_for_replay(server: EmbeddedPostgres, standby: EmbeddedPostgres) -> None
         (end,) = connection.execute("SELECT pg_current_wal_flush_lsn()::text").fetchone() or ("",)
     with standby.connect() as connection:
         query = "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn"
-        assert eventually(lambda: connection.execute(query, (end,)).fetchone() == (True,), seconds=30)
+        assert eventually(lambda: connection.execute(query, (end,)).fetchone() == (True,))
 
 
 def either(server: EmbeddedPostgres, standby: EmbeddedPostgres) -> str:

@@ -46,7 +46,7 @@ class Guarded:
         return room
 
 
-def run_guarded(target: str, *arguments: str, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run_guarded(target: str, *arguments: str, seconds: float = 600.0) -> subprocess.CompletedProcess[str]:
     """Call `module:function` in a process of its own; a crash is a return code below zero."""
     module, _, function = target.partition(":")
     code = f"import sys; from {module} import {function} as run; run(*sys.argv[1:])"

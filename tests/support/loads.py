@@ -6,6 +6,7 @@ pickled and run where it is asked for. With Spark's connector as the engine unde
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 import time
@@ -33,11 +34,11 @@ from tailrace.pipeline.wiring import open_source, open_source_of
 from tailrace.runtime import loop
 from tailrace.spark.tasks import ChunkWork, Outcome
 from tests.support.engines import IS_SPARK, engine_lines, spark_engine
-from tests.support.pipelines import Pipeline, eventually
+from tests.support.pipelines import COME_SECONDS_MAX, Pipeline, eventually
 
 CHUNK_BYTES = 64 << 10
 """Far below what settings allow, so that small tables have many."""
-LOADED_SECONDS_MAX = 1200.0 if IS_SPARK else 90.0
+LOADED_SECONDS_MAX = 1200.0 if IS_SPARK else 300.0
 _WAITS = {
     (loading, "TABLES_SECONDS"): 0.3, (shapewatch, "LOOK_SECONDS"): 0.3, (capturing, "PUBLISH_SECONDS"): 0.2,
     (loop, "IDLE_SECONDS_MAX"): 0.5, (redelivering, "LOOK_SECONDS"): 0.1,
@@ -148,7 +149,8 @@ class Scene:
         """Nobody writes the log, until `begin_capture`."""
         self._stop.set()
         assert self._capture is not None
-        self._capture.join(30)
+        self._capture.join(COME_SECONDS_MAX)
+        assert not self._capture.is_alive(), "the capture does not stop"
 
     @contextmanager
     def loader(self, before: Hook | None = None, after: Hook | None = None) -> Iterator[Local]:
@@ -222,17 +224,16 @@ def rows_of(applying: Local, table: str) -> int:
 
 def once(action: Callable[[], None], *, at: int = 0) -> Hook:
     """A hook that acts at the n-th chunk it sees."""
-    seen = [0]
+    seen = itertools.count()  # several may read at once
 
     def hook(_: ChunkWork) -> None:
-        seen[0] += 1
-        if seen[0] == at + 1:
+        if next(seen) == at:
             action()
 
     return hook
 
 
-def wait_for_state(applying: Local, table: str, *states: TableState, seconds: float = 60.0) -> None:
+def wait_for_state(applying: Local, table: str, *states: TableState, seconds: float = COME_SECONDS_MAX) -> None:
     assert eventually(lambda: life(applying, table).state in states, seconds=seconds, pause=0.05), (
         life(applying, table).state,
         life(applying, table).error,

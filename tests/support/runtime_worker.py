@@ -30,7 +30,7 @@ from tailrace.state.checkpoints import FileCheckpointStore
 from tailrace.transforms.rules import Encrypt, KeySource, Transforms
 
 ITEMS = TableId("public", "items")
-SECONDS_MAX = 60.0
+SECONDS_MAX = 240.0
 KEY_ID, KEY_VARIABLE = "main", "TAILRACE_WORKER_KEY"
 ENCRYPTING = Transforms(
     keys={KEY_ID: KeySource(env=KEY_VARIABLE)},

@@ -18,7 +18,7 @@ from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.states import Progress
 from tests.support.changes import SHOP
 
-LONG_SECONDS = 10.0
+LONG_SECONDS = 120.0
 
 
 class Opened:

@@ -14,7 +14,7 @@ from tailrace.model.schema import TableId
 from tailrace.runtime.batch import Batch
 from tailrace.runtime.loop import CdcRuntime
 
-SECONDS_MAX = 40.0
+SECONDS_MAX = 240.0
 
 
 class Mirror:

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,19 @@ from tailrace.changelog.objects import ObjectPath
 
 BUCKET = "tailrace-test"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
-START_SECONDS_MAX = 60.0
+START_SECONDS_MAX = 240.0
+
+
+# It chooses its port itself: one that was free a moment ago may be another's by now.
+_SERVER = """
+import logging, threading
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+threading.Event().wait()
+"""
 
 
 @dataclass(frozen=True)
@@ -35,13 +46,14 @@ class S3:
 @contextmanager
 def s3_server() -> Iterator[S3]:
     """moto's server as a process of its own; everything is gone when it ends."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
         try:
-            _wait_for(port, process)
+            assert process.stdout is not None
+            port = process.stdout.readline().decode().strip()
+            assert port, f"moto's server ended: {process.wait()}"
             _make_bucket(f"http://127.0.0.1:{port}")
             yield S3(f"http://127.0.0.1:{port}")
         finally:
@@ -49,21 +61,11 @@ def s3_server() -> Iterator[S3]:
             process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_SECONDS_MAX
-    while time.monotonic() < deadline:
-        assert process.poll() is None, "moto's server ended"
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-            return
-        time.sleep(0.05)
-    raise AssertionError("moto's server does not listen")
-
-
 def _make_bucket(endpoint: str) -> None:
     import urllib.request
 
     asked = urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")
-    with urllib.request.urlopen(asked, timeout=30) as answer:
+    with urllib.request.urlopen(asked, timeout=START_SECONDS_MAX) as answer:
         assert answer.status == 200
 
 
@@ -102,12 +104,12 @@ class LossyWay:
     def _one(self, client: socket.socket) -> None:
         """One connection; one request after another, each on a connection of its own to the server."""
         with client, suppress(OSError):
-            client.settimeout(30)
+            client.settimeout(START_SECONDS_MAX)
             while request := _message(client):
                 line = request.partition(b"\r\n")[0].decode()
                 if self.refuse(line):
                     return
-                with socket.create_connection(_address(self.server.endpoint), 30) as server:
+                with socket.create_connection(_address(self.server.endpoint), START_SECONDS_MAX) as server:
                     server.sendall(request)
                     answer = _message(server, head=line.startswith("HEAD "))
                 if self.lose(line):

@@ -22,7 +22,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system
 
-COME_SECONDS_MAX = 20.0
+COME_SECONDS_MAX = 240.0
 VERSION = int(os.environ.get("TAILRACE_TEST_PG", "16"))
 BIG = "(select string_agg(md5(random()::text), '') from generate_series(1, 200))"
 """SQL for a text that is stored apart and that no compression makes small."""

@@ -41,7 +41,6 @@ def told(library: Path, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("calls", "error", "lasting", "lives"),
     [

@@ -45,17 +45,17 @@ class Rival:
         return {int(line[0]): int(line[1]) for line in self.lines() if len(line) == 2}
 
     def wait_for_wins(self, wins: int) -> None:
-        assert eventually(lambda: len(self.won()) > wins, seconds=60, pause=0.01), self.lines()[-1:]
+        assert eventually(lambda: len(self.won()) > wins, pause=0.01), self.lines()[-1:]
 
     def refused(self) -> bool:
         """Whether it ended because it lost the log."""
-        return self.process.wait(60) == 6 and self.lines()[-1] == ["log-fenced"]
+        return self.process.wait(240) == 6 and self.lines()[-1] == ["log-fenced"]
 
     def stop_still(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
         state = Path(f"/proc/{self.process.pid}/stat")
         assert eventually(
-            lambda: state.read_text().rpartition(")")[2].split()[0] == "T", seconds=10, pause=0.01
+            lambda: state.read_text().rpartition(")")[2].split()[0] == "T", pause=0.01
         )
 
     def go_on(self) -> None:
@@ -129,21 +129,21 @@ def test_of_two_writers_in_threads_the_one_that_was_taken_over_is_refused(folder
     def write(turn: int, *, take_over: bool, wins: int) -> None:
         log = OwnLog.open(folder, SOURCE, take_over=take_over)
         try:
-            for key in range(turn * 1000 + 1, turn * 1000 + 1 + wins):
+            for key in range(turn * ENDLESS + 1, turn * ENDLESS + 1 + wins):
                 begin = log.position.value
                 header = log.append(rows_window(begin, begin + 10, key))
                 assert header is not None
                 told[turn][header.commit] = key
-                if key % 1000 > 5:
+                if key > 5:
                     begun.set()
         except LogFenced as error:
             refused.append(error)
         finally:
             log.close()
 
-    first = threading.Thread(target=write, args=(0,), kwargs={"take_over": False, "wins": 900})
+    first = threading.Thread(target=write, args=(0,), kwargs={"take_over": False, "wins": ENDLESS - 1})
     first.start()
-    assert begun.wait(30)
+    assert begun.wait(240)
     write(1, take_over=True, wins=30)
     first.join()
     assert len(refused) == 1
@@ -156,7 +156,7 @@ def test_writers_whose_locks_do_not_reach_each_other_share_the_numbers_between_t
 ) -> None:
     made(folder)
     rivals = [start(ended, view_of(folder, f"host-{name}"), name, 60, "return") for name in (1, 2)]
-    assert [rival.process.wait(120) for rival in rivals] == [0, 0], [rival.lines()[-1:] for rival in rivals]
+    assert [rival.process.wait(240) for rival in rivals] == [0, 0], [rival.lines()[-1:] for rival in rivals]
     told = [rival.won() for rival in rivals]
     assert [len(wins) for wins in told] == [60, 60]
     assert_whole(folder, [{1: 0}, *told])
@@ -169,7 +169,7 @@ def test_each_process_that_takes_the_log_over_ends_the_one_before(folder: Path, 
         rivals[-1].wait_for_wins(10)
         rivals.append(start(ended, folder, name, ENDLESS if name < 5 else 30, "take-over"))
         assert rivals[-2].refused(), rivals[-2].lines()[-1:]
-    assert rivals[-1].process.wait(60) == 0
+    assert rivals[-1].process.wait(240) == 0
     assert_whole(folder, [{1: 0}, *[rival.won() for rival in rivals]])
 
 

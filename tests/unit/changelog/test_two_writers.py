@@ -125,10 +125,10 @@ def test_what_a_writer_publishes_is_what_that_writer_wrote(
         write(path, parts)
         if threading.current_thread() is rival:
             written.set()
-            go_on.wait(10)
+            go_on.wait(240)
         else:
             rival.start()
-            assert written.wait(10)
+            assert written.wait(240)
 
     refused: list[BaseException] = []
 
@@ -196,10 +196,10 @@ def test_a_second_writer_waits_and_is_then_told_who_holds_the_log(
 def test_a_writer_that_waits_gets_in_when_the_first_one_closes(folder: LogPath) -> None:
     first = LogWriter(folder, SOURCE)
     timer = threading.Timer(0.2, first.close)
-    timer.start()
     began = time.monotonic()
+    timer.start()
     second = LogWriter(folder, SOURCE)
     waited = time.monotonic() - began
     timer.join()
     second.close()
-    assert 0.1 < waited < 10
+    assert waited >= 0.2

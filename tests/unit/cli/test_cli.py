@@ -134,7 +134,7 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
     source = str(Path(tailrace.__path__[0]).parent)
     environment = {**os.environ, "PYTHONPATH": source, "PYTHONWARNINGS": "error"}
     return subprocess.run([sys.executable, "-m", "tailrace", *arguments], env=environment, text=True,
-                          capture_output=True, timeout=60, check=False, **options)  # fmt: skip
+                          capture_output=True, timeout=240, check=False, **options)  # fmt: skip
 
 
 # ---- arguments
@@ -198,7 +198,7 @@ def test_nothing_heavy_is_imported_to_answer_at_once(arguments: list[str], file:
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
     command = [sys.executable, "-c", code, *given]
     done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                          timeout=60, check=False)  # fmt: skip
+                          timeout=240, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
@@ -210,7 +210,7 @@ def test_capture_loads_no_spark() -> None:
     code = "import sys, tailrace.pipeline.runner; sys.exit('pyspark' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
     assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False).returncode
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False).returncode
         == 0
     )
 
@@ -517,7 +517,7 @@ def test_a_reader_that_leaves_is_no_error(file: str) -> None:
     os.close(reading)
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
     done = subprocess.run([sys.executable, "-m", "tailrace", "check", file], env=environment, stdout=writing,
-                          stderr=subprocess.PIPE, timeout=60, check=False)  # fmt: skip
+                          stderr=subprocess.PIPE, timeout=240, check=False)  # fmt: skip
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -531,7 +531,7 @@ def test_a_terminal_that_cannot_show_a_letter_gets_its_code(tmp_path: Path) -> N
         "PYTHONIOENCODING": "ascii",
     }
     done = subprocess.run([sys.executable, "-m", "tailrace", "check", str(path)], env=environment,
-                          capture_output=True, timeout=60, check=False)  # fmt: skip
+                          capture_output=True, timeout=240, check=False)  # fmt: skip
     assert done.returncode == 0
     assert rb"s\xe4ge.yaml: ok" in done.stdout
 

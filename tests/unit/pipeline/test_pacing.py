@@ -10,6 +10,8 @@ import pytest
 
 from tailrace.pipeline.pacing import AHEAD_SECONDS_MAX, SHARE_SECONDS, Pace
 
+SECONDS_MAX = 240.0
+
 
 class Day:
     """A pipeline whose time passes as the test says."""
@@ -112,15 +114,15 @@ def test_the_share_can_be_asked_for_while_another_thread_merges() -> None:
     def merge() -> None:
         with pace.merging():
             inside.set()
-            over.wait(10)
+            over.wait(SECONDS_MAX)
 
     thread = threading.Thread(target=merge)
     thread.start()
-    assert inside.wait(10)
+    assert inside.wait(SECONDS_MAX)
     time.sleep(0.01)
     assert pace.share() > 0.0
     over.set()
-    thread.join(10)
+    thread.join(SECONDS_MAX)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -131,5 +133,5 @@ def test_whoever_hurries_ends_a_rest_at_once(before: bool) -> None:
     resting = threading.Thread(target=pace.rest, args=(600.0,))
     resting.start()
     pace.hurry()
-    resting.join(10)
+    resting.join(SECONDS_MAX)
     assert not resting.is_alive()

@@ -78,7 +78,7 @@ def test_one_beside_the_stream_that_breaks_again_and_again_is_given_up_and_the_s
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
     heard: list[Fact] = []
-    runtime = CdcRuntime(source, store, observers=(heard.append,), retry_seconds_max=1.0)
+    runtime = CdcRuntime(source, store, observers=(heard.append,), retry_seconds_max=4.0)
     runtime.start()
     run(runtime, lambda: runtime.position == source.end)
     breaks(REWRITTEN)
@@ -103,7 +103,7 @@ def test_one_before_the_stream_that_is_taken_up_and_reads_nothing_is_an_outage_t
 ) -> None:
     heard: list[Fact] = []
     runtime = CdcRuntime(
-        source, store, snapshot_tables=(SHOP.table,), observers=(heard.append,), retry_seconds_max=0.5
+        source, store, snapshot_tables=(SHOP.table,), observers=(heard.append,), retry_seconds_max=2.0
     )
     breaks(REWRITTEN)
     runtime.start()
@@ -166,7 +166,7 @@ def test_one_that_cannot_be_begun_for_a_while_waits_and_the_stream_goes_on(
     source: MemoryCapture, store: MemoryCheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[Fact] = []
-    runtime = CdcRuntime(source, store, observers=(heard.append,), retry_seconds_max=0.5)
+    runtime = CdcRuntime(source, store, observers=(heard.append,), retry_seconds_max=2.0)
     runtime.start()
 
     def locked(*_: object, **__: object) -> MemoryScan:
@@ -193,7 +193,7 @@ def test_a_source_that_is_lost_with_its_snapshot_decides_and_the_snapshot_stays_
 ) -> None:
     lost = SourceUnreachable("the line is dead", hint="It is tried again.")
     heard: list[Fact] = []
-    runtime = CdcRuntime(source, store, observers=(heard.append,), retry_seconds_max=0.5)
+    runtime = CdcRuntime(source, store, observers=(heard.append,), retry_seconds_max=2.0)
     runtime.start()
     run(runtime, lambda: runtime.position == source.end)
     breaks(lost)

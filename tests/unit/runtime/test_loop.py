@@ -306,8 +306,9 @@ def test_a_quiet_source_is_not_recorded_at_every_look(
         source.quiet(1)
         return seen > 40
 
+    began = time.monotonic()
     LogLoop(source.live, sink).run(stopping)
-    assert 1 <= len(sink.windows) <= 8
+    assert 1 <= len(sink.windows) <= (time.monotonic() - began) / 0.25 + 1
 
 
 def test_reaching_the_target_is_recorded_at_once(source: Source, sink: Sink) -> None:
@@ -361,20 +362,28 @@ def test_waits_between_tries_grow_up_to_a_limit(
 ) -> None:
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.1)
     monkeypatch.setattr(intake, "RETRY_SECONDS_MAX", 0.4)
+    pauses: list[float] = []
+
+    def after(last: intake.Outage | None, error: TailraceError) -> intake.Outage:
+        pauses.append((outage := began(last, error)).pause)
+        return outage
+
+    began = intake.Outage.after
+    monkeypatch.setattr(intake.Outage, "after", after)
     source.refusals = [unreachable() for _ in range(5)]
     source.commit(inserts(1))
     LogLoop(source.live, sink).run(until(lambda: sink.keys == [1]))
     waits = [later - earlier for earlier, later in zip(source.opened, source.opened[1:], strict=False)]
     for wait, least in zip(waits, (0.1, 0.2, 0.4, 0.4, 0.4), strict=True):
         assert wait >= least
-    assert sum(waits) < 5
+    assert pauses == [0.1, 0.2, 0.4, 0.4, 0.4]
 
 
 def test_waits_begin_small_again_once_something_came(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.1)
-    source.refusals = [unreachable() for _ in range(3)]
+    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.03)
+    source.refusals = [unreachable() for _ in range(7)]
     source.commit(inserts(1))
     runtime = LogLoop(source.live, sink)
 
@@ -387,7 +396,7 @@ def test_waits_begin_small_again_once_something_came(
         return sink.keys == [1, 2]
 
     runtime.run(stopping)
-    assert source.opened[4] - source.opened[3] < 0.6  # it would be 0.8 if the waits had gone on growing
+    assert source.opened[8] - source.opened[7] < 3  # it would be 3.84 if the waits had gone on growing
 
 
 def test_an_error_that_needs_a_person_is_raised_at_once(source: Source, sink: Sink) -> None:
@@ -403,29 +412,28 @@ def test_it_gives_up_after_the_time_it_was_given(source: Source, sink: Sink) -> 
     began = time.monotonic()
     with pytest.raises(SourceUnreachable):
         runtime.run(lambda: False)
-    assert 0.4 <= time.monotonic() - began < 5
-    assert len(source.opened) > 2
+    assert 0.4 <= time.monotonic() - began < LONG_SECONDS
+    assert len(source.opened) > 1
     assert runtime.progress.last_error is not None
 
 
 def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, sink: Sink) -> None:
     """The source is idle in between: no window comes, but every read succeeds."""
-    runtime = LogLoop(source.live, sink, retry_seconds_max=0.3)
+    runtime = LogLoop(source.live, sink, retry_seconds_max=2.0)
     source.break_next_read(unreachable())
-    runtime.run(for_seconds(0.8))
+    runtime.run(for_seconds(2.5))
     source.break_next_read(unreachable())
-    runtime.run(for_seconds(0.3))
-    assert runtime.progress.reconnects == 2
+    runtime.run(until(lambda: runtime.progress.reconnects == 2))
 
 
 def test_a_wait_ends_when_the_loop_is_told_to_stop(
     source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 30.0)
+    monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 800.0)
     source.refusals = [unreachable()]
     began = time.monotonic()
     LogLoop(source.live, sink).run(for_seconds(0.3))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < LONG_SECONDS
     assert len(source.opened) == 1
 
 

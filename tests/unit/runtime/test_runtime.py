@@ -330,7 +330,7 @@ def test_a_batch_is_bounded_by_bytes(source: MemoryCapture, store: Store) -> Non
 
 
 def test_a_batch_waits_for_more_as_long_as_it_may(source: MemoryCapture, store: Store) -> None:
-    runtime = CdcRuntime(source, store, limits=Limits(rows=2, seconds=5.0))
+    runtime = CdcRuntime(source, store, limits=Limits(rows=2, seconds=240.0))
     runtime.start()
     source.commit(inserts(1))
     later = threading.Timer(0.1, lambda: source.commit(inserts(2)))

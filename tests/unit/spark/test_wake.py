@@ -17,12 +17,14 @@ from tailrace.tables.layout import Layout
 from tests.support.logs import Diary, inserts
 from tests.support.pipelines import eventually
 
+SECONDS_MAX = 240.0
+
 
 class Listener:
     """What Spark's source does: connect, and read lines."""
 
     def __init__(self, server: Wake) -> None:
-        self._connection = socket.create_connection(server._server.getsockname(), timeout=5)
+        self._connection = socket.create_connection(server._server.getsockname(), timeout=SECONDS_MAX)
         self._lines = self._connection.makefile("rb")
 
     def hear(self) -> int:
@@ -35,7 +37,7 @@ class Listener:
         except TimeoutError:
             return True
         finally:
-            self._connection.settimeout(5)
+            self._connection.settimeout(SECONDS_MAX)
         return False
 
     def hang_up(self) -> None:
@@ -58,7 +60,7 @@ def speaking(diary: Diary, tmp_path: Path) -> Iterator[Wake]:
     thread.start()
     yield made
     stopping.set()
-    thread.join(5)
+    thread.join(SECONDS_MAX)
     assert not thread.is_alive()
 
 
@@ -76,7 +78,7 @@ def test_it_says_how_far_the_log_has_grown_and_waits_for_an_answer(diary: Diary,
     assert listener.hears_nothing(), "one at a time"
     speaking.answer(1)
     assert speaking.done == 1
-    assert eventually(lambda: not listener.hears_nothing(), seconds=5)
+    assert eventually(lambda: not listener.hears_nothing())
     assert listener.hear() == 3
     speaking.answer(3)
     assert speaking.heard() is None, "what was answered is not asked for again"

@@ -464,7 +464,7 @@ def test_a_hundred_thousand_changes_fold_in_a_blink() -> None:
     fold(schema, table.slice(0, 10))  # compiles the kernel
     took = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()  # others may have the processor meanwhile
         fold(schema, table)
-        took.append(time.perf_counter() - start)
+        took.append(time.process_time() - start)
     assert min(took) < 0.3  # about 0.03 on two idle cores

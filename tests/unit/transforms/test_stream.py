@@ -30,7 +30,7 @@ from tailrace.transforms.stream import TransformedStream
 from tests.support.logs import quick_folder
 from tests.support.transforms import PEOPLE, person, plan_of
 
-SECONDS_MAX = 10.0
+SECONDS_MAX = 240.0
 NUMBERS = Cast(name="numbers", columns=("mail",), to="int32")
 GERMANS = Filter(where="country == 'DE'")
 
