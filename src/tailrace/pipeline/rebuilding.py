@@ -145,6 +145,7 @@ class _Rebuild:
 
     def run(self, from_version: int | None, progress: Progress) -> Rebuilt:
         started = time.monotonic()
+        self._place.look().refuse_foreign(self._table)
         base = self._base(from_version)
         with self._maker.making() as making:
             rows = making.begin(base)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -357,6 +358,22 @@ def test_what_makes_no_sense_is_refused(
     assert said in err
     assert "hint: " in err
     assert quiet.table.version() == before
+
+
+def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised_that_would_be_refused(
+    quiet: Quiet, call: Any, tmp_path: Path
+) -> None:
+    other = Quiet(tmp_path / "other")
+    other.load([{"id": 7, "n": 7}])
+    lake = quiet.settings.tables.path
+    shutil.rmtree(lake)
+    other.settings.tables.path.rename(lake)
+    before = sorted(path.name for path in lake.rglob("*"))
+    code, out, err = call("public.things")
+    assert (code, out) == (ExitCode.TABLE, "")
+    assert "a table that this change log did not make already stands here" in err
+    assert "hint: Move it away" in err
+    assert sorted(path.name for path in lake.rglob("*")) == before
 
 
 def test_while_something_applies_it_refuses(quiet: Quiet, call: Any) -> None:
