@@ -232,3 +232,8 @@ def test_a_run_until_caught_up_evolves_what_nobody_wrote_to(database: str, tmp_p
     pipeline.catch_up()
     pipeline.assert_equal(*tables.values())
     assert {table["state"] for table in pipeline.status()["tables"]} == {"live"}
+    point = json.loads(pipeline.ask("at", "--json").stdout)
+    assert point["missing"] == [], "also the one that was loaded anew, with nothing in the log after it"
+    assert {table["table"]: table["version"] for table in point["tables"]} == {
+        table: lake_version(tmp_path, table) for table in tables.values()
+    }  # fmt: skip

@@ -52,22 +52,24 @@ class TablesAt(dict[str, "DataFrame"]):
         raise KeyError(name)
 
 
-def find_point(settings: PipelineSettings, *, time: str | None = None, position: str | None = None) -> Point:
+def find_point(
+    settings: PipelineSettings, *, time: str | datetime | None = None, position: str | Lsn | None = None
+) -> Point:
     """The last point at or before a time or a position; without either, the last of all. A table whose version then is
     none of the table that is there now is missing from it."""
     log = ChangeLog.open(settings.log.path)
     return _as_it_is_now(settings.tables.layout, log.log_id, _noted(Ledger(log.path), time, position))
 
 
-def _noted(ledger: Ledger, time: str | None, position: str | None) -> Point:
+def _noted(ledger: Ledger, time: str | datetime | None, position: str | Lsn | None) -> Point:
     if time is not None and position is not None:
         raise ConfigError("a point is at a time or at a position", hint="Give one of the two.")
     if position is not None:
-        return ledger.at(position=Lsn.parse(position))
+        return ledger.at(position=Lsn.parse(str(position)))
     if time is None:
         return ledger.at()
     try:
-        wanted = datetime.fromisoformat(time)
+        wanted = datetime.fromisoformat(str(time))
     except ValueError:
         raise ConfigError("this is no time", given=time, hint=_TIME_HINT) from None
     wanted = wanted if wanted.tzinfo is not None else wanted.replace(tzinfo=UTC)
@@ -91,8 +93,8 @@ def _as_it_is_now(layout: Layout, log_id: str, point: Point) -> Point:
 
 
 def tables_at(
-    spark: SparkSession, file: str | Path, *, time: str | None = None, position: str | None = None,
-    tables: Iterable[TableId] | None = None,
+    spark: SparkSession, file: str | Path, *, time: str | datetime | None = None, position: str | Lsn | None = None,
+    tables: Iterable[TableId | str] | None = None,
 ) -> TablesAt:  # fmt: skip
     """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
     and for such with deletion vectors or column mapping.
@@ -109,13 +111,15 @@ def tables_at(
     return TablesAt(found, point)
 
 
-def chosen(point: Point, tables: Iterable[TableId] | None) -> Point:
-    """The point with these tables alone, or with all; each has a name that is no other's."""
+def chosen(point: Point, tables: Iterable[TableId | str] | None) -> Point:
+    """The point with these tables alone, or with all; each has a name that is no other's. One may be given as
+    `schema.table`."""
     wanted = set(point.versions) | set(point.missing)
     if tables is not None:
-        asked = set(tables)
-        if unknown := asked - wanted:
-            names = ", ".join(map(_in_parts, sorted(unknown)))
+        given = {tables} if isinstance(tables, str) else set(tables)
+        asked = {table for table in wanted if table in given or str(table) in given}
+        if unknown := given - asked - set(map(str, asked)):
+            names = ", ".join(sorted(table if isinstance(table, str) else _in_parts(table) for table in unknown))
             raise ConfigError(
                 "the point knows no such table", tables=names, time=point.time.isoformat(),
                 hint="`tailrace at FILE --json` lists those that it knows.",

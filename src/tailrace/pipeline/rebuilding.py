@@ -43,6 +43,7 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.keptseeds import KeptSeeds
 from tailrace.tables.layout import Place
 from tailrace.tables.rebuilding import Base, bases_with
+from tailrace.tables.refusals import refuse_form
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -145,6 +146,7 @@ class _Rebuild:
 
     def run(self, from_version: int | None, progress: Progress) -> Rebuilt:
         started = time.monotonic()
+        self._place.look().refuse_foreign(self._table)
         base = self._base(from_version)
         with self._maker.making() as making:
             rows = making.begin(base)
@@ -170,6 +172,7 @@ class _Rebuild:
     def _base(self, wanted: int | None) -> Base:
         """The newest that will do, or the version that is wished for."""
         why: str | None = None
+        newest: Base | None = None
         first: Base | None = None
         for base in bases_with(self._place, self._seeds):
             if wanted is not None and (base.version != wanted or base.seed is not None):
@@ -180,6 +183,7 @@ class _Rebuild:
             if reason == _TOO_NEW and wanted is None:
                 first = base  # what stands before the position says why that will not do, if there is one
                 continue
+            newest = newest or base
             why = why or f"{'the kept seed' if base.seed else f'version {base.version}'}: {reason}"
         if wanted is not None:
             raise ConfigError(
@@ -192,6 +196,8 @@ class _Rebuild:
                 "nothing is left of the table that is as old as this", table=self._table, to=self._to,
                 hint=f"Give a position from {first.position.cursor.position} on, or leave `--to` out.",
             )
+        if newest is not None:  # a load would replace the past as well, and that is a person's to say
+            refuse_form(self._place.path, self._place.form, newest.position)
         never = self._place.look().version() is None
         raise LogTrimmed(
             "the log covers no version of the table that it could be rebuilt from", table=self._table,

@@ -252,3 +252,13 @@ def test_a_table_that_a_point_does_not_know_cannot_be_chosen_from_it() -> None:
     with pytest.raises(ConfigError, match="the point knows no such table") as refused:
         chosen(MISSED[1], [B, DOTTED])
     assert 'TableId("my.schema", "x.y")' in refused.value.headline
+
+
+def test_a_table_is_chosen_by_its_name_as_well() -> None:
+    assert chosen(MISSED[1], ["public.b"]) == chosen(MISSED[1], "public.b") == chosen(MISSED[1], [B])
+    with pytest.raises(ConfigError, match="the point knows no such table") as refused:
+        chosen(MISSED[1], ["public.b", "public.nothing"])
+    assert refused.value.fields["tables"] == "public.nothing"
+    alike = replace(point(1), versions=dict.fromkeys((A, *TWINS), 7))
+    with pytest.raises(ConfigError, match=r"`a\.b\.c` names two tables"):
+        chosen(alike, ["a.b.c"])

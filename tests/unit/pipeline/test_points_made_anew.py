@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,12 @@ def test_a_table_that_is_partitioned_otherwise_where_it_stands_is_still_that_tab
     assert place.form.partition_by == ("n",)
     quiet.load([{"id": 1, "n": 0}], SHOP)
     assert find_point(quiet.settings).versions == {THINGS: 1}
+
+
+def test_a_time_and_a_position_of_python_s_own_are_taken(quiet: Quiet) -> None:
+    there = find_point(quiet.settings)
+    assert find_point(quiet.settings, time=there.time, position=None) == there
+    assert find_point(quiet.settings, time=there.time.replace(tzinfo=None)) == there, "without a zone it is UTC"
+    assert find_point(quiet.settings, position=there.position) == there
+    with pytest.raises(ConfigError, match="the first point that is known is later"):
+        find_point(quiet.settings, time=there.time - timedelta(seconds=1))

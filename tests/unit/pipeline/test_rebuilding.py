@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -120,12 +121,15 @@ def test_a_table_of_any_form_is_what_it_was(tmp_path: Path, capsys: pytest.Captu
     assert made.apply()[-1].error is None
 
 
-def test_a_version_of_another_form_is_passed_over(quiet: Quiet, call: Any) -> None:
+def test_a_table_of_another_form_is_refused_and_what_a_load_would_replace_is_said(quiet: Quiet, call: Any) -> None:
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, soft_delete: true"))
     code, _, err = call("public.things")
-    assert code != ExitCode.OK
-    assert "it was made as mirror" in err
-    assert "tailrace snapshot" in err
+    assert code == ExitCode.TABLE
+    assert "the table was made in another form than the settings ask for" in err
+    assert "made=mirror, asked=mirror, soft delete" in err
+    assert "Set it back as it was, or have all that the table holds replaced" in err, "a load takes the past with it"
+    code, _, err = call("public.things", "--from-version", "2")
+    assert (code, "it was made as mirror" in err) == (ExitCode.CONFIG, True)
 
 
 def test_it_says_in_words_what_it_did(quiet: Quiet, call: Any) -> None:
@@ -357,6 +361,22 @@ def test_what_makes_no_sense_is_refused(
     assert said in err
     assert "hint: " in err
     assert quiet.table.version() == before
+
+
+def test_the_table_of_another_pipeline_is_left_alone_and_no_load_is_advised_that_would_be_refused(
+    quiet: Quiet, call: Any, tmp_path: Path
+) -> None:
+    other = Quiet(tmp_path / "other")
+    other.load([{"id": 7, "n": 7}])
+    lake = quiet.settings.tables.path
+    shutil.rmtree(lake)
+    other.settings.tables.path.rename(lake)
+    before = sorted(path.name for path in lake.rglob("*"))
+    code, out, err = call("public.things")
+    assert (code, out) == (ExitCode.TABLE, "")
+    assert "a table that this change log did not make already stands here" in err
+    assert "hint: Move it away" in err
+    assert sorted(path.name for path in lake.rglob("*")) == before
 
 
 def test_while_something_applies_it_refuses(quiet: Quiet, call: Any) -> None:
