@@ -398,13 +398,16 @@ def test_a_checkpoint_seeded_by_hand_is_where_it_begins(
     runtime.stop()
 
 
-@pytest.mark.parametrize("metadata", [{"runtime": "mine"}, {"runtime": 2}, {"runtime": 3, "rows": 1}])
+@pytest.mark.parametrize("metadata", [{"runtime": 2, "rows": "x"}, {"runtime": 2}, {"runtime": 3, "rows": 1}])
 def test_what_says_to_be_a_runtimes_and_cannot_be_read_is_an_error(
     source: MemoryCapture, store: Store, metadata: dict[str, object]
 ) -> None:
     store.save("default", Checkpoint(source_type="memory", position=source.commit(inserts(1)), metadata=metadata))
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(StateCorrupt) as caught:
         CdcRuntime(source, store).start()
+    newer = metadata["runtime"] == 3
+    assert ("Another version of Tailrace wrote it" in caught.value.hint) is newer
+    assert ("`delete` it" in caught.value.hint) is not newer
 
 
 def test_a_seed_for_a_source_of_ones_own_keeps_its_name(source: MemoryCapture, store: Store) -> None:
