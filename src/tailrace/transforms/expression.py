@@ -284,8 +284,7 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
             both = isinstance(node.op, ast.And)
             found = _truth(_evaluate(node.values[0], columns, text))
             for part in node.values[1:]:
-                open_still = pc.fill_null(found if both else pc.invert(found), _TRUE)
-                other = _truth(_where(open_still, part, columns, text))
+                other = _truth(_where(functools.partial(_undecided, found, both), part, columns, text))
                 found = pc.and_kleene(found, other) if both else pc.or_kleene(found, other)
             return found
         case ast.UnaryOp(op=ast.Not()):
@@ -302,26 +301,32 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
             return _reckoned(_ARITHMETIC[type(node.op)], left, right)
         case ast.IfExp():
             test = pc.fill_null(_truth(_evaluate(node.test, columns, text)), _FALSE)
-            body = _where(test, node.body, columns, text)
-            return pc.if_else(test, *_beside(body, _where(pc.invert(test), node.orelse, columns, text)))
+            body = _where(lambda: test, node.body, columns, text)
+            return pc.if_else(test, *_beside(body, _where(lambda: pc.invert(test), node.orelse, columns, text)))
         case ast.Compare():
             return _compare(node, columns, text)
     raise _Wrong(f"it has a {type(node).__name__} where none can be")
 
 
-def _where(wanted: Value, node: ast.expr, columns: Columns, text: str) -> Value:
-    """The values of an expression in the rows in which they are wanted; in the others they may be null."""
+def _undecided(found: Value, both: bool) -> Value:
+    """The rows of which the next part of an `and`, or of an `or`, decides."""
+    return found if both else pc.invert(found)
+
+
+def _where(wanted: Callable[[], Value], node: ast.expr, columns: Columns, text: str) -> Value:
+    """The values of an expression, which may be null in rows in which it is not wanted."""
     try:
         return _evaluate(node, columns, text)
     except pa.ArrowException:
-        if isinstance(wanted, pa.Scalar) or pc.all(wanted).as_py() is not False:
+        decided = pc.fill_null(wanted(), _TRUE)
+        if isinstance(decided, pa.Scalar) or pc.all(decided).as_py() is not False:
             raise
-    rows = np.flatnonzero(wanted.to_numpy(zero_copy_only=False))
+    rows = np.flatnonzero(decided.to_numpy(zero_copy_only=False))
     named = {name: columns[name].take(pa.array(rows)) for name in _columns_in(node)}
     found = _evaluate(node, named, text)
     if not isinstance(found, pa.Array):
         return found
-    places = np.full(len(wanted), -1)
+    places = np.full(len(decided), -1)
     places[rows] = np.arange(len(rows))
     return found.take(pa.array(places, mask=places < 0))
 
