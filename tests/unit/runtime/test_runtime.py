@@ -32,12 +32,12 @@ from tailrace.errors import (
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import Column
+from tailrace.model.schema import Column, TableId
 from tailrace.runtime import injecting, loop, observing
 from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, Verdict
+from tailrace.runtime.observing import Fact, StreamOpened, Verdict
 from tailrace.runtime.sinks import MemorySink, Rejected
 from tailrace.runtime.states import State
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
@@ -592,6 +592,42 @@ class Failing(MemorySink):
             self._unflushed.clear()
             raise self.failures.pop()
         super().flush(caught_up)
+
+
+class Told(MemorySink):
+    """Notes how many rows it has at each flush, and whether more is waiting; fails once where none came since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, bool]] = []
+        self.fails = True
+
+    def flush(self, caught_up: bool) -> None:
+        super().flush(caught_up)
+        if self.fails and self.told and self.told[-1][0] == self.rows:
+            self.fails = False
+            raise SinkUnready("not now")
+        self.told.append((self.rows, caught_up))
+
+
+@pytest.mark.parametrize("tables", [(), (SHOP.table,)])
+def test_a_sink_is_told_when_nothing_more_is_waiting_also_behind_a_snapshot(tables: tuple[TableId, ...]) -> None:
+    source, sink, streams = MemoryCapture(keep_tables=True), Told(), []
+    for number in range(3):
+        source.commit(inserts(number))
+
+    def note(fact: Fact) -> None:
+        if isinstance(fact, StreamOpened):
+            streams.append(fact)
+
+    runtime = CdcRuntime(
+        source, MemoryCheckpointStore(), snapshot_tables=tables, limits=Limits(rows=2), observers=[note]
+    )
+    polls = iter(range(20))  # or it would wait for ever
+    runtime.run(sink, lambda: (3, True) in sink.told or next(polls, None) is None)
+    assert sink.told == [(2, False), *([(3, False)] if tables else []), (3, True)]
+    assert sink.rows == 3
+    assert len(streams) == 1, "it is not the stream that has failed"
 
 
 def test_the_loop_runs_until_told(source: MemoryCapture, store: Store) -> None:
