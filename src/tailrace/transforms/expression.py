@@ -65,7 +65,7 @@ def _concat(*parts: Value) -> Value:
 
 
 def _coalesce(first: Value, *others: Value) -> Value:
-    return pc.coalesce(first, *(_beside(first, other)[1] for other in others))
+    return functools.reduce(lambda one, other: _reckoned(pc.coalesce, *_beside(one, other)), others, first)
 
 
 def _substring(text: Value, start: Value, length: Value) -> Value:
@@ -302,7 +302,8 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
         case ast.IfExp():
             test = pc.fill_null(_truth(_evaluate(node.test, columns, text)), _FALSE)
             body = _where(lambda: test, node.body, columns, text)
-            return pc.if_else(test, *_beside(body, _where(lambda: pc.invert(test), node.orelse, columns, text)))
+            pair = _beside(body, _where(lambda: pc.invert(test), node.orelse, columns, text))
+            return _reckoned(functools.partial(pc.if_else, test), *pair)
         case ast.Compare():
             return _compare(node, columns, text)
     raise _Wrong(f"it has a {type(node).__name__} where none can be")
@@ -345,7 +346,7 @@ def _compare(node: ast.Compare, columns: Columns, text: str) -> Value:
                 found.append(pc.is_null(one) if isinstance(operator, ast.Is) else pc.is_valid(one))
             case _:
                 pair = _beside(one, _evaluate(right, columns, text))
-                found.append(_COMPARISONS[type(operator)](*pair))
+                found.append(_reckoned(_COMPARISONS[type(operator)], *pair))
         left = right
     return functools.reduce(pc.and_kleene, found)
 
@@ -354,7 +355,7 @@ def _is_in(one: Value, many: ast.expr, columns: Columns, text: str) -> Value:
     if not isinstance(many, ast.List | ast.Tuple) or not many.elts:
         raise _Wrong("`in` is followed by a list, for example `in ('a', 'b')`")
     choices = (_beside(one, _evaluate(item, columns, text)) for item in many.elts)
-    return functools.reduce(pc.or_kleene, (pc.equal(left, right) for left, right in choices))
+    return functools.reduce(pc.or_kleene, (_reckoned(pc.equal, left, right) for left, right in choices))
 
 
 def _truth(value: Value) -> Value:

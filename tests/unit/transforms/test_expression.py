@@ -124,6 +124,17 @@ def test_decimals_are_reckoned_with_as_many_digits_as_it_takes() -> None:
     assert evaluated("x + y > 3", x=column, y=pa.array([1, 1, 1])) == [False, True, None]
 
 
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("x > 1.55", [True, False, None]), ("x in (1.55, 1)", [False, True, None]), ("x == y", [False, False, None]),
+    ("coalesce(x, 0.5)", [Decimal("9" * 38), Decimal(1), Decimal("0.5")]),
+    ("x if x > 1 else 1.555", [Decimal("9" * 38), Decimal("1.555"), Decimal("1.555")]),
+])  # fmt: skip
+def test_decimals_of_any_size_stand_beside_each_other(text: str, wanted: list[Any]) -> None:
+    column = pa.array([Decimal("9" * 38), Decimal(1), None], pa.decimal128(38, 0))
+    small = pa.array([Decimal("0." + "9" * 38)] * 3, pa.decimal128(38, 38))
+    assert evaluated(text, x=column, y=small) == wanted
+
+
 @pytest.mark.parametrize("text", [
     "", "x +", "__import__('os')", "x.y", "[a for a in b]", "lambda: 1", "x[0]", "f(x=1)", "open('a')", "upper()",
     "x ** 2", "x := 1", "f'{x}'", "b'x' == x", "1j", "col(x)", "x" * 5000, "*x", "matches(x, '(')",
