@@ -201,12 +201,16 @@ def test_a_rule_that_cannot_be_used_stops_the_start_and_one_without_a_table_is_t
     with pytest.raises(RuleInvalid, match="does not have") as raised:
         Capturing(with_rules(scene, text).settings, until_caught_up=False)
     assert raised.value.fields["rule"] == "typo"
-    text = 'transforms: {rules: [{do: mask, name: idle, tables: ["other.*"], columns: [mail]}]}\n'
+    text = (
+        'transforms: {rules: [{do: mask, name: idle, tables: ["other.*"], columns: [mail]}, '
+        '{do: filter, name: still, where: "id > 0"}]}\n'
+    )
     capturing = Capturing(with_rules(scene, text).settings, until_caught_up=False)
     capturing.run(lambda: True)
-    told = [(record.message, getattr(record, "rule", "")) for record in caplog.records]
+    told = {(record.message, getattr(record, "rule", "")): getattr(record, "why", "") for record in caplog.records}
     assert ("rule concerns no table", "idle") in told
-    assert ("rule never matched", "idle") in told
+    assert told["rule never matched", "idle"] == "no table has what it names"
+    assert "rows of loads are not counted" in told["rule never matched", "still"]
 
 
 @pytest.mark.skipif("TAILRACE_THOROUGH" not in os.environ, reason="starts Spark; TAILRACE_THOROUGH=1 runs it")

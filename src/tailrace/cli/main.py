@@ -156,7 +156,9 @@ _LOG_ACTIONS = {
     "seal": "turn commits into Parquet files now",
     "trim": "let go now of what nobody needs",
 }
-_ACTIONS: dict[str, Collection[str]] = {"log": _LOG_ACTIONS, "dead-letters": ("list", "replay")}
+_ACTIONS: dict[str, Collection[str]] = {
+    "log": _LOG_ACTIONS, "dead-letters": ("list", "replay"), "checkpoints": ("list", "seed", "delete"),
+}  # fmt: skip
 _TAKE_OVER = "take log and slot from a process that hangs; should it wake, it ends"
 
 
@@ -186,8 +188,9 @@ def build_parser() -> Parser:
             _add_tail(command)
         if name in ("snapshot", "retry", "tail"):
             command.add_argument(
-                "tables", metavar="TABLE", nargs="*", help='schema.table or a pattern, e.g. "public.order_*"'
-            )
+                "tables", metavar="TABLE", nargs="*", default=[],
+                help='schema.table or a pattern, e.g. "public.order_*"',
+            )  # fmt: skip
         if name == "snapshot":
             _add_snapshot(command)
         if name == "rebuild":
@@ -248,7 +251,7 @@ def _add_dead_letters(command: argparse.ArgumentParser) -> None:
 
 def _add_checkpoints(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "action", metavar="ACTION", choices=("list", "seed", "delete"),
+        "action", metavar="ACTION", choices=_ACTIONS["checkpoints"],
         help="list: show them; seed: save the first one of a key; delete: forget one",
     )  # fmt: skip
     command.add_argument("key", metavar="KEY", nargs="?", help="seed, delete: which")

@@ -27,6 +27,8 @@ def print_out(text: str) -> None:
 
 def write_out(text: str) -> bool:
     """The same, as it is; whether somebody still reads. What cannot be written is an error."""
+    if sys.stdout is None:  # it was closed before we were called (`>&-`)
+        return False
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -73,6 +75,8 @@ def print_json(data: dict[str, Any]) -> None:
 
 def print_error(message: str, hint: str) -> None:
     """The two lines of a failure, to stderr, without secrets."""
+    if sys.stderr is None:  # to `print` that means stdout, which is for data
+        return
     with contextlib.suppress(OSError):
         print(f"error: {logs.redact(logs.one_line(message))}", file=sys.stderr)
         print(f"hint: {logs.redact(logs.one_line(hint))}", file=sys.stderr, flush=True)

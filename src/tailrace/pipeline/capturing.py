@@ -245,7 +245,9 @@ class Capturing:
             self._keeper.stop()
             self.log.close()
             for idle in self._ruled.rules.unmatched() if self._ruled is not None else ():
-                log.warning("rule never matched", extra={"rule": idle.rule, "why": idle.why})
+                # Loads go through the rules in other processes, which count nothing.
+                why = idle.why if idle.no_table else "no change was one for it; rows of loads are not counted"
+                log.warning("rule never matched", extra={"rule": idle.rule, "why": why})
 
     def _publish_until(self, ended: threading.Event) -> None:
         """Publish tables that the settings name as soon as they are made, and take in no others."""

@@ -62,6 +62,8 @@ class Control:
         self._wishes: deque[Wish] = deque()
         self._stopped: set[str] = set()
         self._stop_under_way = False
+        self._never_begun: list[str] = []
+        """Given up while they waited, and not told of yet."""
 
     def pause(self) -> None:
         """Hand nothing out from the next poll on. What was handed out can be acknowledged."""
@@ -112,11 +114,11 @@ class Control:
             )  # fmt: skip
         with self._changed:
             going = {wish.id for wish in self._wishes} | ({self._under_way(), self._beginning} - {None})
+            self._never_begun += [wish.id for wish in self._wishes if snapshot in (None, wish.id)]
+            self._wishes = deque(wish for wish in self._wishes if snapshot not in (None, wish.id))
             if snapshot is None:
-                self._wishes.clear()
                 self._stop_under_way = True
             else:
-                self._wishes = deque(wish for wish in self._wishes if wish.id != snapshot)
                 self._stopped.add(snapshot)
             self._changed.notify_all()
             return bool(going) if snapshot is None else snapshot in going
@@ -152,6 +154,14 @@ class Control:
         with self._changed:
             if not self._stop_under_way and wish.id not in self._stopped:
                 self._wishes.appendleft(wish)
+            else:
+                self._never_begun.append(wish.id)
+
+    def never_begun(self) -> list[str]:
+        """Snapshots that were given up before they began, each once."""
+        with self._changed:
+            found, self._never_begun = self._never_begun, []
+            return found
 
     def is_given_up(self, snapshot: str) -> bool:
         """Whether somebody has stopped this snapshot, which is under way. It stays so until it is over."""

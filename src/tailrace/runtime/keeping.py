@@ -19,6 +19,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.model.positions import Position, type_of
 from tailrace.runtime.batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
+from tailrace.state.records import OtherFormat, hint_for
 
 FORMAT = 2
 """Of what stands in a checkpoint's metadata. Format 1 has passed no numbers over, and is read as that."""
@@ -26,6 +27,7 @@ NUMBERS_PASSED = 100_000_000_000
 """So many numbers are passed over at once: more than were handed out behind any place. That is one batch, or one
 transaction in parts, and one of so many rows would be several terabytes of a server's log."""
 _NAMES = {"postgres": "postgresql"}
+_HINT = "Restore the checkpoint from a copy, or `delete` it and seed it with a position that the sink certainly has."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,7 @@ class StoreKeeper:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateCorrupt(
                 "the checkpoint's metadata is not what a runtime writes", key=self._key,
-                hint="Restore the checkpoint from a copy, or `delete` it and seed it with a position that the sink "
-                "certainly has.",
+                hint=hint_for(error, _HINT),
             ) from error  # fmt: skip
 
     def save(self, place: Place) -> None:
@@ -116,7 +117,7 @@ def _place(checkpoint: Checkpoint) -> Place:
     if "runtime" not in stored:  # seeded by hand, whatever else it says
         return Place(position=position)
     if stored["runtime"] not in (1, FORMAT):
-        raise ValueError("a format that this version does not know")
+        raise OtherFormat(stored["runtime"], FORMAT)
     source = SourceId(**stored["source"]) if stored["source"] else None
     scan = stored["snapshot"]
     if scan is not None and not isinstance(scan, dict):

@@ -151,6 +151,8 @@ class CdcRuntime(Generic[P]):
         self._begins_again = False
         """Whether a transaction that was handed out in part is to come again: no chunk takes its numbers."""
         self._was_paused = False
+        self._more_told = False
+        """Whether the sink's last flush was told that more is waiting. If nothing comes, it is flushed once more."""
         self.state = State.IDLE
         self.progress = Progress()
         self.control = Control(
@@ -207,7 +209,7 @@ class CdcRuntime(Generic[P]):
                 self._tell(facts.StartFailed(error=as_ours(error)))
             raise
         self._place, self._given, self._part_rows, self._rest_rows = place, None, 0, 0
-        self._begins_again = False
+        self._begins_again = self._more_told = False
         self._buffer.forget(place.position)
         self._intake.outage = self._raised = None
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
@@ -596,22 +598,24 @@ class CdcRuntime(Generic[P]):
 
     def _turn(self, sink: Sink, on_rejected: OnRejected | None) -> None:
         batch: Batch | None = None
+        resting = False
         try:
             if not self._intake.may_try(READ_SECONDS):
                 return
             batch = self.poll()
             if self._intake.outage is None:
                 self.progress.last_error = None
-            if batch.kind is Kind.EMPTY:
-                return
-            self._deliver(batch, sink, on_rejected)
+            if batch.kind is not Kind.EMPTY:
+                self._deliver(batch, sink, on_rejected)
+            elif resting := self._more_told and self._is_last:
+                self._flush(sink)
         except BaseException as error:
             if batch is not None and batch.kind is Kind.INJECTED:
                 self._injected.put_back()
             if not isinstance(error, TailraceError):
                 raise
             waits = self._given is not None or self._held is not None
-            keep = waits or bool(self._injected)  # it is not the stream that has failed
+            keep = waits or resting or bool(self._injected)  # it is not the stream that has failed
             if waits and self._raw:  # of a transaction that came in parts the log may have some: it begins again
                 self._given, self._held, keep = None, None, False
             self._intake.fail(error, keep=keep)
@@ -628,9 +632,14 @@ class CdcRuntime(Generic[P]):
                     hint="Mend the sink, or give `run` an `on_rejected` that sets them aside.",
                 )  # fmt: skip
             on_rejected(rejected)
-        sink.flush(self._is_last)
+        self._flush(sink)
         failpoints.hit("runtime.sink_flushed")
         self.commit(batch.ack)
+
+    def _flush(self, sink: Sink) -> None:
+        last = self._is_last
+        sink.flush(last)
+        self._more_told = not last
 
     @property
     def _is_last(self) -> bool:

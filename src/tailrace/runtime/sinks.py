@@ -56,7 +56,8 @@ class Sink(Protocol):
         """Take the batch, all of it but what is rejected."""
 
     def flush(self, caught_up: bool) -> None:
-        """Make durable what was written. `caught_up`: nothing more is waiting, so there is time for more than that."""
+        """Make durable what was written. `caught_up`: nothing more is waiting, so there is time for more than that.
+        Where that turns out only afterwards, it is called once more, with nothing written between."""
 
 
 def rejected_of(answer: object) -> Sequence[Rejected]:
@@ -240,7 +241,7 @@ class JsonlSink:
             if self._torn:
                 os.ftruncate(self._file, self._size)
                 self._torn = False
-            if self._size >= self._bytes_max:
+            if text and self._size >= self._bytes_max:
                 self._roll()
             self._torn = bool(text)
             left = memoryview(text)
@@ -257,12 +258,11 @@ class JsonlSink:
             raise _failed(error, "the file") from error
 
     def _sync_due(self, caught_up: bool) -> bool:
-        if self._fsync != "interval":
-            return self._fsync == "always"
+        if self._fsync == "never" or not self._unsynced:
+            return False
         waited = time.monotonic() - self._synced_at
-        return self._unsynced > 0 and (
-            caught_up or self._unsynced >= self._fsync_bytes or waited >= self._fsync_seconds
-        )
+        due = caught_up or self._unsynced >= self._fsync_bytes or waited >= self._fsync_seconds
+        return due or self._fsync == "always"
 
     def _sync(self) -> None:
         os.fsync(self._file)

@@ -210,6 +210,8 @@ class Snapshots:
     def settle(self, place: Place, control: Control, save: Save) -> bool:
         """Save the place because a snapshot is over, was given up, or is about to begin; whether it was. If it cannot
         be saved, nothing of that has happened, and it is tried again."""
+        for given_up in control.never_begun():
+            self._tell(SnapshotEnded(id=given_up, rows=0, stopped=True))
         stopped = self._job is not None and control.is_given_up(self._job.id)
         if stopped or self.is_over:
             save(replace(place, scan=None), moved=False)

@@ -130,4 +130,5 @@ class FileCheckpointStore:
                 raise ValueError("it is the checkpoint of another key, or of one that differs in case only")
             return read_stored(stored)
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._folder.corrupt(name, reason_of(error), _HINT) from error
+            hint = records.hint_for(error, _HINT)
+            raise self._folder.corrupt(name, reason_of(error), hint) from error

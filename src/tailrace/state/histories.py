@@ -139,7 +139,7 @@ class FileSchemaHistory(MemorySchemaHistory):
         except ConfigError as error:
             raise self._folder.corrupt(name, error.message, _HINT) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
-            raise self._folder.corrupt(name, error, _HINT) from error
+            raise self._folder.corrupt(name, error, records.hint_for(error, _HINT)) from error
 
 
 def _name(table: TableId, version: int) -> str:

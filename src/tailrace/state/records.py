@@ -10,6 +10,23 @@ import hashlib
 import json
 from typing import Any
 
+_OTHER_FORMAT_HINT = (
+    "Another version of Tailrace wrote it: go on with that one, or a newer one. If none did, it is damaged. Restore "
+    "the file from a copy."
+)
+
+
+class OtherFormat(ValueError):
+    """What another version wrote: it is not damaged, so nobody is told to put something else in its place."""
+
+    def __init__(self, format: object, known: int) -> None:
+        super().__init__(f"it has format {format}, and this version knows format {known}")
+
+
+def hint_for(error: BaseException, otherwise: str) -> str:
+    """What to do about something that cannot be read."""
+    return _OTHER_FORMAT_HINT if isinstance(error, OtherFormat) else otherwise
+
 
 def encode(stored: dict[str, Any]) -> bytes:
     """The object as text, with its hash."""
@@ -29,7 +46,7 @@ def _decode(text: bytes, format: int) -> dict[str, Any]:
     if not isinstance(stored, dict) or not isinstance(stored.get("format"), int):
         raise ValueError("it is not a record")
     if stored["format"] != format:
-        raise ValueError(f"it has format {stored['format']}, and this version knows format {format}")
+        raise OtherFormat(stored["format"], format)
     written = stored.pop("sha256", None)
     if written != _hash(stored) or encode(stored) != text:
         raise ValueError("it does not match its SHA-256")

@@ -26,7 +26,10 @@ TYPES: dict[str, pa.DataType] = {
 
 # Given as Arrow's own: for a value of Python's it looks for pandas, each time.
 _NONE, _NULL_TEXT = pa.scalar(0, pa.int32()), pa.scalar(None, pa.string())
+_MIDNIGHT, _DAY_US = pa.scalar(0, pa.int64()), pa.scalar(86_400_000_000, pa.int64())
 MAX_ASCII = 127
+WIDEST = 76
+"""Digits of Arrow's widest decimals: any of ours, with any of our scales."""
 
 
 def type_named(name: str) -> pa.DataType:
@@ -129,8 +132,32 @@ def tried(
 
 
 def cast(values: pa.Array, kind: pa.DataType, what: str = "the value") -> Worked:
-    """Values of another type; those that it cannot hold exactly fail."""
-    return tried(lambda some: some.cast(kind), values, kind, lambda _: f"{what} does not fit {name_of(kind)}")
+    """Values of another type; those that it cannot hold fail."""
+    return tried(lambda some: fitted(some, kind), values, kind, lambda _: f"{what} does not fit {name_of(kind)}")
+
+
+def fitted(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Values of another type; an error of Arrow's if it cannot hold one of them. Its own cast wraps a decimal around
+    that is too large for more digits behind the point, makes infinity of a large float, true of any number, and times
+    of numbers that are none."""
+    given = values.type
+    if pa.types.is_decimal(kind) and (pa.types.is_decimal(given) or pa.types.is_integer(given)):
+        return values.cast(pa.decimal256(WIDEST, kind.scale)).cast(kind)
+    made = values.cast(kind)
+    if pa.types.is_floating(kind) and not pa.types.is_integer(given):
+        text = pa.types.is_string(given)
+        endless = pc.match_substring_regex(values, "(?i)inf") if text else pc.is_inf(values.cast(pa.float64()))
+        _require(pc.or_kleene(pc.invert(pc.is_inf(made)), endless))
+    elif pa.types.is_boolean(kind) and (pa.types.is_integer(given) or pa.types.is_floating(given)):
+        _require(pc.equal(made.cast(given), values))
+    elif pa.types.is_time(kind) and pa.types.is_integer(given):
+        _require(pc.and_(pc.greater_equal(values, _MIDNIGHT), pc.less(values, _DAY_US)))
+    return made
+
+
+def _require(fits: pa.Array) -> None:
+    if pc.all(fits).as_py() is False:
+        raise pa.ArrowInvalid("a value does not fit")
 
 
 def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -> pa.Scalar:
@@ -139,15 +166,17 @@ def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -
         if kind is None:
             return pa.scalar(value)
         if isinstance(value, str) and not pa.types.is_string(kind):
-            return pa.scalar(value).cast(kind)
+            return fitted(pa.array([value]), kind)[0]
         if isinstance(value, int | Decimal) and not isinstance(value, bool):
             if pa.types.is_string(kind):
                 return pa.scalar(str(value))
             if pa.types.is_floating(kind):
-                return pa.scalar(float(value), kind)
+                return fitted(pa.array([str(value)]), kind)[0]
             if pa.types.is_decimal(kind):
                 return pa.scalar(Decimal(value), kind)
-            return pa.scalar(int(value) if int(value) == value else value, kind)
+            if int(value) != value:
+                raise ValueError("Arrow would cut it off")
+            return pa.scalar(int(value), kind)
         return pa.scalar(value, kind)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         raise ConfigError(f"a value is none of the type {kind}", hint="Write one that is, or another `type`.") from None

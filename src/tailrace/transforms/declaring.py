@@ -57,7 +57,8 @@ def said(detail: ErrorDetails) -> str:
 
 def refusal(message: str, hint: str) -> PydanticCustomError:
     """What is wrong with a rule, and what to do; the settings' reader shows both."""
-    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint})
+    shown = message.encode("utf-8", "backslashreplace").decode()  # a file may hold halves of characters
+    return PydanticCustomError("refused", "{message}", {"message": shown, "hint": hint})
 
 
 class Declared(BaseModel):
@@ -92,7 +93,7 @@ def _refused(kind: type[Declared], error: ValidationError) -> ConfigError:
     if more:
         wrong += f" (and {len(more)} more problem{'s' if len(more) > 1 else ''})"
     do = kind.model_fields["do"].default if "do" in kind.model_fields else None
-    named = {"rule": do} if do else {}
+    named = {"rule": do} if isinstance(do, str) else {}
     return ConfigError(f"`{where}` {wrong}" if where else wrong, hint=_hint(kind, first), **named)
 
 

@@ -110,6 +110,9 @@ def _make_derived(rule: Any, shape: Shape, _: Keyring) -> Step | None:
         if set(inputs) != set(expression.columns):
             return None
         own = expression.type(shape.types)
+        if pa.types.is_decimal256(own) and not rule.type:
+            hint = "Name its type, for example `type: decimal(38, 10)`: a result that it cannot hold is a failure."
+            raise shape.refuse(rule, "a result may have more than 38 digits", hint)
         kind = type_named(rule.type) if rule.type else own
         work = lambda found, count: _computed(expression, found, count, target, kind)  # noqa: E731
     keep_key(rule, shape, [target])
@@ -129,7 +132,7 @@ def _computed(
         parts = {name: some.field(name) for name in found}
         made = expression.evaluate(parts, len(some))
         try:
-            return made.cast(kind)
+            return column_work.fitted(made, kind)
         except pa.ArrowException:
             raise Failed(f"its result does not fit {column_work.name_of(kind)}") from None
 

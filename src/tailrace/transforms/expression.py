@@ -2,7 +2,8 @@
 
 The language is a small part of Python's, parsed and never run: names are columns (`col("odd name")` for those that are
 no names), with literals, comparisons, `and or not in is`, arithmetic, `x if c else y` and the functions below. Null is
-SQL's: what is compared with null is null, and null is not true. A literal becomes a value of the column that it stands
+SQL's: what is compared with null is null, and null is not true. What a condition keeps away from a row is not asked of
+it: `n / d if d != 0 else 0` divides by no zero. A literal becomes a value of the column that it stands
 beside; one with a fraction is never a float unless the column is one, so decimals compare exactly.
 """
 
@@ -64,7 +65,7 @@ def _concat(*parts: Value) -> Value:
 
 
 def _coalesce(first: Value, *others: Value) -> Value:
-    return pc.coalesce(first, *(_beside(first, other)[1] for other in others))
+    return functools.reduce(lambda one, other: _reckoned(pc.coalesce, *_beside(one, other)), others, first)
 
 
 def _substring(text: Value, start: Value, length: Value) -> Value:
@@ -105,7 +106,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
 
 
 # Given as Arrow's own: for a value of Python's it looks for pandas, each time.
-_FALSE = pa.scalar(False)
+_FALSE, _TRUE = pa.scalar(False), pa.scalar(True)
 
 
 class _Wrong(Exception):
@@ -130,11 +131,7 @@ class Expression:
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
         """The columns it names."""
-        tree = _parse(self.text)
-        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        found = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called]
-        found += [_column_of(node) for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_col(node)]
-        return tuple(dict.fromkeys(found))
+        return _columns_in(_parse(self.text))
 
     def evaluate(self, columns: Columns, rows: int) -> pa.Array:
         """A value for each row."""
@@ -179,6 +176,13 @@ class Expression:
             ) from None  # fmt: skip
 
 
+def _columns_in(tree: ast.AST) -> tuple[str, ...]:
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    found = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in called]
+    found += [_column_of(node) for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_col(node)]
+    return tuple(dict.fromkeys(found))
+
+
 @functools.lru_cache(maxsize=1_000)
 def _parse(text: str) -> ast.Expression:
     if len(text) > LENGTH_MAX:
@@ -207,6 +211,23 @@ def _check(tree: ast.Expression, text: str) -> None:
             _literal(node, text)
         if isinstance(node, ast.Call):
             _check_call(node)
+        if isinstance(node, ast.Compare):
+            _check_compared(node)
+
+
+def _check_compared(node: ast.Compare) -> None:
+    """Refuse what is never true, though it looks as if it could be."""
+    sides = [node.left, *node.comparators]
+    for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
+        within = isinstance(operator, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple)
+        if within and any(map(_is_none, right.elts)):  # type: ignore[attr-defined]  # it is one of the two
+            raise _Wrong("None is in no list: write `x is None or x in (…)`")
+        if not isinstance(operator, ast.Is | ast.IsNot) and (_is_none(left) or _is_none(right)):
+            raise _Wrong("nothing is equal to None: write `is None`, or `is not None`")
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _check_call(node: ast.Call) -> None:
@@ -220,6 +241,11 @@ def _check_call(node: ast.Call) -> None:
     least, most, _ = FUNCTIONS[node.func.id]
     if not least <= len(node.args) <= most:
         raise _Wrong(f"`{node.func.id}` takes {least if least == most else f'{least} to {most}'} arguments")
+    if node.func.id == "matches" and isinstance(regex := node.args[1], ast.Constant):
+        try:
+            pc.match_substring_regex(pa.array([""]), str(regex.value))
+        except pa.ArrowException:
+            raise _Wrong("what `matches` is given is no regular expression") from None
 
 
 def _is_col(node: ast.Call) -> bool:
@@ -255,8 +281,12 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
         case ast.Call(func=ast.Name(id=name)):
             return FUNCTIONS[name][2](*(_evaluate(argument, columns, text) for argument in node.args))
         case ast.BoolOp():
-            parts = [_truth(_evaluate(part, columns, text)) for part in node.values]
-            return functools.reduce(pc.and_kleene if isinstance(node.op, ast.And) else pc.or_kleene, parts)
+            both = isinstance(node.op, ast.And)
+            found = _truth(_evaluate(node.values[0], columns, text))
+            for part in node.values[1:]:
+                other = _truth(_where(functools.partial(_undecided, found, both), part, columns, text))
+                found = pc.and_kleene(found, other) if both else pc.or_kleene(found, other)
+            return found
         case ast.UnaryOp(op=ast.Not()):
             return pc.invert(_truth(_evaluate(node.operand, columns, text)))
         case ast.UnaryOp():
@@ -268,14 +298,38 @@ def _evaluate(node: ast.expr, columns: Columns, text: str) -> Value:
             return pc.negate_checked(inner)
         case ast.BinOp():
             left, right = _beside(_evaluate(node.left, columns, text), _evaluate(node.right, columns, text))
-            return _ARITHMETIC[type(node.op)](left, right)
+            return _reckoned(_ARITHMETIC[type(node.op)], left, right)
         case ast.IfExp():
-            test = _truth(_evaluate(node.test, columns, text))
-            left, right = _beside(_evaluate(node.body, columns, text), _evaluate(node.orelse, columns, text))
-            return pc.if_else(pc.fill_null(test, _FALSE), left, right)
+            test = pc.fill_null(_truth(_evaluate(node.test, columns, text)), _FALSE)
+            body = _where(lambda: test, node.body, columns, text)
+            pair = _beside(body, _where(lambda: pc.invert(test), node.orelse, columns, text))
+            return _reckoned(functools.partial(pc.if_else, test), *pair)
         case ast.Compare():
             return _compare(node, columns, text)
     raise _Wrong(f"it has a {type(node).__name__} where none can be")
+
+
+def _undecided(found: Value, both: bool) -> Value:
+    """The rows of which the next part of an `and`, or of an `or`, decides."""
+    return found if both else pc.invert(found)
+
+
+def _where(wanted: Callable[[], Value], node: ast.expr, columns: Columns, text: str) -> Value:
+    """The values of an expression, which may be null in rows in which it is not wanted."""
+    try:
+        return _evaluate(node, columns, text)
+    except pa.ArrowException:
+        decided = pc.fill_null(wanted(), _TRUE)
+        if isinstance(decided, pa.Scalar) or pc.all(decided).as_py() is not False:
+            raise
+    rows = np.flatnonzero(decided.to_numpy(zero_copy_only=False))
+    named = {name: columns[name].take(pa.array(rows)) for name in _columns_in(node)}
+    found = _evaluate(node, named, text)
+    if not isinstance(found, pa.Array):
+        return found
+    places = np.full(len(decided), -1)
+    places[rows] = np.arange(len(rows))
+    return found.take(pa.array(places, mask=places < 0))
 
 
 def _compare(node: ast.Compare, columns: Columns, text: str) -> Value:
@@ -292,7 +346,7 @@ def _compare(node: ast.Compare, columns: Columns, text: str) -> Value:
                 found.append(pc.is_null(one) if isinstance(operator, ast.Is) else pc.is_valid(one))
             case _:
                 pair = _beside(one, _evaluate(right, columns, text))
-                found.append(_COMPARISONS[type(operator)](*pair))
+                found.append(_reckoned(_COMPARISONS[type(operator)], *pair))
         left = right
     return functools.reduce(pc.and_kleene, found)
 
@@ -301,7 +355,7 @@ def _is_in(one: Value, many: ast.expr, columns: Columns, text: str) -> Value:
     if not isinstance(many, ast.List | ast.Tuple) or not many.elts:
         raise _Wrong("`in` is followed by a list, for example `in ('a', 'b')`")
     choices = (_beside(one, _evaluate(item, columns, text)) for item in many.elts)
-    return functools.reduce(pc.or_kleene, (pc.equal(left, right) for left, right in choices))
+    return functools.reduce(pc.or_kleene, (_reckoned(pc.equal, left, right) for left, right in choices))
 
 
 def _truth(value: Value) -> Value:
@@ -340,6 +394,17 @@ def _alike(left: Value, right: Value) -> tuple[Value, Value]:
     elif pa.types.is_string(kinds[0]) != pa.types.is_string(kinds[1]):
         raise _Wrong(f"a {kinds[0]} stands beside a {kinds[1]}")
     return left, right
+
+
+def _reckoned(work: Callable[[Value, Value], Value], left: Value, right: Value) -> Value:
+    """Of decimals with twice the digits, where the result may have more than theirs have room for."""
+    try:
+        return work(left, right)
+    except pa.ArrowInvalid:
+        kinds = (left.type, right.type)
+        if not all(map(pa.types.is_decimal128, kinds)):
+            raise
+        return work(*(one.cast(pa.decimal256(one.type.precision, one.type.scale)) for one in (left, right)))
 
 
 def _as_decimal(integers: Value) -> Value:

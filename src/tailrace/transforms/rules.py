@@ -319,6 +319,8 @@ class Transforms(Declared):
     @classmethod
     def _null_is_a_rule(cls, rules: Any) -> Any:
         """To YAML `do: null` says nothing; here it is the rule of that name."""
+        if isinstance(rules, Rule):
+            raise refusal("must be a list", "Put the rule into one: `rules=[…]`.")
 
         def read(rule: Any) -> Any:
             unsaid = isinstance(rule, dict) and rule.get("do", "") is None

@@ -155,6 +155,8 @@ def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedPro
         (["run", "x", "--until"], "unrecognized arguments: --until", "`tailrace run --help`"),
         (["rebuild", "x", "a.b", "a.c"], "unrecognized arguments: a.c", "`tailrace rebuild --help`"),
         (["dead-letters", "x"], "the following arguments are required: ACTION\n", "Say what to do: list or replay."),
+        (["checkpoints", "x"], "required: ACTION\n", "Say what to do: list or seed or delete."),
+        (["tail"], "the following arguments are required: FILE\n", "`tailrace tail --help`"),
         (["status", "x", "--log-level", "loud"], "invalid choice: 'loud'", "`tailrace status --help`"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -122,6 +123,40 @@ def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> No
     finally:
         running.kill()
         running.wait()
+
+
+def test_it_ends_with_ctrl_c_and_says_nothing_of_it(diary: Diary) -> None:
+    file = str(diary.path.parent / "tailrace.yaml")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert running.stdout is not None
+        assert json.loads(running.stdout.readline())["seq"] == 1
+        running.send_signal(signal.SIGINT)
+        rest, said = running.communicate(timeout=20)
+    finally:
+        running.kill()
+        running.wait()
+    assert (running.returncode, said) == (0, "")
+    assert all(json.loads(one) for one in rest.splitlines()), "no line was torn"
+
+
+def test_it_ends_where_there_is_nowhere_to_print(monkeypatch: pytest.MonkeyPatch, diary: Diary) -> None:
+    file = str(diary.path.parent / "tailrace.yaml")
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stdout", None)  # as Python has it after `>&-`
+        assert main(["tail", file, "--from-start"]) == 0
+
+
+def test_an_error_is_never_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with monkeypatch.context() as closed:
+        closed.setattr(sys, "stderr", None)
+        assert main(["tail", str(tmp_path / "nowhere.yaml")]) == ExitCode.CONFIG
+    assert capsys.readouterr().out == ""
 
 
 def test_changes_are_printed_as_they_come_and_it_ends_when_nobody_reads(diary: Diary) -> None:

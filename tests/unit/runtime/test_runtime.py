@@ -32,12 +32,12 @@ from tailrace.errors import (
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.schema import Column
+from tailrace.model.schema import Column, TableId
 from tailrace.runtime import injecting, loop, observing
 from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, Verdict
+from tailrace.runtime.observing import Fact, StreamOpened, Verdict
 from tailrace.runtime.sinks import MemorySink, Rejected
 from tailrace.runtime.states import State
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
@@ -398,13 +398,16 @@ def test_a_checkpoint_seeded_by_hand_is_where_it_begins(
     runtime.stop()
 
 
-@pytest.mark.parametrize("metadata", [{"runtime": "mine"}, {"runtime": 2}, {"runtime": 3, "rows": 1}])
+@pytest.mark.parametrize("metadata", [{"runtime": 2, "rows": "x"}, {"runtime": 2}, {"runtime": 3, "rows": 1}])
 def test_what_says_to_be_a_runtimes_and_cannot_be_read_is_an_error(
     source: MemoryCapture, store: Store, metadata: dict[str, object]
 ) -> None:
     store.save("default", Checkpoint(source_type="memory", position=source.commit(inserts(1)), metadata=metadata))
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(StateCorrupt) as caught:
         CdcRuntime(source, store).start()
+    newer = metadata["runtime"] == 3
+    assert ("Another version of Tailrace wrote it" in caught.value.hint) is newer
+    assert ("`delete` it" in caught.value.hint) is not newer
 
 
 def test_a_seed_for_a_source_of_ones_own_keeps_its_name(source: MemoryCapture, store: Store) -> None:
@@ -589,6 +592,42 @@ class Failing(MemorySink):
             self._unflushed.clear()
             raise self.failures.pop()
         super().flush(caught_up)
+
+
+class Told(MemorySink):
+    """Notes how many rows it has at each flush, and whether more is waiting; fails once where none came since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, bool]] = []
+        self.fails = True
+
+    def flush(self, caught_up: bool) -> None:
+        super().flush(caught_up)
+        if self.fails and self.told and self.told[-1][0] == self.rows:
+            self.fails = False
+            raise SinkUnready("not now")
+        self.told.append((self.rows, caught_up))
+
+
+@pytest.mark.parametrize("tables", [(), (SHOP.table,)])
+def test_a_sink_is_told_when_nothing_more_is_waiting_also_behind_a_snapshot(tables: tuple[TableId, ...]) -> None:
+    source, sink, streams = MemoryCapture(keep_tables=True), Told(), []
+    for number in range(3):
+        source.commit(inserts(number))
+
+    def note(fact: Fact) -> None:
+        if isinstance(fact, StreamOpened):
+            streams.append(fact)
+
+    runtime = CdcRuntime(
+        source, MemoryCheckpointStore(), snapshot_tables=tables, limits=Limits(rows=2), observers=[note]
+    )
+    polls = iter(range(20))  # or it would wait for ever
+    runtime.run(sink, lambda: (3, True) in sink.told or next(polls, None) is None)
+    assert sink.told == [(2, False), *([(3, False)] if tables else []), (3, True)]
+    assert sink.rows == 3
+    assert len(streams) == 1, "it is not the stream that has failed"
 
 
 def test_the_loop_runs_until_told(source: MemoryCapture, store: Store) -> None:

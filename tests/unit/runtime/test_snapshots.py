@@ -224,6 +224,23 @@ def test_whoever_gives_a_snapshot_up_hears_whether_there_was_one(
     runtime.stop()
 
 
+def test_of_a_snapshot_that_was_given_up_while_it_waited_its_end_is_told_too(
+    source: MemoryCapture, store: MemoryCheckpointStore
+) -> None:
+    heard: list[Fact] = []
+    runtime = started(source, store, observers=(heard.append,))
+    take(runtime)
+    first, second, third = (runtime.control.snapshot(SHOP.table) for _ in range(3))
+    batch = runtime.poll(0.0)
+    runtime.control.stop_snapshot(second)
+    runtime.commit(batch.ack)
+    runtime.control.stop_snapshot()
+    assert keys(take(runtime), Kind.SNAPSHOT) == []
+    ended = [(fact.id, fact.stopped, fact.rows) for fact in heard if isinstance(fact, observing.SnapshotEnded)]
+    assert sorted(ended) == sorted([(first, True, batch.rows), (second, True, 0), (third, True, 0)])
+    runtime.stop()
+
+
 def test_what_is_asked_for_after_a_stop_is_read_though_nobody_polled_between(
     source: MemoryCapture, store: MemoryCheckpointStore
 ) -> None:

@@ -253,6 +253,10 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
     del stored["sha256"]
     file.write_bytes(records.encode(stored | {"format": 2}))
     assert_told(file, "format 2, and this version knows format 1")
+    with pytest.raises(StateCorrupt) as caught:  # it is whole: nobody is told to delete it
+        FileCheckpointStore(file.parent, read_only=True).load("orders")
+    assert "Another version of Tailrace wrote it" in caught.value.hint
+    assert "delete" not in caught.value.hint
 
 
 @pytest.mark.parametrize(

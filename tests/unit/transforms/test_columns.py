@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import time
 from decimal import Decimal
 
 import pyarrow as pa
@@ -72,6 +73,39 @@ def test_a_cast_is_exact_or_fails() -> None:
     made, (fault,) = columns.cast(pa.array([Decimal("1.55")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
     assert fault.why == "the value does not fit decimal(5, 1)"
     assert made.to_pylist() == [None]
+
+
+INFINITE = float("inf")
+
+
+@pytest.mark.parametrize(("given", "kind", "wanted"), [
+    (pa.array([1, None, 2**40, -5]), pa.decimal128(10, 2), [Decimal(1), None, None, Decimal(-5)]),
+    (pa.array([Decimal("1" * 38), Decimal(2)], pa.decimal128(38, 0)), pa.decimal128(38, 2), [None, Decimal(2)]),
+    (pa.array([1e300, INFINITE, 1.5, None]), pa.float32(), [None, INFINITE, 1.5, None]),
+    (pa.array(["1e400", "-Infinity", "1.5", None]), pa.float64(), [None, -INFINITE, 1.5, None]),
+    (pa.array([0, 1, 2, None]), pa.bool_(), [False, True, None, None]),
+    (pa.array([-1, 1, 86_400_000_000]), pa.time64("us"), [None, time(0, 0, 0, 1), None]),
+])  # fmt: skip
+def test_what_arrow_would_make_something_else_of_does_not_fit(
+    given: pa.Array, kind: pa.DataType, wanted: list[object]
+) -> None:
+    made, faults = columns.cast(given, kind)
+    assert made.to_pylist() == wanted
+    lost = [value is not None and kept is None for value, kept in zip(given.to_pylist(), wanted, strict=True)]
+    assert [fault.rows.tolist() for fault in faults] == [lost]
+
+
+def test_not_a_number_is_one_in_any_float() -> None:
+    made, faults = columns.cast(pa.array([float("nan")]), pa.float32())
+    assert (str(made[0]), faults) == ("nan", ())
+
+
+@pytest.mark.parametrize("value", [1.5, Decimal("1.5"), "1.5", 2**31, True])
+def test_a_value_that_is_set_is_not_cut_off(value: Decimal | float | str | bool) -> None:
+    given = Decimal(str(value)) if isinstance(value, float) else value
+    with pytest.raises(ConfigError, match="a value is none of the type int32"):
+        columns.scalar(given, pa.int32())
+    assert columns.scalar(Decimal("2.0"), pa.int32()).as_py() == 2
 
 
 @pytest.mark.parametrize("name", ["varchar", "decimal(39,2)", "decimal(3,5)", ""])

@@ -24,6 +24,7 @@ from tailrace.transforms.rules import (
     Mask,
     Null,
     Route,
+    Rule,
     Set,
     Transforms,
 )
@@ -75,6 +76,9 @@ def of_rule(kind: type[Any], **given: Any) -> Callable[[], object]:
     (declared(columns=["a"]), r"`rules\[0\]` lacks `do`", "docs/guides"),
     (declared(do="mask"), r"`rules\[0\].columns` is missing", "docs/guides"),
     (declared(do="mask", columns=["a"], keep_last=SECRET, on_error=SECRET), r"\(and 1 more problem\)", "docs/guides"),
+    (declared(do="cast", columns=["a"], to="\ud800"), r"`\\ud800` is no type", "There are bool, int16"),
+    (made(Rule), r"^`do` is missing \[", "docs/guides"),
+    (made(Transforms, rules=Mask(columns=("a",))), r"^`rules` must be a list \[", "`rules=[…]`"),
     (lambda: Transforms.model_validate(SECRET), "must be a mapping", "docs/guides"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_mistake_is_an_error_of_ours_with_a_hint(make: Callable[[], object], said: str, hint: str) -> None:

@@ -64,7 +64,13 @@ def test_null_is_not_true_and_not_false() -> None:
     assert evaluated("not x", x=x) == [False, True, None]
     assert evaluated("x is None", x=x) == [False, False, True]
     assert evaluated("x is not None", x=x) == [True, True, False]
-    assert evaluated("y == None", y=pa.array([1, None])) == [None, None]
+    assert evaluated("y == z", y=pa.array([1, 2]), z=pa.array([1, None])) == [True, None]
+
+
+@pytest.mark.parametrize("text", ["x == None", "None != x", "x < None", "x in (1, None)", "x not in [None]"])
+def test_what_is_never_true_is_refused_and_told_how_it_is_written(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"None.* write `.*is None"):
+        Expression(text)
 
 
 def test_texts_dates_and_moments_compare_by_their_types() -> None:
@@ -90,9 +96,48 @@ def test_functions_and_choices() -> None:
     assert Expression("upper(col('a b')) == c").columns == ("c", "a b")
 
 
+N, D = pa.array([10, 10, None, 7]), pa.array([2, 0, None, 0])
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("n / d if d != 0 else 0", [5, 0, 0, 0]),
+    ("0 if d == 0 else n / d", [5, 0, None, 0]),
+    ("d != 0 and n / d > 1", [True, False, None, False]),
+    ("d == 0 or n / d > 9", [False, True, None, True]),
+    ("(n / d if d != 0 else -1) if n is not None else -2", [5, -1, -2, -1]),
+    ("d == 0 or (n > 9 and n / d == 5)", [True, True, None, True]),
+])  # fmt: skip
+def test_what_a_condition_keeps_away_from_a_row_is_not_asked_of_it(text: str, wanted: list[Any]) -> None:
+    assert evaluated(text, n=N, d=D) == wanted
+
+
+def test_what_no_condition_keeps_away_fails_at_its_rows_alone() -> None:
+    made, (fault,) = Expression("n > 8 and n / d > 1").judge({"n": N, "d": D}, 4)
+    assert made.tolist() == [True, False, False, False]
+    assert fault.rows.tolist() == [False, True, False, False]
+
+
+def test_decimals_are_reckoned_with_as_many_digits_as_it_takes() -> None:
+    large = Decimal("9" * 28 + ".9999999999")
+    column = pa.array([Decimal("1.1"), large, None], pa.decimal128(38, 10))
+    assert evaluated("x * 2", x=column) == [Decimal("2.2"), Decimal("19999999999999999999999999999.9999999998"), None]
+    assert evaluated("x + y > 3", x=column, y=pa.array([1, 1, 1])) == [False, True, None]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [
+    ("x > 1.55", [True, False, None]), ("x in (1.55, 1)", [False, True, None]), ("x == y", [False, False, None]),
+    ("coalesce(x, 0.5)", [Decimal("9" * 38), Decimal(1), Decimal("0.5")]),
+    ("x if x > 1 else 1.555", [Decimal("9" * 38), Decimal("1.555"), Decimal("1.555")]),
+])  # fmt: skip
+def test_decimals_of_any_size_stand_beside_each_other(text: str, wanted: list[Any]) -> None:
+    column = pa.array([Decimal("9" * 38), Decimal(1), None], pa.decimal128(38, 0))
+    small = pa.array([Decimal("0." + "9" * 38)] * 3, pa.decimal128(38, 38))
+    assert evaluated(text, x=column, y=small) == wanted
+
+
 @pytest.mark.parametrize("text", [
     "", "x +", "__import__('os')", "x.y", "[a for a in b]", "lambda: 1", "x[0]", "f(x=1)", "open('a')", "upper()",
-    "x ** 2", "x := 1", "f'{x}'", "b'x' == x", "1j", "col(x)", "x" * 5000, "*x",
+    "x ** 2", "x := 1", "f'{x}'", "b'x' == x", "1j", "col(x)", "x" * 5000, "*x", "matches(x, '(')",
 ])  # fmt: skip
 def test_what_is_not_of_the_language_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="an expression cannot be used"):

@@ -255,7 +255,8 @@ def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() 
     (Function(columns=("mail",), function="no.such:thing"), "cannot be found"),
     (Function(columns=("mail",), function=lambda rows: 3), "no record batch"),
     (Set(column="made"), "needs a type"),
-    (Compute(column="wide", expression="amount * amount * amount * amount"), "precision"),
+    (Compute(column="wide", expression="amount * amount * amount * amount"), "more than 38 digits"),
+    (Compute(column="wide", expression=" * ".join(["amount"] * 30)), "precision"),
 ], ids=lambda value: getattr(value, "do", ""))  # fmt: skip
 def test_what_cannot_work_is_refused_before_a_row_comes(rule: Rule, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
