@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.changelog.places import Place
 from tailrace.changelog.published import Kind, read_published
-from tailrace.errors import LogGap
+from tailrace.errors import LogGap, SourceTableMissing
 from tailrace.model.position import Lsn
 from tailrace.pipeline.beside import Beside
 from tailrace.spark.log_view import LogView
@@ -112,3 +112,16 @@ def test_streams_of_several_tables_that_take_turns_with_one_log_lose_nothing(dat
         last.stop()
     assert [row["id"] for row in stream(log, table="public.t")] == [1, 2, 3]
     assert [row["id"] for row in stream(log, table="public.u")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"tables": "public.t, public.nobody"}, {"table": "public.nobody", "shape": "envelope"}]
+)
+def test_a_name_that_is_no_table_is_told_before_anything_is_made_for_a_stream(
+    database: str, tmp_path: Path, asked: dict[str, str]
+) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    with pytest.raises(SourceTableMissing, match=r"not there \(table=public\.nobody\).*case included"):
+        frame(tmp_path / "log", url=database, **asked)
+    assert not (tmp_path / "log").exists()
+    frame(tmp_path / "log", url=database, tables="public.t, public.n*")  # a pattern takes what comes later

@@ -11,8 +11,9 @@ from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.errors import SourceRefused
+from tailrace.errors import ConfigError, SourceRefused
 from tailrace.model.schema import TableId
+from tailrace.spark.option_values import in_options
 from tests.support.pipelines import Pipeline, eventually, execute
 
 SLOT_IS_MADE = "select from pg_stat_activity where datname = current_database() and query like 'CREATE_REPLICATION%'"
@@ -64,6 +65,22 @@ def test_a_child_that_is_not_wanted_is_not_published_with_its_parent(database: s
     assert set(capture.published()) == {TableId("public", "parent")}
     execute(database, "INSERT INTO parent VALUES (1)", "INSERT INTO child VALUES (2)")
     assert rows_of(database, "parent") == [{"id": 1}]
+    capture.drop()
+
+
+def test_who_asks_for_no_table_at_all_is_refused_and_nothing_is_made_or_unpublished(database: str) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    nobody = capture_of(database, "nobody")
+    with pytest.raises(ConfigError, match="no table at the source matches") as caught:
+        nobody.prepare(None)
+    assert in_options(caught.value).hint == "Look at the option `tables`, case included."
+    with psycopg.connect(database) as connection:
+        assert connection.execute("SELECT count(*) FROM pg_publication").fetchone() == (0,)
+    capture = capture_of(database, "t")
+    capture.prepare(None)
+    with pytest.raises(ConfigError, match="no table at the source matches"):
+        nobody.prepare(None)
+    assert set(capture.published()) == {TableId("public", "t")}, "what was published goes on"
     capture.drop()
 
 

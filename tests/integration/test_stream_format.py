@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import pytest
 from pyspark.errors import PySparkException
+from pyspark.java_gateway import ensure_callback_server_started
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
@@ -165,6 +166,54 @@ def test_an_envelope_and_a_change_feed_are_what_spark_takes_them_for(spark: Spar
     ]  # fmt: skip
     changes = sorted((row["_change_type"], row["id"], row["n"], row["_commit_version"]) for row in feed.collect())
     assert changes == [("delete", 2, 1, 4), ("update_postimage", 1, 2, 4), ("update_preimage", 1, 1, 4)]
+
+
+class Told:
+    """A change feed of ours as Spark's own `changes` would have it from a connector."""
+
+    def __init__(self, spark: SparkSession, feed: DataFrame) -> None:
+        gateway = spark.sparkContext._gateway
+        assert gateway is not None
+        column, fields = gateway.jvm.org.apache.spark.sql.connector.catalog.Column, feed._jdf.schema().fields()
+        self._columns = gateway.new_array(column, len(fields))
+        for place, field in enumerate(fields):
+            self._columns[place] = column.create(field.name(), field.dataType())
+
+    def name(self) -> str:
+        return "cdc"
+
+    def columns(self) -> Any:
+        return self._columns
+
+    def containsCarryoverRows(self) -> bool:  # noqa: N802 # Java's own name
+        return False
+
+    def containsIntermediateChanges(self) -> bool:  # noqa: N802 # Java's own name
+        return False
+
+    def representsUpdateAsDeleteAndInsert(self) -> bool:  # noqa: N802 # Java's own name
+        return False
+
+    class Java:
+        implements = ("org.apache.spark.sql.connector.catalog.Changelog",)
+
+
+@pytest.mark.skipif(not LIMITS, reason="Spark has `changes` since 4.2")
+def test_a_change_feed_is_one_that_spark_takes_for_its_own_changes(spark: SparkSession, diary: Diary) -> None:
+    diary.commit((FULL, [insert(1, n=1), insert(2, n=1)]))
+    diary.commit((FULL, [update(1, n=2, before={"id": 1, "n": 1}), delete(2, n=1)]))
+    feed = read(spark, log=diary.path, table="public.things", shape="changelog")
+    java, gateway = spark._jvm, spark.sparkContext._gateway
+    assert java is not None
+    assert gateway is not None
+    ensure_callback_server_started(gateway)  # type: ignore[no-untyped-call]
+    check = getattr(java, "org.apache.spark.sql.execution.datasources.v2.ChangelogTable$")
+    getattr(check, "MODULE$").validateSchema(Told(spark, feed))
+    with pytest.raises(PySparkException, match=r"INVALID_CHANGELOG_SCHEMA.*_commit_version"):
+        getattr(check, "MODULE$").validateSchema(Told(spark, feed.drop("_commit_version")))
+    words = java.org.apache.spark.sql.connector.catalog.Changelog
+    kinds = ("INSERT", "DELETE", "UPDATE_PREIMAGE", "UPDATE_POSTIMAGE")
+    assert {row["_change_type"] for row in feed.collect()} == {getattr(words, f"CHANGE_TYPE_{kind}") for kind in kinds}
 
 
 def test_a_schema_change_ends_a_stream_and_started_again_it_has_it(

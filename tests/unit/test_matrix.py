@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tailrace.spark.connector import CONNECTORS, ICEBERG_CONNECTORS
 from tools import engines, matrix
 from tools.engines import FAILED, PASSED, SKIPPED
 
-SUPPORT = Path(__file__).parents[2] / "docs" / "reference" / "support.md"
+ROOT = Path(__file__).parents[2]
+SUPPORT = ROOT / "docs" / "reference" / "support.md"
+ICEBERG = ROOT / "docs" / "guides" / "iceberg.md"
 
 
 def test_every_kind_of_cell_can_be_chosen() -> None:
@@ -89,14 +93,45 @@ def test_a_cell_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_test_that_an_engine_is_held_to_is_there() -> None:
-    root = Path(__file__).parents[2]
     for engine in engines.ENGINES.values():
         for test in (*engine.tests, *engine.door, *engine.featured, *engine.listed):
             file, _, name = test.partition("::")
-            assert f"def {name}(" in (root / file).read_text() or not name, test
+            assert f"def {name}(" in (ROOT / file).read_text() or not name, test
 
 
 def test_the_page_of_what_is_supported_names_every_cell() -> None:
     page = SUPPORT.read_text()
     for kind in matrix.KINDS:
         assert f"`ONLY={kind}`" in page
+
+
+def cells(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, row by row."""
+    lines = page.read_text().split(f"# {heading}\n")[1].split("\n#")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_what_the_page_says_of_a_connector_is_what_the_connector_is_held_to() -> None:
+    head, *rows = cells(SUPPORT, "What connectors are held to")
+    assert head[1:] == ["Delta connector, Spark 4.2", "Delta connector, Spark 4.1", "Iceberg connector, Spark 4.1"]
+    linked = [(re.findall(r"\]\(../../(tests/[^)]+)\)", what), said) for what, *said in rows]
+    assert sum(bool(files) for files, _ in linked) == 6
+    for files, said in linked:
+        for name, told in zip(("spark", "spark-4.1", "iceberg"), said, strict=True):
+            held = {test.partition("::")[0] for test in engines.ENGINES[name].tests}
+            assert [file in held for file in files] == [told == "yes"] * len(files), (name, files)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "delta", "iceberg"),
+    [(SUPPORT, "Spark and the formats of tables", 2, 3), (ICEBERG, "Iceberg tables", 2, 3)],
+)
+def test_the_pages_name_the_connectors_that_are_fetched_and_no_others(
+    page: Path, heading: str, delta: int, iceberg: int
+) -> None:
+    rows = {re.sub("[^0-9.]", "", row[0]): row for row in cells(page, heading)[1:]}
+    assert set(rows) == {"4.1", "4.2", "4.3"}
+    for column, connectors in ((delta, CONNECTORS), (iceberg, ICEBERG_CONNECTORS)):
+        for line, row in rows.items():
+            versions = re.findall(r"`([0-9.]+)`", row[column])
+            assert versions == ([connectors[line].rpartition(":")[2]] if line in connectors else []), row

@@ -27,6 +27,8 @@ from tailrace.model import change
 from tailrace.model.position import Lsn
 
 EARLIEST, LATEST = "earliest", "latest"
+START, END = "startingPosition", "endingPosition"
+"""What whoever asks for a place calls it."""
 Point = str | int | Lsn | datetime
 """`earliest`, `latest`, a commit's number, a position or a time."""
 EXAMPLES = (
@@ -67,17 +69,17 @@ def starting_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Plac
     match point:
         case int():
             if not FIRST_COMMIT <= point <= newest + 1:
-                raise _outside(log, point, newest)
+                raise _outside(log, point, newest, START)
             return Place(point - 1)
         case datetime():
             place, has_earlier = _before(log, _microseconds(point), tables)
             if not has_earlier and point < (begin := _begun_at(log)):
                 raise _too_early(log, point, begin)
             if place == Place(newest):
-                _refuse_unread(log, point)
+                _refuse_unread(log, point, START)
             return place
         case Lsn():
-            _refuse_unread(log, point)
+            _refuse_unread(log, point, START)
             if point < (first := _begun_after(log)):
                 raise _too_early(log, point, first)
             return _after(log, point, tables)
@@ -103,12 +105,12 @@ def ending_place(log: ChangeLog, point: Point, tables: frozenset[int]) -> Place:
     match point:
         case int():
             if not FIRST_COMMIT <= point <= newest:
-                raise _outside(log, point, newest)
+                raise _outside(log, point, newest, END)
             return Place(point)
         case datetime():
             return _before(log, _microseconds(point) + 1, tables)[0]
         case Lsn():
-            _refuse_unread(log, point)
+            _refuse_unread(log, point, END)
             return _after(log, point, tables)
         case _:
             return Place(newest) if point == LATEST else _earliest(log, tables)
@@ -211,7 +213,7 @@ def _microseconds(time: datetime) -> int:
     return (since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds
 
 
-def _refuse_unread(log: ChangeLog, point: Lsn | datetime) -> None:
+def _refuse_unread(log: ChangeLog, point: Lsn | datetime, option: str) -> None:
     last = log.last_header()
     name, asked, reaches = "position", str(point), "nothing"
     if isinstance(point, Lsn):
@@ -225,8 +227,8 @@ def _refuse_unread(log: ChangeLog, point: Lsn | datetime) -> None:
     if unread:
         raise ConfigError(
             f"the log has not been read up to this {name}", **{name: asked}, reaches=reaches,
-            hint="Is the capture running? Wait until the log has it, or give an earlier one; `latest` begins with what "
-            "comes next.",
+            hint=f"Is the capture running? Wait until the log has it, or give `{option}` an earlier one; `latest` "
+            + ("begins with what comes next." if option == START else "ends with what there is."),
         )  # fmt: skip
 
 
@@ -241,8 +243,9 @@ def _too_early(log: ChangeLog, point: Lsn | datetime, begin: Lsn | datetime) -> 
     return ConfigError("the log begins later than that", asked=asked, begins=first, hint=hint)
 
 
-def _outside(log: ChangeLog, commit: int, newest: int) -> ConfigError:
+def _outside(log: ChangeLog, commit: int, newest: int, option: str) -> ConfigError:
     return ConfigError(
         "the log has no commit of this number", commit=commit, first=log.trimmed().commit + 1, last=newest,
-        hint=EXAMPLES,
+        hint=f"Give `{option}` one that it has, or `earliest`, `latest`, a position (16/B374D848) or a time "
+        "(2026-11-16T12:00:00Z).",
     )  # fmt: skip

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,17 @@ from tailrace.capture.postgres.connect import connect
 from tailrace.changelog import files
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import ConfigError, LogBusy, LogCorrupt, LogForeign, SlotBusy, SourceSlow, TailraceError
+from tailrace.errors import (
+    ConfigError,
+    HistoryDiverged,
+    LogBusy,
+    LogCorrupt,
+    LogForeign,
+    PositionLost,
+    SlotBusy,
+    SourceSlow,
+    TailraceError,
+)
 from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.child import CaptureChild
 from tailrace.pipeline.report import PipelineStatus, error_to_json
@@ -39,6 +50,17 @@ _LOOK_SECONDS, _REMOTE_LOOK_SECONDS = 0.02, 0.1
 _NOWHERE = "/nonexistent/tailrace-stream"
 """Settings name a file that they are from, and a folder of tables. Here there is neither."""
 _MODULE = "tailrace.pipeline.beside"
+_ANEW = (
+    "read the tables as a whole (`spark.read.format(\"cdc\")` with `url`), and begin with a new checkpoint and a new "
+    "place for the log. What the old log left at the source, slot and publications, is named `tailrace_…` after its "
+    "id: drop it."
+)
+_ANEW_HINTS: Mapping[type[TailraceError], str] = {
+    PositionLost: f"Changes after the log's last one are gone, or it was put back from an older copy: {_ANEW}",
+    HistoryDiverged: "The log holds changes that never happened on this server. Let the option `url` name the one that "
+    f"has them; if that is gone: {_ANEW}",
+}
+"""Others would be told to have their tables loaded anew; a stream has none."""
 
 
 @dataclass(kw_only=True)
@@ -179,6 +201,8 @@ def for_a_stream(error: TailraceError) -> TailraceError:
             "other captures. Or give it a `log` of its own. If no such stream runs, end the process that is named here."
         )
         return type(error)(error.message, hint=hint, **error.fields)
+    if type(error) in _ANEW_HINTS:
+        return type(error)(error.message, hint=_ANEW_HINTS[type(error)], **error.fields)
     return in_options(error)
 
 

@@ -20,6 +20,7 @@ from tailrace.spark.log_frame import Frame, look
 from tailrace.spark.log_options import LOG_HINT, LogOptions, is_of_log
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.option_values import in_options, refused
+from tailrace.spark.plainly import plainly
 from tailrace.spark.stream_plain import PlainStreamReader
 from tailrace.spark.streaming import RefusedStream
 from tailrace.spark.table_patterns import TablePattern
@@ -43,6 +44,10 @@ class CdcSource(DataSource):
         return FORMAT
 
     def schema(self) -> StructType:
+        with plainly:
+            return self._columns()
+
+    def _columns(self) -> StructType:
         if not is_of_log(self.options):
             # The database's own code is loaded by those who read it: a task over a log has no use for it.
             from tailrace.spark.read import snapshot_schema
@@ -62,8 +67,9 @@ class CdcSource(DataSource):
             from tailrace.spark.read_options import ReadOptions
 
             return CdcReader(ReadOptions.parse(self.options), schema)
-        frame = self._seen()
-        frame.options.refuse_for_read()
+        with plainly:
+            frame = self._seen()
+            frame.options.refuse_for_read()
         return LogReader(frame, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -39,6 +40,8 @@ def look(options: LogOptions) -> Frame:
     if options.shape is Shape.ENVELOPE:
         if options.url is None:
             _refuse_unknown(options)
+        else:
+            _refuse_missing(options)
         return Frame(options=options, shape=None, fields=envelope_fields())
     versions = _versions(options)
     if not versions[-1].columns:
@@ -94,28 +97,49 @@ def _logged(options: LogOptions) -> list[TableSchema]:
 
 
 def _described(options: LogOptions) -> TableSchema:
+    assert options.table is not None, "asked only then"
+    (found,) = _at_source(options, [options.table])
+    return found
+
+
+def _at_source(options: LogOptions, tables: Iterable[TableId]) -> list[TableSchema]:
+    """The shapes of tables, as the source has them."""
     from tailrace.capture.postgres.catalogue import Catalogue  # tasks have no use for what comes with it
     from tailrace.capture.postgres.connect import connect
 
     assert options.url is not None, "asked only then"
-    assert options.table is not None, "asked only then"
+    found = []
     with connect(options.url) as connection:
-        try:
-            return Catalogue(connection).describe(options.table, None)
-        except SourceTableMissing:
-            raise SourceTableMissing(
-                "the table is not there", table=options.table,
-                hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
-            ) from None  # fmt: skip
+        for table in tables:
+            try:
+                found.append(Catalogue(connection).describe(table, None))
+            except SourceTableMissing:
+                raise SourceTableMissing(
+                    "the table is not there", table=table,
+                    hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
+                ) from None  # fmt: skip
+    return found
 
 
 def _refuse_unknown(options: LogOptions) -> None:
     """A name that is no pattern is a table that is there."""
     log = _opened(options)
-    named = [options.table] if options.table is not None else [pattern.table for pattern in options.tables]
-    for table in filter(None, named):
+    for table in _named(options):
         if not log.schemas.named(table) and table not in {shape.table for shape in expected(log.path)}:
             raise _unknown(log, table)
+
+
+def _refuse_missing(options: LogOptions) -> None:
+    """The same where the log is captured by the stream itself, which goes by the source."""
+    log = _opened(options) if _is_there(options.place) else None
+    if new := [table for table in _named(options) if log is None or not log.schemas.named(table)]:
+        _at_source(options, new)
+
+
+def _named(options: LogOptions) -> list[TableId]:
+    if options.table is not None:
+        return [options.table]
+    return [pattern.table for pattern in options.tables if pattern.table is not None]
 
 
 def _unknown(log: ChangeLog, table: TableId) -> ConfigError:

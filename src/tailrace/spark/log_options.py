@@ -17,7 +17,7 @@ from tailrace.changelog import files
 from tailrace.changelog.consumers import consumer_path
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.objects import ENDPOINT, STORES_HINT, ObjectPath
-from tailrace.changelog.places import EARLIEST, EXAMPLES, LATEST, Point, parse_point
+from tailrace.changelog.places import EARLIEST, END, EXAMPLES, LATEST, START, Point, parse_point
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.spark.option_values import (
@@ -47,7 +47,7 @@ _ENDPOINT_HINT = (
 )
 _OF_BOTH = ("url", "table", "maxPartitions")
 _OF_STREAMS = ("url", "maxRowsPerTrigger", "maxBytesPerTrigger", "consumer", "onSchemaChange")
-_OF_READS = ("endingPosition",)
+_OF_READS = (END,)
 
 
 class Shape(enum.Enum):
@@ -93,12 +93,14 @@ class LogOptions:
         tables = table_patterns("tables", found["tables"]) if "tables" in found else ()
         if (table is None) == (not tables):
             raise ConfigError(
-                "either the option `table` or the option `tables` is needed",
-                hint="`table` gives the columns of one table, `tables` one envelope for many: public.orders, public.*",
+                "the options `table` and `tables` are both given" if tables
+                else "either the option `table` or the option `tables` is needed",
+                hint=f"{'Leave out one: ' if tables else ''}`table` gives the columns of one table, `tables` one "
+                "envelope for many: public.orders, public.*",
             )
         consumer = found.get("consumer")
         if consumer is not None:
-            consumer_path(Path(log), consumer)  # refuses what cannot be one
+            _refuse_no_name(log, consumer)
         if "url" in found and log.startswith("memory://"):
             raise refused(
                 "url", "needs a log that other processes see: the capture is one", "Give `log` a folder, or `s3://…`."
@@ -106,8 +108,8 @@ class LogOptions:
         return cls(
             log=log, **store, url=source_url(found["url"]) if "url" in found else None,
             table=table, tables=tables, shape=_shape(found, one=table is not None),
-            start=_point("startingPosition", found.get("startingPosition", EARLIEST)),
-            end=_point("endingPosition", found.get("endingPosition", LATEST)),
+            start=_point(START, found.get(START, EARLIEST)),
+            end=_point(END, found.get(END, LATEST)),
             rows_max=_limit(count, "maxRowsPerTrigger", found), bytes_max=_limit(size, "maxBytesPerTrigger", found),
             with_envelope=_with_envelope(found), consumer=consumer,
             rows_per_partition=count("rowsPerPartition", found.get("rowsPerPartition", str(ROWS_PER_PARTITION))),
@@ -147,6 +149,13 @@ class LogOptions:
 def is_of_log(given: Mapping[str, str]) -> bool:
     """Whether a change log is meant, and not a table of a database as it is."""
     return any(name in given for name in LOG_OPTIONS if name not in _OF_BOTH)
+
+
+def _refuse_no_name(log: str, consumer: str) -> None:
+    try:
+        consumer_path(Path(log), consumer)
+    except ConfigError as error:
+        raise refused("consumer", f"cannot be used: {error.message}", error.hint) from None
 
 
 def _limit(value: Callable[[str, str], int], name: str, found: Mapping[str, str]) -> int | None:

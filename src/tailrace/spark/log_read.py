@@ -15,6 +15,7 @@ from tailrace.spark.arrow import arrow_schema
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogView
+from tailrace.spark.plainly import plainly
 
 
 class LogReader(DataSourceReader):
@@ -25,6 +26,10 @@ class LogReader(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> list[InputPartition]:
+        with plainly:
+            return self._planned()
+
+    def _planned(self) -> list[InputPartition]:
         options, view = self._frame.options, LogView(self._frame)
         begin = view.begin()
         end = ending_place(view.log, options.end, view.tables(view.newest()))

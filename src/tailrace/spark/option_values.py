@@ -24,6 +24,7 @@ QUOTED = r'"(?:[^"]|"")+"'
 """A name, or a part of one, in quotes."""
 _OPTION_OF = {
     "`source.url`": "the option `url`", "`source.tables` and `source.exclude`": "the option `tables`",
+    " (globs are `schema.table`, case included), or in a program at `wanted`": ", case included",
     "set `log:` to": "give the option `log`",
     "create publication and slot yourself and set `create: false` for them":
         "have a pipeline capture, which takes publication and slot that others made, and read its log",

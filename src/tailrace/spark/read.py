@@ -33,6 +33,7 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.arrow import arrow_schema, spark_schema
 from tailrace.spark.holder import Held, hold_snapshot
 from tailrace.spark.option_values import in_options
+from tailrace.spark.plainly import plainly
 from tailrace.spark.read_options import ANEW, ReadOptions, ReadPart
 
 PLANS_MAX = 5
@@ -58,7 +59,7 @@ class CdcReader(DataSourceReader):
 
     def partitions(self) -> list[InputPartition]:
         options = self._options
-        with _told(options):
+        with plainly, _told(options):
             for _ in range(PLANS_MAX):
                 with connect(options.url) as connection:
                     schema = _look(connection, options)
@@ -96,7 +97,7 @@ class CdcReader(DataSourceReader):
         from tailrace.spark.read_part import read_part
 
         fields = arrow_schema(self._schema)
-        with _told(self._options):
+        with plainly, _told(self._options):
             for batch in read_part(self._options.url, partition.value):
                 yield batch.cast(fields)
 

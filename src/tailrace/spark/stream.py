@@ -14,6 +14,7 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from tailrace.changelog.places import Place
+from tailrace.spark.plainly import plainly
 from tailrace.spark.streaming import LogStream, Offset
 
 
@@ -21,7 +22,8 @@ class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
     """The log, for a Spark with admission control."""
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
-        return self._latest(start, limited=not isinstance(limit, ReadAllAvailable))
+        with plainly:
+            return self._latest(start, limited=not isinstance(limit, ReadAllAvailable))
 
     def getDefaultReadLimit(self) -> ReadLimit:
         options = self._frame.options
@@ -30,10 +32,11 @@ class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
         return ReadAllAvailable() if options.bytes_max is None else ReadMaxBytes(options.bytes_max)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        view = self._opened()
-        if self._capture is not None:
-            self._capture.catch_up()
-        self._target = view.newest()
+        with plainly:
+            view = self._opened()
+            if self._capture is not None:
+                self._capture.catch_up()
+            self._target = view.newest()
 
     def reportLatestOffset(self) -> Offset:
         return self._offset(Place(self._opened().newest()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pyspark.sql.datasource import InputPartition
 
 from tailrace.changelog.places import Place
+from tailrace.spark.plainly import plainly
 from tailrace.spark.streaming import LogStream, Offset
 
 
@@ -26,6 +27,10 @@ class PlainStreamReader(LogStream):
         return self._at
 
     def latestOffset(self) -> Offset:  # type: ignore[override] # as Spark 4.1 has it
+        with plainly:
+            return self._newest()
+
+    def _newest(self) -> Offset:
         view = self._opened()
         if self._capture is not None and not self._caught_up:
             # What was there when the query began is in its first micro-batch: nobody says whether it is the only one.
@@ -37,6 +42,7 @@ class PlainStreamReader(LogStream):
         return self._offset(Place(view.newest_of_ours()))
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        self._acknowledge(self._place(start), at_once=True)
-        self._at = max(start, end, key=self._place)
+        with plainly:
+            self._acknowledge(self._place(start), at_once=True)
+            self._at = max(start, end, key=self._place)
         return super().partitions(start, end)

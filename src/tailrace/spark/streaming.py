@@ -35,6 +35,7 @@ from tailrace.spark.arrow import arrow_schema
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogView
+from tailrace.spark.plainly import plainly
 
 SEEN_SECONDS = 30.0
 """A stream that waits says so often enough that the log does not take it for gone."""
@@ -78,10 +79,11 @@ class LogStream(DataSourceStreamReader):
     # Where to.
 
     def initialOffset(self) -> Offset:
-        view = self._opened()
-        place = view.begin()
-        self._acknowledge(place)
-        return self._offset(place)
+        with plainly:
+            view = self._opened()
+            place = view.begin()
+            self._acknowledge(place)
+            return self._offset(place)
 
     def _latest(self, start: Offset, *, limited: bool) -> Offset:
         """How far to go from where everything before is done; `start` itself, if there is nothing to go for."""
@@ -109,8 +111,9 @@ class LogStream(DataSourceStreamReader):
     # What is there.
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        begin, upto = self._place(start), self._place(end)
-        return [InputPartition(part) for part in self._opened().parts(begin, upto.commit)] if begin < upto else []
+        with plainly:
+            begin, upto = self._place(start), self._place(end)
+            return [InputPartition(part) for part in self._opened().parts(begin, upto.commit)] if begin < upto else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read_part(self._frame, partition.value, arrow_schema(self._schema))
@@ -204,16 +207,16 @@ class RefusedStream(DataSourceStreamReader):
         self._error = error
 
     def initialOffset(self) -> Offset:
-        raise self._error
+        raise self._error.with_traceback(None)
 
     def latestOffset(self) -> Offset:  # type: ignore[override] # as a source has it that takes no limits
-        raise self._error
+        raise self._error.with_traceback(None)
 
     def partitions(self, start: Offset, end: Offset) -> list[InputPartition]:
-        raise self._error
+        raise self._error.with_traceback(None)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        raise self._error
+        raise self._error.with_traceback(None)
 
 
 def _id_of(path: LogPath) -> str | None:

@@ -108,10 +108,10 @@ def test_a_commit_is_taken_with_everything_in_it(log: ChangeLog) -> None:
 
 @pytest.mark.parametrize("point", [0, 6, Lsn(451)])
 def test_what_the_log_does_not_have_yet_is_told(log: ChangeLog, point: int | Lsn) -> None:
-    for place in (starting_place, ending_place):
+    for place, option in ((starting_place, "startingPosition"), (ending_place, "endingPosition")):
         with pytest.raises(ConfigError) as caught:
             place(log, point, TABLES)
-        assert caught.value.hint
+        assert f"`{option}`" in caught.value.hint
 
 
 def test_a_time_that_the_log_was_not_read_up_to_is_refused_as_a_start_and_is_an_end(log: ChangeLog) -> None:

@@ -13,11 +13,14 @@ from tailrace.changelog import objects
 from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import (
+    LOST_HINT,
     ConfigError,
+    HistoryDiverged,
     LogBusy,
     LogCorrupt,
     LogForeign,
     LogUnreachable,
+    PositionLost,
     SlotBusy,
     SourceUnreachable,
     TailraceError,
@@ -58,6 +61,14 @@ def test_one_who_comes_second_is_told_to_read_what_the_first_captures(kind: type
     assert "--take-over" not in told.hint
     other = ConfigError("something else", hint="Do.")
     assert for_a_stream(other) is other
+
+
+@pytest.mark.parametrize("kind", [PositionLost, HistoryDiverged])
+def test_one_whose_place_at_the_source_is_gone_is_told_of_no_settings_and_no_tables(kind: type[TailraceError]) -> None:
+    told = for_a_stream(kind("the replication slot is gone", hint=LOST_HINT, slot="tailrace_1"))
+    assert (type(told), told.message, told.fields) == (kind, "the replication slot is gone", {"slot": "tailrace_1"})
+    assert "begin with a new checkpoint and a new place for the log" in told.hint
+    assert not any(word in told.hint for word in ("load.mode", "tailrace drop", "snapshot_tables"))
 
 
 def test_hints_call_things_as_the_options_do(tmp_path: Path) -> None:

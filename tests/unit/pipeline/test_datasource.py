@@ -5,19 +5,23 @@ from __future__ import annotations
 import importlib.metadata
 import pickle
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from pyspark.sql.datasource import InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable
 from pyspark.sql.types import StructType
 
 import pyspark_cdc
 import tailrace
 from tailrace.changelog import objects
-from tailrace.errors import ConfigError, LogUnreachable, Unsupported
+from tailrace.errors import ConfigError, LogUnreachable, TailraceError, Unsupported
 from tailrace.pipeline.datasource import CdcSource
 from tailrace.spark.log_read import LogReader
+from tailrace.spark.plainly import plainly
 from tailrace.spark.read import CdcReader
 from tailrace.spark.stream import LogStreamReader
 from tailrace.spark.stream_plain import PlainStreamReader
@@ -79,6 +83,46 @@ def test_whatever_spark_asks_of_a_stream_that_cannot_be_it_is_told_why(log: str)
     for ask in asked:
         with pytest.raises(ConfigError, match="`endingPosition` is for reads"):
             ask()
+
+
+def _asked(log: str, **options: str) -> Callable[[str], object]:
+    """Spark's question of that name to a stream, or to a range."""
+    made = CdcSource({"log": log, "table": "public.things", **options})
+    there, all_there_is = {"log": "another", "commit": 1}, ReadAllAvailable()
+    questions: dict[str, Callable[[], object]] = {
+        "schema": made.schema,
+        "reader": lambda: made.reader(made.schema()),
+        "range": lambda: made.reader(made.schema()).partitions(),
+        "first": lambda: made.streamReader(made.schema()).initialOffset(),
+        "latest": lambda: cast("LogStreamReader", made.streamReader(made.schema())).latestOffset(there, all_there_is),
+        "partitions": lambda: made.streamReader(made.schema()).partitions(there, there),
+    }
+    return lambda name: questions[name]()
+
+
+@pytest.mark.parametrize(
+    ("question", "options"),
+    [
+        ("schema", {"startingPosition": "junk"}), ("schema", {"log": "/nowhere"}), ("schema", {"tables": "a.b.c"}),
+        ("reader", {"maxRowsPerTrigger": "1"}), ("range", {"startingPosition": "99"}),
+        ("range", {"endingPosition": "2999/0"}), ("first", {"endingPosition": "2"}),
+        ("first", {"startingPosition": "99"}), ("latest", {}), ("partitions", {}),
+    ],
+)  # fmt: skip
+def test_an_error_is_told_without_the_way_it_came(log: str, question: str, options: dict[str, str]) -> None:
+    ask = _asked(**{"log": log, **options})
+    with pytest.raises(TailraceError) as caught:
+        ask(question)
+    told = traceback.TracebackException.from_exception(caught.value)
+    ours = [frame for frame in told.stack if "/src/tailrace/" in frame.filename]
+    assert len(ours) <= 2, "what Spark called, and what told it"
+    assert not any("The above exception" in line or "During handling" in line for line in told.format())
+
+
+def test_a_fault_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError) as caught, plainly:
+        raise ZeroDivisionError from KeyError()
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_store_that_does_not_answer_is_not_taken_for_one_without_a_log(monkeypatch: pytest.MonkeyPatch) -> None:

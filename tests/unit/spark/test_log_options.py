@@ -101,7 +101,7 @@ def test_tables_are_named_or_matched() -> None:
         ({**ONE, "log": "gs://bucket/log"}, "a log cannot lie at `gs://`"),
         ({**ONE, "log": "s3a://key:secret@bucket/log"}, "more in it than a bucket and a prefix"),
         ({"log": "/log"}, "either the option `table` or the option `tables` is needed"),
-        ({**ONE, "tables": "*"}, "either the option `table` or the option `tables` is needed"),
+        ({**ONE, "tables": "*"}, "the options `table` and `tables` are both given"),
         ({**ONE, "table": "t"}, "the option `table` is not the name of a table"),
         ({**ONE, "maxRowPerTrigger": "1"}, "Did you mean `maxRowsPerTrigger`?"),
         ({**ONE, "colour": "red"}, "the option `colour` is not known"),
@@ -117,7 +117,7 @@ def test_tables_are_named_or_matched() -> None:
         ({**ONE, "shape": "changelog", "onSchemaChange": "envelope"}, "`onSchemaChange` is for typed columns"),
         ({"log": "/log", "tables": "*", "onSchemaChange": "envelope"}, "`onSchemaChange` is for typed columns"),
         ({"log": "/log", "tables": "a.b.c"}, "the option `tables` has `a.b.c`"),
-        ({**ONE, "consumer": "../x"}, "a consumer's name is"),
+        ({**ONE, "consumer": "../x"}, "the option `consumer` cannot be used: a consumer's name is"),
         ({**ONE, "url": "host=x password=secret"}, "the option `url` is not a URL of PostgreSQL"),
     ],
 )  # fmt: skip
