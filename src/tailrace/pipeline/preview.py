@@ -9,7 +9,6 @@ from typing import Any
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import (
     BaseRowMissing,
-    FormChanged,
     SchemaChanged,
     TableUnusable,
     TailraceError,
@@ -34,7 +33,8 @@ _AT_A_CHANGE = (ValueUnfit.code, BaseRowMissing.code)
 
 
 def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
-    """Every loaded table, and what would become of it; nothing is touched."""
+    """Every loaded table, and what would become of it; and those that stand still, whatever becomes of their source.
+    Nothing is touched."""
     log = ChangeLog.open(settings.log.path)
     source = open_source_of(settings, log)
     lives = Lives(log, settings.tables.layout)
@@ -45,13 +45,13 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     found = []
     for table in sorted({*there, *gone}):
         life = lives.add(table, there.get(table), settings.load.mode_of(table))
-        if life.cursor is not None and life.shape is not None:
+        if life.error is not None and not isinstance(life.error, SchemaChanged):
+            found.append(_stopped(life.table, life.error))
+        elif life.cursor is not None and life.shape is not None:
             shapes = [*_told(lives, life), *([now[table]] if table in now else [])]
             would = _evolution(settings, life, shapes, source.value_of, gone=table in gone)
             stuck = would.action in ("apply", "refresh") and _stuck(settings, lives, noted.get(table), table)
             found.append(stuck or would)
-        elif isinstance(life.error, FormChanged):
-            found.append(_stopped(life.table, life.error))
     return tuple(found)
 
 
