@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import (
     BaseRowMissing,
@@ -25,6 +27,7 @@ from tailrace.tables.carrying import carry
 from tailrace.tables.evolving import Recast, Refresh, ValueOf, column_of, plan
 from tailrace.tables.formed import recast_into
 from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.recast import lay_out
 from tailrace.tables.shapes import RELOAD_HINT
 
 COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
@@ -104,6 +107,17 @@ def _widened(form: Form, old: TableSchema, new: TableSchema) -> Iterator[str]:
                 yield f"widen {form.name_of(now.name)}"
 
 
+def _kept(held: set[str], before: TableSchema, recast: Recast) -> Iterator[str]:
+    """Columns that the source no longer has and that stay, where that is news. All that the table holds becomes what it
+    holds after that."""
+    laid = lay_out(dict.fromkeys(held, pa.null()), recast)
+    for column, old in list(zip(laid.columns, laid.taken, strict=True))[len(recast.schema.columns) :]:
+        if old not in recast.aside and (old in before.names or old != column.name):
+            yield f"keep {old}, which the source no longer has" + (f", as {column.name}" if column.name != old else "")
+    held.clear()
+    held.update(column.name for column in laid.columns)
+
+
 def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
     """Why a table is not loaded by itself, and what to do."""
     if isinstance(carried, SchemaChanged):
@@ -116,6 +130,7 @@ def _evolution(
 ) -> TableEvolution:
     assert life.shape is not None, "a loaded table"
     here, steps, action, hint = life.shape, list[str](), "none", None
+    held = set(life.place.look().columns())
     policies, form = settings.tables.policies_of(life.table), life.place.form
     why = "the source does not have it any more" if gone else None
     if not all(shape.columns for shape in shapes):
@@ -134,7 +149,8 @@ def _evolution(
             if before == here:
                 continue  # more is known of it, and that is all
             action = "apply"
-            said = (*recast_into(form, step).said, *_widened(form, before, here))
+            own = recast_into(form, step)
+            said = (*own.said, *_kept(held, form.stored(before), own), *_widened(form, before, here))
             steps += said or ("note the new shape; no row changes",)
         elif isinstance(step, Refresh):
             action, why = "refresh", step.why if action != "refresh" else why
@@ -148,7 +164,8 @@ def _evolution(
             if (refused := _refused(life, carried.schema)) is not None:
                 action, why, hint = "stop", refused.headline, refused.hint
                 break
-            steps, here = [*steps, *recast_into(form, carried).said], carried.schema
+            own = recast_into(form, carried)
+            steps, here = [*steps, *own.said, *_kept(held, form.stored(here), own)], carried.schema
             if not form.exact:
                 break
         else:
