@@ -176,7 +176,8 @@ def test_rows_before_and_after_an_alter(database: str, tmp_path: Path) -> None:
 
 def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_path: Path) -> None:
     names = [
-        "add-constant", "drop-and-add", "rename", "retype-using", "default", "widen-text", "widen-numeric", "recreate",
+        "add-constant", "drop", "drop-and-add", "rename", "retype-using", "default", "widen-text", "widen-numeric",
+        "recreate",
     ]  # fmt: skip
     tables = {name: table_of(name) for name in names}
     make(database, *tables.values(), "changes", "stuck")
@@ -201,7 +202,11 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
         assert (added["action"], added["steps"]) == ("apply", ["add c", "fill c with its default in every row"])
         assert found["t_retype_using"]["why"] == "its rows were written anew"
         assert (found["t_rename"]["action"], found["t_rename"]["why"]) == ("stop", "renamed a to z")
-        assert found["t_drop_and_add"]["steps"] == ["add b", "fill b with its default in every row"]
+        kept = "keep b, which the source no longer has"
+        assert found["t_drop"]["steps"] == [kept]
+        assert found["t_drop_and_add"]["steps"] == [
+            "add b", "fill b with its default in every row", f"{kept}, as b__dropped",
+        ]  # fmt: skip
         assert found["t_widen_text"]["action"] == "apply"
         assert found["t_widen_text"]["steps"] == ["note the new shape; no row changes"]
         assert (found["t_widen_numeric"]["action"], found["t_widen_numeric"]["steps"]) == ("apply", ["widen n"])

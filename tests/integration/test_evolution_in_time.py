@@ -148,7 +148,15 @@ def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops
         assert "replica identity" in error.headline
         assert "tailrace snapshot" in error.hint
         assert scene.settled(applying), "a table that stops holds nobody back"
-        execute(database, "UPDATE t SET b = 'not told' WHERE id = 1")
+        execute(database, "UPDATE t SET b = 'not told' WHERE id = 1", "ALTER TABLE t REPLICA IDENTITY FULL")
+        assert "REPLICA IDENTITY FULL" in error.hint
+        assert "tailrace retry" in error.hint
+        applying.lives.seeds.retry(life(applying, "t").table)
+        wait_for_state(applying, "t", TableState.LIVE)
+        all_equal(scene, applying)
+        execute(database, "ALTER TABLE t REPLICA IDENTITY DEFAULT")
+        wait_for_state(applying, "t", TableState.FAILED)
+        execute(database, "UPDATE t SET b = 'not told either' WHERE id = 1")
         load_again(scene, applying)
 
 

@@ -233,7 +233,7 @@ def test_the_past_stays_through_every_alter_with_and_without_rows_after_it(datab
             assert_told(applying, accounts)
             assert told["h_widen"].steps == (COMPARED,)
             assert told["a_narrow"].steps == ("begin a anew, and keep what it was beside it", ADDED_AGAIN)
-            assert told["s_several"].steps == ("rename a to z", COMPARED)
+            assert told["s_several"].steps == ("rename a to z", "keep b, which the source no longer has", COMPARED)
             for table, account in accounts.items():
                 account.put(updated(database, table, account), "update")
             assert settled(scene, applying, *accounts)

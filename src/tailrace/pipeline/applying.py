@@ -26,6 +26,7 @@ from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import BaseRowMissing, SchemaChanged, SourceRewritten, TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
+from tailrace.pipeline.lakewatch import LakeWatch
 from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger, Point
 from tailrace.pipeline.life import ROWS_PER_BATCH_MAX, Lives, Stretch, TableLife
@@ -70,6 +71,7 @@ class Applying:
         self._source = source
         self.lives = Lives(change_log, settings.tables.layout, settings.tables.policies_of, source.value_of)
         self.holding = Holding(self.lives)
+        self._lake = LakeWatch(self.lives)
         self._kept = SeedKeeping(settings.tables.keep_seed, settings.tables.layout, self.lives)
         self._ledger = Ledger(change_log.path)
         self._stopping = threading.Event()
@@ -337,6 +339,7 @@ class Applying:
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
             self.sweep()
+            self._lake.look()
             self._kept.look()
 
     def _advance_one(self, life: TableLife, end: int | None = None) -> None:

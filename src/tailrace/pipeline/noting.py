@@ -78,7 +78,10 @@ def _held_version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> 
     if lives.lacks(life) or lives.pending(life, commit):
         return "it was behind the others" if life.error is None else life.error.code
     if life.version is None:
-        life.version = life.place.look().version()
+        table = life.place.look()
+        version = table.version()
+        table.cursor()  # refuses what others have written, up to that version
+        life.version = version
     if life.identity is None:
         life.identity = life.place.look().identity()
     return "its folder is gone" if life.version is None else life.version

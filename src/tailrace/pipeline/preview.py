@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import pyarrow as pa
+
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import (
     BaseRowMissing,
-    FormChanged,
     SchemaChanged,
     TableUnusable,
     TailraceError,
@@ -26,6 +27,7 @@ from tailrace.tables.carrying import carry
 from tailrace.tables.evolving import Recast, Refresh, ValueOf, column_of, plan
 from tailrace.tables.formed import recast_into
 from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.recast import lay_out
 from tailrace.tables.shapes import RELOAD_HINT
 
 COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
@@ -34,7 +36,8 @@ _AT_A_CHANGE = (ValueUnfit.code, BaseRowMissing.code)
 
 
 def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
-    """Every loaded table, and what would become of it; nothing is touched."""
+    """Every loaded table, and what would become of it; and those that stand still, whatever becomes of their source.
+    Nothing is touched."""
     log = ChangeLog.open(settings.log.path)
     source = open_source_of(settings, log)
     lives = Lives(log, settings.tables.layout)
@@ -45,13 +48,13 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     found = []
     for table in sorted({*there, *gone}):
         life = lives.add(table, there.get(table), settings.load.mode_of(table))
-        if life.cursor is not None and life.shape is not None:
+        if life.error is not None and not isinstance(life.error, SchemaChanged):
+            found.append(_stopped(life.table, life.error))
+        elif life.cursor is not None and life.shape is not None:
             shapes = [*_told(lives, life), *([now[table]] if table in now else [])]
             would = _evolution(settings, life, shapes, source.value_of, gone=table in gone)
             stuck = would.action in ("apply", "refresh") and _stuck(settings, lives, noted.get(table), table)
             found.append(stuck or would)
-        elif isinstance(life.error, FormChanged):
-            found.append(_stopped(life.table, life.error))
     return tuple(found)
 
 
@@ -104,6 +107,17 @@ def _widened(form: Form, old: TableSchema, new: TableSchema) -> Iterator[str]:
                 yield f"widen {form.name_of(now.name)}"
 
 
+def _kept(held: set[str], before: TableSchema, recast: Recast) -> Iterator[str]:
+    """Columns that the source no longer has and that stay, where that is news. All that the table holds becomes what it
+    holds after that."""
+    laid = lay_out(dict.fromkeys(held, pa.null()), recast)
+    for column, old in list(zip(laid.columns, laid.taken, strict=True))[len(recast.schema.columns) :]:
+        if old not in recast.aside and (old in before.names or old != column.name):
+            yield f"keep {old}, which the source no longer has" + (f", as {column.name}" if column.name != old else "")
+    held.clear()
+    held.update(column.name for column in laid.columns)
+
+
 def _refused_load(step: Refresh, carried: Recast | SchemaChanged | None) -> tuple[str, str]:
     """Why a table is not loaded by itself, and what to do."""
     if isinstance(carried, SchemaChanged):
@@ -116,6 +130,7 @@ def _evolution(
 ) -> TableEvolution:
     assert life.shape is not None, "a loaded table"
     here, steps, action, hint = life.shape, list[str](), "none", None
+    held = set(life.place.look().columns())
     policies, form = settings.tables.policies_of(life.table), life.place.form
     why = "the source does not have it any more" if gone else None
     if not all(shape.columns for shape in shapes):
@@ -134,7 +149,8 @@ def _evolution(
             if before == here:
                 continue  # more is known of it, and that is all
             action = "apply"
-            said = (*recast_into(form, step).said, *_widened(form, before, here))
+            own = recast_into(form, step)
+            said = (*own.said, *_kept(held, form.stored(before), own), *_widened(form, before, here))
             steps += said or ("note the new shape; no row changes",)
         elif isinstance(step, Refresh):
             action, why = "refresh", step.why if action != "refresh" else why
@@ -148,7 +164,8 @@ def _evolution(
             if (refused := _refused(life, carried.schema)) is not None:
                 action, why, hint = "stop", refused.headline, refused.hint
                 break
-            steps, here = [*steps, *recast_into(form, carried).said], carried.schema
+            own = recast_into(form, carried)
+            steps, here = [*steps, *own.said, *_kept(held, form.stored(here), own)], carried.schema
             if not form.exact:
                 break
         else:

@@ -9,7 +9,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import SchemaChanged, TableAhead
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import Identity
-from tailrace.tables.shapes import RELOAD_HINT
+from tailrace.tables.shapes import IDENTITY_HINT
 
 if TYPE_CHECKING:
     from tailrace.pipeline.life import TableLife
@@ -20,7 +20,7 @@ def refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:
     if source is None or source.identity is not Identity.NONE or life.shape is None:
         return
     if life.shape.identity is not Identity.NONE:
-        raise SchemaChanged("the source table lost its replica identity", table=life.table, hint=RELOAD_HINT)
+        raise SchemaChanged("the source table lost its replica identity", table=life.table, hint=IDENTITY_HINT)
 
 
 def refuse_ahead(life: TableLife, change_log: ChangeLog) -> None:

@@ -18,7 +18,6 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
-from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.frames import table_at
 from tailrace.spark.guard import guard, was_overtaken
@@ -34,6 +33,7 @@ from tailrace.tables.formed import recast_into
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
 from tailrace.tables.limits import refuse_names, refuse_spark_names
 from tailrace.tables.recast import kept_columns, lay_out, only_adds, only_names
+from tailrace.tables.refusals import not_loaded
 from tailrace.tables.staging import FILE_BYTES, StagedFile
 from tailrace.tables.upkeep import Tended, Upkeep, rows_per_file
 
@@ -205,7 +205,7 @@ class SparkDeltaTable(MergedTable[Opened]):
     def _folder(self) -> Path:
         folder = find_folder(self._path)
         if folder is None:
-            raise TableUnusable("the table has not been loaded", path=self._path, hint="Load it first.")
+            raise not_loaded(self._path)
         return folder
 
     def _scratch(self) -> Path:

@@ -110,6 +110,11 @@ def has_commits(folder: Path) -> bool:
     return log.is_dir() and any(entry.suffix in (".json", ".parquet") for entry in log.iterdir())
 
 
+def stands_at(folder: Path, version: int) -> bool:
+    """Whether a table's newest version is this one, as names in its log tell. The newest is never cleared."""
+    return _commit_path(folder, version).exists() and not _commit_path(folder, version + 1).exists()
+
+
 def last_position(folder: Path, version: int) -> Position | None:
     """The position of the last commit that any log of ours made, up to this version; None if there is none."""
     for number in range(version, max(-1, version - MAINTENANCE_COMMITS_MAX), -1):

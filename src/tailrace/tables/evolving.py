@@ -19,7 +19,7 @@ from tailrace.model.evolution import AtRest, Change, Evolution, Kind, evolve
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import MARK, Column, Identity, TableSchema
 from tailrace.tables.forms import PLAIN, Form, TableMode
-from tailrace.tables.shapes import RELOAD_HINT
+from tailrace.tables.shapes import IDENTITY_HINT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,10 @@ class Refresh:
     why: str
 
 
+_ALLOW_HINT = (
+    "Its changes are kept in the log. Set it otherwise and start again: the table goes on from there. Or run `tailrace "
+    "snapshot FILE TABLE`: the table is loaded anew."
+)
 _RENAMED_HINT = (
     "Under its new name it is a table of its own, loaded by itself if the settings match it. This lake table stays as "
     "it is: exclude the old name in `source.exclude`, or rename the table back and run `tailrace snapshot FILE TABLE`."
@@ -81,12 +85,12 @@ def plan(
     if old.table != new.table:
         return _stop(old, f"renamed to {new.table}", _RENAMED_HINT)
     if new.identity is Identity.NONE and old.identity is not Identity.NONE and new.relation == old.relation:
-        return _stop(old, "updates and deletes are no longer told, for want of a replica identity", RELOAD_HINT)
+        return _stop(old, "updates and deletes are no longer told, for want of a replica identity", IDENTITY_HINT)
     found = evolve(old, new)
     answers = list(_answers(old, new, found, policies, form))
     for kind, policy, why in answers:
         if policy is Policy.STOP:
-            return _stop(old, why, f"`evolution.{kind}` is `stop` for it. {RELOAD_HINT}")
+            return _stop(old, why, f"`evolution.{kind}` is `stop` for it. {_ALLOW_HINT}")
     if again := [why for _, policy, why in answers if policy is Policy.REFRESH]:
         return Refresh(schema=new, why="; ".join(dict.fromkeys(again)))
     return _recast(new, found, policies, value_of)

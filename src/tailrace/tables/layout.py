@@ -10,7 +10,9 @@ from typing import Literal
 from tailrace.model.schema import TableId
 from tailrace.tables.catalogs import Catalog
 from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.deltalog import stands_at
 from tailrace.tables.features import PLAIN_FILES, Features
+from tailrace.tables.folder import find_folder
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberg import STAGED, IcebergTable
 from tailrace.tables.paths import TEMPLATE, table_path
@@ -52,6 +54,11 @@ class Place:
         if self.catalog is None:
             return self.open()
         return IcebergTable(self.path, self.log_id, self.catalog, self.form)
+
+    def stands_at(self, version: int) -> bool:
+        """Whether this is certainly the table's newest version; a cheap question, and of Delta tables only."""
+        folder = find_folder(self.path) if self.catalog is None else None
+        return folder is not None and stands_at(folder, version)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,10 @@ from tailrace.tables.deltalog import REPLACE_HINT, Position
 from tailrace.tables.forms import Form
 
 ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
+_GONE_HINT = (
+    "Was its folder moved away? Put it back and run `tailrace retry FILE TABLE`: it goes on from where it stood. Where "
+    "there is none, that command has the table loaded."
+)
 _FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
 
 
@@ -60,6 +64,14 @@ def strangers(path: Path, log: str | None) -> ForeignWrite:
     )  # fmt: skip
 
 
+def put_back(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
+    """What is told of a table that was further already."""
+    return ForeignWrite(
+        "the table was put back to an older state", path=path, expected_seq=expected.seq, found_seq=here.seq,
+        hint="Was its folder restored from a copy? `tailrace retry FILE TABLE` goes on from there, with the log.",
+    )  # fmt: skip
+
+
 def not_loaded(path: Path) -> TableUnusable:
     """What whoever goes on is told where there is nothing to go on from."""
-    return TableUnusable("the table has not been loaded", path=path, hint="Load it first.")
+    return TableUnusable("there is no table here to go on from", path=path, hint=_GONE_HINT)

@@ -12,6 +12,12 @@ RELOAD_HINT = (
     "Its changes are kept in the log. Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 )
 
+IDENTITY_HINT = (
+    "Give it one, such as `ALTER TABLE … REPLICA IDENTITY FULL`, and run `tailrace retry FILE TABLE`: the table is "
+    "loaded anew. Or run `tailrace snapshot FILE TABLE`, and it goes on with its inserts alone."
+)
+"""Of a table whose updates and deletes are no longer told."""
+
 REPLACED_HINT = (
     "To keep the past where it is, give the table another `name` in `tables.rules`: it is loaded there, and this one "
     "stays. Or run `tailrace snapshot FILE TABLE`: all that it holds is replaced."

@@ -127,6 +127,7 @@ def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, sa
     assert isinstance(found, SchemaChanged)
     assert said in found.headline
     assert f"`evolution.{kind}` is `stop`" in found.hint
+    assert "Set it otherwise and start again" in found.hint
 
 
 def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
