@@ -29,6 +29,15 @@ class MemoryCheckpointStore:
         self._saved: dict[str, Checkpoint] = {}
         self._one_at_a_time = threading.Lock()
 
+    def __enter__(self) -> MemoryCheckpointStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is held; so that one store can stand in for the other."""
+
     def save(self, key: str, checkpoint: Checkpoint) -> None:
         check_key(key)
         require_checkpoint(checkpoint)

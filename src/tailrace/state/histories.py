@@ -61,14 +61,7 @@ class FileSchemaHistory(MemorySchemaHistory):
             self._folder.close()
             raise
 
-    def __enter__(self) -> FileSchemaHistory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Let the next owner in."""
         self._folder.close()
 
     def _add(self, version: SchemaVersion) -> None:

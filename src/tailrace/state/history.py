@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from tailrace.errors import ConfigError, StateTrimmed
 from tailrace.model.evolution import Change, Evolution, Kind, evolve, same_version
@@ -181,7 +181,16 @@ class MemorySchemaHistory:
         """What was told last of its newest version."""
         self._one_at_a_time = threading.RLock()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # What one that keeps them elsewhere does besides.
+
+    def close(self) -> None:
+        """Let the next owner in."""
 
     def _add(self, version: SchemaVersion) -> None:
         """Make the version durable."""

@@ -30,6 +30,7 @@ from tailrace.state import records
 from tailrace.state.checkpoint import METADATA_BYTES_MAX, Checkpoint, seed_checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
 from tailrace.state.histories import FileSchemaHistory
+from tailrace.state.history import MemorySchemaHistory
 from tailrace.testing.stores import check_checkpoint_store
 from tests.support.disks import fill, mounted
 
@@ -94,6 +95,18 @@ def test_its_time_is_utc_and_its_age_is_never_negative() -> None:
     assert at(1, time=datetime(2026, 1, 1, 5, tzinfo=east)).time == datetime(2026, 1, 1, tzinfo=UTC)
     assert 60 <= at(1, time=datetime.now(UTC) - timedelta(minutes=1)).age_seconds < 120
     assert at(1, time=datetime.now(UTC) + timedelta(hours=1)).age_seconds == 0
+
+
+def test_one_kind_of_store_stands_in_for_the_other(tmp_path: Path) -> None:
+    stores: list[MemoryCheckpointStore | FileCheckpointStore]
+    stores = [MemoryCheckpointStore(), FileCheckpointStore(tmp_path / "checkpoints")]
+    for opened in stores:
+        with opened as store:
+            store.save("orders", at(1))
+            assert store.list() == ("orders",)
+    for made in (MemorySchemaHistory(), FileSchemaHistory(tmp_path / "shapes")):
+        with made as history:
+            assert history.tables() == ()
 
 
 # --- seeding by hand ---------------------------------------------------------------------------------------
