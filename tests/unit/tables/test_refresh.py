@@ -218,7 +218,7 @@ def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path
         lake.table.refresh(other, [], at(0), at(10))
     with pytest.raises(Unsupported):
         Lake(tmp_path / "k", [], KEYLESS).refresh([])
-    with pytest.raises(TableUnusable, match="not been loaded"):
+    with pytest.raises(TableUnusable, match="no table here to go on from"):
         open_table(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
 
 
