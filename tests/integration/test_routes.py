@@ -68,7 +68,7 @@ def read(place: Place) -> list[dict[str, Any]]:
 
 
 def found(applying: Local) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    return {(life.table.schema, life.table.name): read(life.place) for life in applying.lives.tables.values()}
+    return {(life.table.schema, life.table.name): read(life.place) for life in list(applying.lives.tables.values())}
 
 
 def found_in(settings: PipelineSettings, *tables: tuple[str, str]) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -72,28 +72,27 @@ class Beginning:
         self._stopping = stopping
         self._known_since: dict[TableId, float] = {}
         self._altered: dict[TableId, int] = {}
-        self._told = 0
-        """How many tables the log had when the source was last asked for those that there are."""
+        self._followed = 0
+        """How many tables the log had when all that there are were last followed."""
         self.chunked: set[TableId] = set()
         """Tables that could not be read in one snapshot."""
 
     @property
     def behind(self) -> bool:
         """Whether the log has tables that only rows tell of, and that nobody may have looked at yet."""
-        return self._source.makes_tables and self._told < len(self._lives.log.schemas.latest())
+        return self._source.makes_tables and self._followed < len(self._lives.log.schemas.latest())
 
     def look(self) -> None:
         """See which tables the source has now: new ones are followed, failed ones tried again if a person wants it."""
         wanted = self._lives.seeds.retries()  # first: whoever asks for it has mended the source before
-        if self._source.makes_tables:
-            known = self._lives.log.schemas.latest()
-            self._source.know(version.schema for version in known)
-            self._told = len(known)
+        known = self._lives.log.schemas.latest() if self._source.makes_tables else []
+        self._source.know(version.schema for version in known)
         try:
             there = {table.table: table for table in self._source.tables()}
         except TailraceError:
             return  # whoever needs the source says so
         self._follow(there)
+        self._followed = len(known)  # only now: whoever hears that nothing is behind finds all of them
         self._retry(wanted, there)
 
     def _follow(self, there: dict[TableId, SourceTable]) -> None:

@@ -140,11 +140,12 @@ class Loading:
 
     def is_idle_but_for(self, some: Collection[TableId]) -> bool:
         """The same, where loads of some tables do not count."""
+        behind = self._begins.behind  # first: a table that is followed after this is not missed
         held, tables = self._seeds.held(), dict(self._lives.tables)
         wished = {wish.table for wish in self._seeds.wishes()} & tables.keys()
         needed = {table for table, life in tables.items() if self._is_needed(life)}
         with self._lock:
-            busy = self._beginning or not self._shapes.tried or self._begins.behind
+            busy = behind or self._beginning or not self._shapes.tried
             return not busy and not (wished | needed | self._loads.keys()) - held.keys() - set(some)
 
     def waiting_for_log(self) -> set[TableId]:
