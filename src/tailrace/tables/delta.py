@@ -67,7 +67,7 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.featured import Featured, removed_rows
 from tailrace.tables.features import PLAIN_FILES, Features, features_of, refuse_for_delta_rs, refuse_unknown
 from tailrace.tables.fold import UPSERT, Flags, Folded
-from tailrace.tables.folder import find_folder, make_folder, unreadable
+from tailrace.tables.folder import find_folder, make_folder, refuse_inside, unreadable
 from tailrace.tables.formed import compared, keeping, loaded, recast_into
 from tailrace.tables.forms import CURRENT, PLAIN, Form, Origin, TableMode
 from tailrace.tables.history import timed
@@ -623,6 +623,7 @@ class DeltaRsTable:
         """What a load of this source table may replace, whoever changed it; None where there is nothing."""
         newest = self._newest()
         if newest is None:
+            refuse_inside(self._path)
             return None
         folder, table = newest
         if table.transaction_version(app_id(self._log_id)) is None:

@@ -51,6 +51,18 @@ def find_folder(path: Path) -> Path | None:
     return None
 
 
+def refuse_inside(path: Path) -> None:
+    """Refuse to make a table in the folder of another one, whoever's that is: its upkeep, and readers that go by
+    folders, would take the new one's files for its own."""
+    for around in path.parents:
+        if has_commits(around) or any((around / "metadata").glob("*.metadata.json*")):
+            raise TableUnusable(
+                "the folder lies inside another table", path=path, other=around,
+                hint="Choose another `tables.path` or `tables.names`, or give the table another `name:` in "
+                "`tables.rules`.",
+            )  # fmt: skip
+
+
 def _strays(folder: Path) -> Iterator[str]:
     """What is not ours; the files of a partition lie in folders of their own."""
     for entry in folder.iterdir():

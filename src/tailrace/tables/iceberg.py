@@ -16,7 +16,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.catalogs import Catalog
 from tailrace.tables.deltalog import REPLACE_HINT, Position
-from tailrace.tables.folder import AWAY_HINT, SCRATCH, unreadable
+from tailrace.tables.folder import AWAY_HINT, SCRATCH, refuse_inside, unreadable
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.icebergshape import columns_of
@@ -78,6 +78,7 @@ class IcebergTable:
         """Raise what a load of this source table would raise before it begins."""
         found = self.metadata()
         if found is None:
+            refuse_inside(self._path)
             return
         if found.owner != self._log_id:
             raise strangers(self._path, found.owner)

@@ -367,3 +367,11 @@ def test_a_folder_with_other_things_in_it_is_no_place_for_a_table(tmp_path: Path
     other = IcebergTable(path / "thesis.tex", "a-log", Catalog(kind="jdbc", root=tmp_path, uri="jdbc:sqlite:/none.db"))
     with pytest.raises(TableUnusable, match="cannot be used"):
         other.cursor()
+
+
+def test_no_table_is_made_inside_another_one(tmp_path: Path) -> None:
+    (tmp_path / "t" / "metadata").mkdir(parents=True)
+    (tmp_path / "t" / "metadata" / "v1.metadata.json").write_text("{}")
+    inside = IcebergTable(tmp_path / "t" / "inner", "a-log", Catalog(kind="hadoop", root=tmp_path))
+    with pytest.raises(TableUnusable, match="inside another table"):
+        inside.refuse_foreign(SHOP.table)

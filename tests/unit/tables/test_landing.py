@@ -292,3 +292,18 @@ def test_a_landed_commit_is_on_disk(path: Path, table: DeltaRsTable, monkeypatch
     assert len(list(log.glob("*.json"))) == 3
     for entry in (path, log, *log.glob("*.json"), *path.glob("*.parquet")):
         assert entry.stat().st_ino in synced, entry
+
+
+@pytest.mark.parametrize("around", ["public", "public/t"])
+def test_no_table_is_made_inside_another_one_whoever_made_that(tmp_path: Path, around: str) -> None:
+    write_deltalake(str(tmp_path / around), pa.table({"id": [1]}))
+    inside = DeltaRsTable(tmp_path / "public" / "t" / "inner", LOG)
+    for make in (
+        lambda: inside.refuse_foreign(SHOP.table),
+        lambda: inside.load(SHOP, record_batches(SHOP, ROWS), at(10)),
+    ):
+        with pytest.raises(TableUnusable, match="inside another table") as caught:
+            make()
+        assert str(tmp_path / around) in str(caught.value)
+        assert "tables.names" in caught.value.hint
+    assert [file.name for file in (tmp_path / around).iterdir() if file.is_dir()] == ["_delta_log"]
