@@ -107,7 +107,7 @@ def test_just_after_a_load_the_time_is_the_sources_whatever_our_own_clock_says(
 
 
 def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) -> None:
-    execute(database, *MADE)
+    execute(database, *MADE, 'CREATE TABLE "z\nz" (id int PRIMARY KEY)')
     scene = Scene(tmp_path, database)
     with scene:
         assert scene.pipeline.ask("at").returncode == 2, "there is none yet"
@@ -117,9 +117,10 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
                 execute(database, f"UPDATE left_accounts SET money = 0 WHERE id = {number}")
                 scene.note_point(applying)
                 points.append(json.loads(scene.pipeline.ask("at", "--json").stdout))
+        assert scene.pipeline.ask("evolve", "--dry-run").stdout.splitlines()[2:] == ["public.z z: nothing to do"]
     first, second = points
     assert [(table["schema"], table["table"]) for table in second["tables"]] == [
-        ("public", "left_accounts"), ("public", "right_accounts"),
+        ("public", "left_accounts"), ("public", "right_accounts"), ("public", "z\nz"),
     ]  # fmt: skip
     assert first["tables"][0]["version"] < second["tables"][0]["version"]
     assert first["tables"][1] == second["tables"][1]
@@ -128,7 +129,9 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
         assert json.loads(scene.pipeline.ask("at", flag, first[name], "--json").stdout) == first
         assert json.loads(scene.pipeline.ask("at", flag, second[name], "--json").stdout) == second
     version = second["tables"][0]["version"]
-    assert f"public.left_accounts: version {version}\n" in scene.pipeline.ask("at", "--time", "2999-01-01").stdout
+    told = scene.pipeline.ask("at", "--time", "2999-01-01").stdout.splitlines()
+    assert (told[1], len(told)) == (f"public.left_accounts: version {version}", 4)
+    assert told[3].startswith("public.z z: version "), "a name is one line"
     for wrong, said in (
         (("--time", "yesterday"), "this is no time"), (("--time", "1999-01-01"), "the first point that is known"),
         (("--position", "here"), "not a log sequence number"),

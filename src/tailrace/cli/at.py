@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tailrace.cli.logs import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.errors import ExitCode
 from tailrace.pipeline.points import find_point
@@ -31,5 +32,5 @@ def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     lines = [f"{point.time.isoformat()} · position {point.position} · commit {point.commit}"]
     lines += [f"{table['schema']}.{table['table']}: version {table['version']}" for table in tables]
     lines += [f"{table['schema']}.{table['table']}: missing ({table['state']}): {table['why']}" for table in missing]
-    print_out("\n".join(lines))
+    print_out("\n".join(map(one_line, lines)))
     return ExitCode.OK

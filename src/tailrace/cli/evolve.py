@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tailrace.cli.logs import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.pipeline.preview import preview
@@ -36,4 +37,4 @@ def _line(table: TableEvolution) -> str:
         said.append(f"stops: {table.why}. {table.hint}")
     elif table.why is not None:
         said.append(f"nothing to do: {table.why}")
-    return f"{table.schema}.{table.table}: {'; '.join(said) or 'nothing to do'}"
+    return one_line(f"{table.schema}.{table.table}: {'; '.join(said) or 'nothing to do'}")
