@@ -160,6 +160,30 @@ def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops
         load_again(scene, applying)
 
 
+def test_a_table_that_lost_its_identity_is_loaded_by_no_retry_and_no_start_unless_asked_for(
+    database: str, tmp_path: Path
+) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database) as scene:
+        with scene.loader() as applying:
+            all_equal(scene, applying)
+            table = life(applying, "t")
+            execute(database, "ALTER TABLE t DROP CONSTRAINT t_pkey")
+            wait_for_state(applying, "t", TableState.FAILED)
+            inserts = applying._source.settings.publication_inserts
+            assert eventually(lambda: inserts in applying._source.published().get(table.table, set()))
+            read, error = len(applying.chunks), table.error
+            applying.lives.seeds.retry(table.table)
+            assert eventually(lambda: table.error is not None and table.error is not error)
+            assert (table.state, len(applying.chunks)) == (TableState.FAILED, read)
+        with scene.loader() as applying:
+            wait_for_state(applying, "t", TableState.FAILED)
+            assert "replica identity" in str(life(applying, "t").error)
+            assert scene.settled(applying)
+            assert not applying.chunks
+            load_again(scene, applying)
+
+
 @pytest.mark.parametrize("way", ["auto", "chunked"])
 def test_an_alter_while_a_load_waits_to_begin(database: str, tmp_path: Path, way: str) -> None:
     execute(database, *PLAIN, "CREATE TABLE other (x int PRIMARY KEY)")

@@ -242,10 +242,10 @@ class Lives:
             life.cursor, life.shape = lake_table.cursor(), shape
             self._recall(life)
             stops = source is not None and stops_at_another(life, source.oid, self.policies_of(table))
+            refuse_lost_identity(life, source)  # first: it is published anew for its inserts, and loads by itself then
             if life.cursor is not None and (stops or not (self.misses(life) or saw_too_little(life, source))):
                 over = life.once and life.replay is None
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
-                refuse_lost_identity(life, source)
                 refuse_ahead(life, self.log)
         except TailraceError as error:
             life.fail(error)
