@@ -51,7 +51,7 @@ class _Hot(NamedTuple):
 
 
 class LogIndex:
-    """The slices of every table, in order. One thread grows it; any may read."""
+    """The slices of every table, in order. One thread grows it; any may read, also meanwhile."""
 
     def __init__(self, log: ChangeLog) -> None:
         self._log = log
@@ -114,8 +114,11 @@ class LogIndex:
         commits: list[Seal | _Hot] = [*(seal for seal in seals if seal.last > gone.commit), *hot]
         self.transactions = gone.transactions + sum(item.transactions for item in commits)
         self.rows = gone.rows + sum(item.rows for item in commits)
-        self._slices, self._captured, self._hot = slices, captured, hot
-        self._seals, self._gone = seals, gone
+        # Others read meanwhile: a commit is found in its new place before it goes from the old one.
+        self._gone = gone
+        self._seals = seals
+        self._hot = hot
+        self._slices, self._captured = slices, captured
         self.commit = hot[-1].commit if hot else sealed
 
     def _add(self, header: Header) -> None:
@@ -218,7 +221,9 @@ class LogIndex:
         """
         end, rows = max(after, self._gone.commit), 0
         seals = [(seal.last, seal.rows) for seal in self._seals if seal.last > end]
-        hot = self._hot[bisect.bisect_right(self._hot, end, key=lambda item: item.commit) :]
+        sealed = seals[-1][0] if seals else end
+        hot = self._hot  # once: another thread may put a shorter one in its place
+        hot = hot[bisect.bisect_right(hot, sealed, key=lambda item: item.commit) :]
         for last, count in [*seals, *((item.commit, item.rows) for item in hot)]:
             rows += count
             if rows > rows_max and end > after:

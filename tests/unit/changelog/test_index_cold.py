@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tailrace.changelog.consumers import TableHint, leave_hints
@@ -209,6 +211,46 @@ def test_an_index_is_not_confused_by_commits_that_are_sealed_under_it(diary: Dia
     diary.commit(inserts(50))
     index.grow()
     assert told(index) == told(index_of(diary.path))
+
+
+class Interrupted(LogIndex):
+    """Another thread may ask whenever something was put in its place."""
+
+    asks: Callable[[], None] = staticmethod(lambda: None)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        type(self).asks()
+
+
+def test_whoever_asks_while_commits_move_into_seals_is_told_the_same(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 10):
+        diary.commit(inserts(number))
+    index = Interrupted(ChangeLog.open(diary.path))
+    index.grow()
+
+    def answers() -> list[tuple[object, ...]]:
+        commits = range(1, 10)
+        return [
+            (index.end_of(commit), index.start_of(commit), index.next_seq(commit), index.commit_at(Lsn(commit * STEP)))
+            for commit in commits
+        ] + [(index.commit, index.position, index.first, index.lacks(1, 0))]  # fmt: skip
+
+    def asks() -> None:
+        heard.append(answers() == before)
+        heard.append(all(after < index.bounded(after, 2) <= 9 for after in range(9)))
+
+    before, heard = answers(), list[bool]()
+    for last in (4, 9):
+        with Sealer(diary.path, limits=Limits(commits=4)) as sealer:
+            sealer._seal_some(sealer.unsealed()[0], last)
+        monkeypatch.setattr(Interrupted, "asks", staticmethod(asks))
+        index.grow()
+        monkeypatch.undo()
+    assert len(heard) > 10
+    assert all(heard)
 
 
 def test_a_commit_that_is_really_missing_is_said_to_be(diary: Diary) -> None:
