@@ -35,6 +35,7 @@ CRC_STEP = 8 << 20
 _GRAIN_NS = 100_000_000
 _LOOKS_MAX = 20
 _LISTS_MAX = 4
+_Stems = list[tuple[int, int, str]]
 
 COMMIT_COLUMNS = pa.schema([
     pa.field(name, pa.int64(), nullable=name == "committed_at")
@@ -240,23 +241,31 @@ def damaged(path: LogPath, why: str) -> LogCorrupt:
     )
 
 
+_Seen = tuple[tuple[int, int] | _Stems, float, tuple[Seal, ...]]
+"""What told the last look from the one before, when it was, and what it found: all of one look, whoever looks too."""
+
+
 class ColdIndex:
-    """The seals of a log that together cover it, oldest first; `refresh` looks again."""
+    """The seals of a log that together cover it, oldest first; `refresh` looks again. Any thread may, and ask."""
 
     def __init__(self, log: LogPath, log_id: str | None = None) -> None:
         self._log = log
         self._log_id = log_id
         self._read: dict[str, Seal] = {}
         self._lists: dict[str, CommitList] = {}
-        self._stamp: tuple[int, int] | list[tuple[int, int, str]] = (-1, -1)
-        self._looked = 0
-        self._listed = 0.0
-        self.seals: tuple[Seal, ...] = ()
+        """Neither is changed in place: another thread may be at it."""
+        self._seen: _Seen = ((-1, -1), 0, ())
+
+    @property
+    def seals(self) -> tuple[Seal, ...]:
+        """As they were at the last look."""
+        return self._seen[2]
 
     @property
     def last(self) -> int:
         """The last sealed commit; 0 if nothing is."""
-        return self.seals[-1].last if self.seals else 0
+        seals = self.seals
+        return seals[-1].last if seals else 0
 
     def refresh(self, within: float = 0.0) -> bool:
         """Take in what was sealed, joined or trimmed since; whether there may have been something.
@@ -270,37 +279,38 @@ class ColdIndex:
         except FileNotFoundError:
             return False
         stamp = (found.st_mtime_ns, found.st_ino)
+        known, looked, _ = self._seen
         # A folder's time has the grain of the kernel's clock: two changes may share one.
-        if stamp == self._stamp and self._looked > found.st_mtime_ns + _GRAIN_NS:
+        if stamp == known and looked > found.st_mtime_ns + _GRAIN_NS:
             return False
         looked = time.time_ns()
-        self._take(stems(self._log))
-        self._stamp, self._looked = stamp, looked
+        self._seen = stamp, looked, self._taken(stems(self._log))[1]
         return True
 
     def _refresh_remote(self, within: float) -> bool:
-        if within and time.monotonic() < self._listed + within:
+        known, listed, seals = self._seen
+        if within and time.monotonic() < listed + within:
             return False
         listed, found = time.monotonic(), stems(self._log)
-        changed = found != self._stamp
+        changed = found != known
         if changed:
-            found = self._take(found)
-        self._stamp, self._listed = found, listed
+            found, seals = self._taken(found)
+        self._seen = found, listed, seals
         return changed
 
-    def _take(self, found: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-        """Read what makes up the chain of the seals that were found, or of those that are there by then."""
+    def _taken(self, found: _Stems) -> tuple[_Stems, tuple[Seal, ...]]:
+        """What makes up the chain of the seals that were found, or of those that are there by then."""
         for _ in range(_LOOKS_MAX):
             try:
-                self.seals = tuple(self._read.get(stem) or self._read_seal(stem) for stem in _chain(found))
+                seals = tuple(self._read.get(stem) or self._read_seal(stem) for stem in _chain(found))
                 break
             except FileNotFoundError:
                 found = stems(self._log)  # replaced between listing and reading: the wider one is there now
         else:
             raise damaged(self._log / "cold", "its files come and go")
-        self._read = {seal.stem: seal for seal in self.seals}
-        self._lists = {stem: known for stem, known in self._lists.items() if stem in self._read}
-        return found
+        self._read = read = {seal.stem: seal for seal in seals}
+        self._lists = {stem: known for stem, known in self._lists.items() if stem in read}
+        return found, seals
 
     def _read_seal(self, stem: str) -> Seal:
         seal = read_seal(self._log, stem)
@@ -310,17 +320,18 @@ class ColdIndex:
 
     def covering(self, commit: int) -> Seal | None:
         """The seal that holds a commit."""
-        place = bisect.bisect_left(self.seals, commit, key=lambda seal: seal.last)
-        found = self.seals[place] if place < len(self.seals) else None
+        seals = self.seals
+        place = bisect.bisect_left(seals, commit, key=lambda seal: seal.last)
+        found = seals[place] if place < len(seals) else None
         return found if found is not None and found.first <= commit else None
 
     def commits(self, seal: Seal) -> CommitList:
         """The commits of a seal; of the seals asked for last they are remembered."""
-        if seal.stem not in self._lists:
-            while len(self._lists) >= _LISTS_MAX:
-                del self._lists[next(iter(self._lists))]
-            self._lists[seal.stem] = read_commits(self._log, seal)
-        return self._lists[seal.stem]
+        known = self._lists.get(seal.stem)
+        if known is None:
+            known = read_commits(self._log, seal)
+            self._lists = dict([*self._lists.items(), (seal.stem, known)][-_LISTS_MAX:])
+        return known
 
     def commits_near(self, seal: Seal) -> CommitList:
         """The commits of a seal, or of the one that has replaced it. Of one that is gone, only its end is left."""

@@ -460,8 +460,9 @@ class ChangeLog:
         low, high = self.trimmed().commit, self.newest()
         if position < self.trimmed().position:
             return 0
-        if self.cold.seals and position < self.cold.seals[-1].end:
-            for seal in self.cold.seals:
+        seals = self.cold.seals
+        if seals and position < seals[-1].end:
+            for seal in seals:
                 if position < seal.end:
                     commits = self.cold.commits_near(seal)
                     place = int(commits.end.searchsorted(position.value, side="right"))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pyarrow.parquet as pq
 import pytest
 
+from tailrace.changelog import cold
 from tailrace.changelog.cold import ColdIndex, Seal, commits_path
 from tailrace.changelog.coldwrite import Sizes
 from tailrace.changelog.files import LogPath
@@ -116,6 +121,33 @@ def test_commits_without_rows_at_the_border_of_two_seals_become_one_in_the_list(
     index.refresh()
     assert index.commits(index.seals[0]).commit.tolist() == [1, 2, 5, 6]
     assert [read_all(diary.path, after) for after in range(7)] == [diary.rows(after) for after in range(7)]
+
+
+@only_on_disk
+def test_lists_of_commits_are_looked_up_by_several_threads_at_once(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_sealed(diary, 6)
+    index = ColdIndex(diary.path)
+    index.refresh()
+    found, until = index.seals, time.monotonic() + 1.0
+    lists = {known.stem: index.commits(known) for known in found}
+    monkeypatch.setattr(cold, "read_commits", lambda _, known: lists[known.stem])
+
+    def look(first: int) -> None:
+        for turn in itertools.count(first):
+            wanted = found[turn % len(found)]
+            assert index.commits(wanted).commit.tolist() == [wanted.first]
+            if time.monotonic() >= until:
+                return
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(look, range(4)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_small_files_are_written_again_as_one_and_large_ones_are_kept(diary: Diary) -> None:
