@@ -73,7 +73,7 @@ class Schemas:
 
     def load(self) -> None:
         """Read everything there is and was not read before: a version's file never changes."""
-        known = {self._path(*key) for key in self._versions}
+        known = {self._path(*key) for key in list(self._versions)}
         with files.explained(self._folder):
             found = files.matching(self._folder, "*/*.json")
         for path in found:
@@ -85,7 +85,7 @@ class Schemas:
 
         Of those that were announced none may be missing: its number would be given again, to another shape.
         """
-        missing = set(range(1, announced + 1)) - {version.ordinal for version in self._versions.values()}
+        missing = set(range(1, announced + 1)) - {version.ordinal for version in self._all()}
         if missing:
             raise LogCorrupt(
                 "a table's shape is missing",
@@ -93,7 +93,7 @@ class Schemas:
                 ordinal=min(missing),
                 hint=f"Restore the folder's files from a copy of the log. Without one: {NEW_LOG_HINT}",
             )
-        for version in self._versions.values():
+        for version in self._all():
             if version.ordinal > announced or not announced:
                 path = self._path(version.table, version.version)
                 with files.explained(path):
@@ -146,14 +146,14 @@ class Schemas:
 
     def all_of(self, table: int) -> list[Version]:
         """All known versions of a table, oldest first."""
-        found = (item for item in self._versions.values() if item.table == table)
+        found = (item for item in self._all() if item.table == table)
         return sorted(found, key=lambda item: item.version)
 
     def named(self, table: TableId | str) -> list[int]:
         """The numbers a table of this name has had; a text is `schema.table`, or the name of a system stream."""
         found = {
             version.table
-            for version in self._versions.values()
+            for version in self._all()
             if table in (version.schema.table, str(version.schema.table))
         }
         return sorted(found)
@@ -162,14 +162,18 @@ class Schemas:
         """The numbers of the source's tables that have, or had, a name that is wanted."""
         return frozenset(
             version.table
-            for version in self._versions.values()
+            for version in self._all()
             if not is_system(version.schema) and wanted(version.schema.table)
         )
 
     def after(self, ordinal: int) -> list[Version]:
         """The versions counted after this one."""
-        later = [version for version in self._versions.values() if version.ordinal > ordinal]
+        later = [version for version in self._all() if version.ordinal > ordinal]
         return sorted(later, key=lambda version: version.ordinal)
+
+    def _all(self) -> list[Version]:
+        """Every known version. A copy: another thread may find one more while they are gone through."""
+        return list(self._versions.values())
 
     def record(self, schema: TableSchema) -> Version:
         """The version that is this shape, durable when this returns."""

@@ -36,3 +36,16 @@ def test_after_a_rename_the_old_name_is_nobodys(tmp_path: Path) -> None:
     assert schemas.called(SHOP.table, None) == []
     assert schemas.called(renamed.table, None) == [first.table]
     assert schemas.called(SHOP.table, SHOP.relation) == [first.table]
+
+
+def test_one_that_another_thread_finds_meanwhile_disturbs_nobody(tmp_path: Path) -> None:
+    schemas = Schemas(tmp_path)
+    first, second = schemas.record(SHOP), schemas.record(replace(SHOP, relation=SHOP.relation + 1))
+    found = iter(range(2, 9))
+
+    def wanted(_: TableId) -> bool:
+        schemas.record(replace(SHOP, relation=SHOP.relation + next(found)))
+        return True
+
+    assert schemas.matching(wanted) == {first.table, second.table}
+    assert len(schemas.matching(lambda _: True)) == 4
