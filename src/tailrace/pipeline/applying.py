@@ -91,6 +91,9 @@ class Applying:
         self._query: StreamingQuery | None = None
         self._restarts = 0
         self._threads: list[threading.Thread] = []
+        """Those that may be at work; `_threading` is for whoever begins one."""
+        self._threading = threading.Lock()
+        self._starting: threading.Thread | None = None
         self._failure: TailraceError | None = None
 
     # Life and death.
@@ -117,7 +120,7 @@ class Applying:
 
     def start(self) -> None:
         """Begin to start Spark, the loads and the query that wakes the work; returns at once."""
-        self._in_background(self._start)
+        self._starting = self._in_background(self._start)
 
     def _start(self) -> None:
         self._jvm = start_jvm(self._settings, self._scratch)
@@ -170,9 +173,9 @@ class Applying:
         if self._query is None:
             self._kill_unstarted()
         deadline = time.monotonic() + STOP_SECONDS_MAX
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads) and self._jvm is not None:
+        while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
+            alive[0].join(left)
+        if alive and self._jvm is not None:
             self._jvm.kill()  # what a task has written and not committed is nobody's
         with suppress(Exception):  # the JVM may be gone already
             if self._batch.acquire(timeout=STOP_SECONDS_MAX):  # stopped inside a micro-batch it dies noisily
@@ -187,7 +190,7 @@ class Applying:
 
     def _kill_unstarted(self) -> None:
         """Do not wait for a Spark that is only starting: nothing of ours runs in it yet."""
-        starting = self._threads[0] if self._threads else None
+        starting = self._starting
         while starting is not None and starting.is_alive() and self._query is None:
             if self._jvm is not None and self._spark is None:
                 self._jvm.kill()
@@ -225,7 +228,7 @@ class Applying:
         """Which part of the last minute went into merging."""
         return self._pace.share()
 
-    def _in_background(self, work: Callable[[], None]) -> None:
+    def _in_background(self, work: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 work()
@@ -240,8 +243,14 @@ class Applying:
                 )
 
         thread = threading.Thread(target=guarded, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        with self._threading:
+            thread.start()
+            self._threads = [*self._alive(), thread]
+        return thread
+
+    def _alive(self) -> list[threading.Thread]:
+        """A table that cannot be loaded is tried again for ever, in a new thread each time: none that ended is kept."""
+        return [thread for thread in self._threads if thread.is_alive()]
 
     def _run(self, task: Callable[..., Outcome], works: Sequence[Any]) -> list[Outcome]:
         assert self._spark is not None, "started"

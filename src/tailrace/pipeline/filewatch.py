@@ -23,7 +23,7 @@ CHANGED_SECONDS = 10.0
 class FileWatch:
     """Asked again and again by one thread; never keeps it waiting."""
 
-    def __init__(self, source: PostgresCapture, spawn: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, source: PostgresCapture, spawn: Callable[[Callable[[], None]], object]) -> None:
         self._source = source
         self._spawn = spawn
         self._looking = False

@@ -57,8 +57,8 @@ class Holding:
             if goes_on and life.cursor is not None and life.cursor.seq < first.seq:
                 first = life.cursor
             return TableHint(table=life.table, numbers=numbers, commit=first.commit, seq=first.seq)
-        if life.state in (TableState.NEW, TableState.PAUSED) or life.once:
-            return None  # its load will see everything up to then, or nothing is ever applied to it
+        if life.state in (TableState.NEW, TableState.PAUSED) or (life.once and life.replay is None):
+            return None  # its load will see everything up to then, or nothing is applied to it any more
         if life.cursor is None:
             return self._said.get(life.table)  # it cannot be read now; what it lacks, it may still need
         if life.state is TableState.NEEDS_SNAPSHOT:

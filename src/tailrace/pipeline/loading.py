@@ -67,7 +67,7 @@ class Loading:
 
     def __init__(
         self, settings: PipelineSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
-        run: Run, spawn: Callable[[Callable[[], None]], None], advance: Callable[[TableLife], None],
+        run: Run, spawn: Callable[[Callable[[], None]], object], advance: Callable[[TableLife], None],
         take: Take, stopping: threading.Event, scratch: Path, seeds: SeedKeeping,
     ) -> None:  # fmt: skip
         self._settings = settings

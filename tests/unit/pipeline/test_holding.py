@@ -147,6 +147,14 @@ def test_a_table_that_is_loaded_anew_no_longer_needs_what_its_old_rows_lacked(li
     assert hint.commit == 4
 
 
+def test_a_table_that_is_loaded_once_holds_what_its_load_is_brought_to_one_moment_by(lives: Lives) -> None:
+    life = live(lives, at(1, 2))
+    life.once, life.replay = True, "load"
+    assert said(lives) == TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
+    life.state, life.replay = TableState.LOADED, None
+    assert said(lives) is None
+
+
 def test_a_table_that_is_not_there_any_more_holds_nothing(lives: Lives) -> None:
     leave_hints(
         lives.log.path, [TableHint(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
