@@ -58,7 +58,8 @@ TailraceError
     └── TableFailed             a failure nobody foresaw
 ```
 
-Row values and secrets never enter an error. The `code` is stable: scripts and other processes go by it.
+Row values and secrets never enter an error. The `code` is stable: scripts and other processes go by it. The file is
+longer than most because the tree is read as a whole.
 """
 
 from __future__ import annotations

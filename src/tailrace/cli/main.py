@@ -1,7 +1,8 @@
 """The `tailrace` command: data to stdout, the rest to stderr, one exit code from the documented list.
 
 A user's mistake ends in an `error:` line and a `hint:` line, never in a traceback. Nothing heavy is imported
-before the command that needs it runs: `check` and `--help` answer at once, and `capture` never loads Spark.
+before the command that needs it runs: `check` and `--help` answer at once, and `capture` never loads Spark. The file is
+longer than most because every command stands here, a line or two each.
 """
 
 from __future__ import annotations

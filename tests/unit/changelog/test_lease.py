@@ -143,7 +143,10 @@ def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) 
 def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> None:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     leave_record(tmp_path, boot=boot)
-    Lease(tmp_path, wait_seconds=0.0).release()
+    mine = Lease(tmp_path, wait_seconds=0.0)
+    assert not mine.lost()
+    assert lease.held(tmp_path) == os.getpid()
+    mine.release()
 
 
 def test_a_record_of_before_hosts_were_told_apart_is_read(tmp_path: Path) -> None:

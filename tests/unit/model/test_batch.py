@@ -20,10 +20,13 @@ def window(**fields: Any) -> Window:
 
 
 def test_a_transaction_comes_as_open_windows_and_one_that_finishes_it() -> None:
-    window(open=True, end=Lsn(5), transactions=0)
-    window(open=True, continues=True, end=Lsn(5), transactions=0)
-    window(continues=True, continued_end=Lsn(9))
-    window(continues=True, continued_end=Lsn(7), transactions=2)
+    come = [
+        window(open=True, end=Lsn(5), transactions=0),
+        window(open=True, continues=True, end=Lsn(5), transactions=0),
+        window(continues=True, continued_end=Lsn(9)),
+        window(continues=True, continued_end=Lsn(7), transactions=2),
+    ]
+    assert not any(one.empty for one in come)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError
-from tailrace.runtime.batch import Limits, Transactions
+from tailrace.runtime.batch import Kind, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, TableRouter
 from tailrace.runtime.states import State
@@ -69,7 +69,10 @@ def test_times_that_make_no_sense(name: str, value: Any) -> None:
 
 
 def test_waiting_for_ever_makes_sense() -> None:
-    CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), retry_seconds_max=ENDLESS, stalled_seconds=ENDLESS)
+    runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), retry_seconds_max=ENDLESS, stalled_seconds=ENDLESS)
+    runtime.start()
+    assert runtime.poll(0.0).kind is Kind.EMPTY
+    runtime.stop()
 
 
 def test_a_table_that_is_named_twice() -> None:

@@ -104,6 +104,8 @@ def test_an_owner_that_died_with_its_host_is_taken_over_once_the_host_is_back(tm
     leave_record(tmp_path, boot="the one before")
     with FileCheckpointStore(tmp_path) as store:
         store.save("orders", at(1))
+        assert store.list() == ("orders",)
+    assert json.loads((tmp_path / ".owner.json").read_text())["boot"] != "the one before"
 
 
 def test_a_host_of_the_same_name_is_not_the_same_host(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ What must hold: rows keep the order of the wire; a transaction gives the same ro
 ends at or before `after` is dropped whole; any bytes give rows or a `ProtocolViolation`, never a read outside
 the buffer. A primary-key change becomes two neighbouring rows, the delete of the old key and the insert of the
 new. A message that an application wrote is a row of the `message` stream; outside of a transaction it counts as
-one of its own.
+one of its own. The file is longer than most, and `_assign` than a screen: both are one walk over the bytes, and what a
+message may hold is told from the messages before it.
 
 The messages: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html
 """
