@@ -35,6 +35,7 @@ from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.pacing import Pace
 from tailrace.pipeline.redelivering import Redelivering
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.restarts import RESTARTS_MAX, Restarts
 from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.sparkstart import made_scratch, spark_log, start_jvm
@@ -58,8 +59,6 @@ SOURCE_SECONDS = 5.0
 SWEEP_SECONDS = 2.0
 STOP_SECONDS_MAX = 20.0
 """For what is under way when we are told to stop; then the JVM is ended with it."""
-RESTARTS_MAX = 5
-"""Of a query that broke, e.g. because a worker was killed."""
 
 
 class Applying:
@@ -89,7 +88,8 @@ class Applying:
         self._engine: SparkEngine | None = None
         """Where Spark's connector writes the tables."""
         self._query: StreamingQuery | None = None
-        self._restarts = 0
+        self._restarts = Restarts()
+        """Of a query that broke, e.g. because a worker was killed."""
         self._threads: list[threading.Thread] = []
         """Those that may be at work; `_threading` is for whoever begins one."""
         self._threading = threading.Lock()
@@ -159,7 +159,7 @@ class Applying:
     def _start_query(self) -> StreamingQuery:
         """A query with a checkpoint of its own: the tables say where to go on, not Spark."""
         assert self._spark is not None, "started"
-        return self._wake.start(self._spark, self._scratch / f"checkpoint-{self._restarts}", self._on_batch)
+        return self._wake.start(self._spark, self._scratch / f"checkpoint-{self._restarts.count}", self._on_batch)
 
     @property
     def spark_log(self) -> Path:
@@ -202,11 +202,10 @@ class Applying:
             raise self._failure
         if self._query is None or self._stopping.is_set() or self._query_is_active(self._query):
             return
-        self._restarts += 1
-        if self._restarts > RESTARTS_MAX:
+        if not self._restarts.one_more():
             raise TableFailed(
                 "the Spark query ended by itself, again and again",
-                times=self._restarts,
+                times=RESTARTS_MAX + 1,
                 hint=f"See {self.spark_log}, and start again.",
             )
         log.warning("query ended, started again", extra={"spark_log": str(self.spark_log)})

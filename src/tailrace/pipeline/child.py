@@ -22,6 +22,7 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
 from tailrace.errors import LogUnusable, SourceError, TailraceError
 from tailrace.pipeline.report import error_from_json
+from tailrace.pipeline.restarts import Restarts
 from tailrace.pipeline.settings import PipelineSettings
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 START_SECONDS_MAX = 90.0
 """Waiting for lease and slot, 30 s each, and for the server."""
 STOP_SECONDS_MAX = 15.0
-RESTARTS_MAX = 5
 
 
 class CaptureChild:
@@ -40,7 +40,7 @@ class CaptureChild:
         self._path = log
         self._command = [sys.executable, "-m", *command]
         self._told = told
-        self.restarts = 0
+        self.restarts = Restarts()
         self._process = self._start(*once)
 
     @classmethod
@@ -100,10 +100,9 @@ class CaptureChild:
         assert self._process.stdout is not None, "a pipe"
         with self._process.stdout as said:
             error = _error(said.read(), code)
-        if code >= 0 or self.restarts >= RESTARTS_MAX:
+        if code >= 0 or not self.restarts.one_more():
             raise error
-        self.restarts += 1
-        log.warning("capture was killed, started again", extra={"signal": -code, "times": self.restarts})
+        log.warning("capture was killed, started again", extra={"signal": -code, "times": self.restarts.count})
         self._process = self._start()
 
     def stop(self) -> None:

@@ -1,0 +1,55 @@
+"""What is killed is started again, but not for ever at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tailrace.errors import TailraceError
+from tailrace.pipeline.child import CaptureChild
+from tailrace.pipeline.restarts import RESTARTS_MAX, RESTARTS_SECONDS, Restarts
+
+
+def test_so_many_within_an_hour_and_again_later() -> None:
+    now = 0.0
+    restarts = Restarts(clock=lambda: now)
+    for _ in range(RESTARTS_MAX):
+        assert restarts.one_more()
+        now += 60.0
+    assert not restarts.one_more()
+    now = RESTARTS_SECONDS
+    assert restarts.one_more(), "the first of them is an hour ago"
+    assert not restarts.one_more(), "the second is not"
+    assert restarts.count == RESTARTS_MAX + 1
+
+
+def test_one_that_is_killed_now_and_then_goes_on_for_ever() -> None:
+    now = 0.0
+    restarts = Restarts(clock=lambda: now)
+    for _ in range(RESTARTS_MAX * 10):
+        now += RESTARTS_SECONDS / RESTARTS_MAX
+        assert restarts.one_more()
+
+
+def test_a_capture_that_is_killed_at_once_each_time_ends_the_pipeline(tmp_path: Path) -> None:
+    child = CaptureChild(tmp_path, ["http.server", "--bind", "127.0.0.1", "0"])
+
+    def kill() -> None:
+        os.kill(child._process.pid, signal.SIGKILL)
+        child._process.wait(30.0)
+
+    try:
+        for _ in range(RESTARTS_MAX):
+            kill()
+            child.check()
+            assert child._process.poll() is None
+        kill()
+        with pytest.raises(TailraceError, match="the capture process ended"):
+            child.check()
+        assert child.restarts.count == RESTARTS_MAX
+    finally:
+        child.stop()
+    assert child._process.poll() is not None
