@@ -118,17 +118,17 @@ class ChangeLog:
 
     def _newest_seen(self, within: float) -> int:
         """The same, by a look at seals and at what was trimmed that may be so old where it costs a request."""
-        if not self._newest:
-            self._newest = max(self._numbers(), default=0)
+        newest = self._newest or max(self._numbers(), default=0)
         while True:
-            while self._is_there(self._newest + 1):
-                self._newest += 1
+            while self._is_there(newest + 1):
+                newest += 1
             # Whoever looks seldom may find that the next commits are sealed and their own files gone.
             self.cold.refresh(within)
             known = max(self.cold.last, self._trimmed.now(within).commit)
-            if known <= self._newest:
-                return self._newest
-            self._newest = known
+            if known <= newest:
+                self._newest = newest  # counted apart: another thread may have seen the same commit come
+                return newest
+            newest = known
 
     def _is_there(self, commit: int) -> bool:
         path = commit_path(self.path, commit)

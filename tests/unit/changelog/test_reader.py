@@ -12,7 +12,7 @@ from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogCorrupt
-from tailrace.model.batch import ChangeBatch
+from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO, Lsn
 from tests.support.changes import SHOP, insert
 from tests.support.windows import SOURCE, batch, ids, named, rows_window, window
@@ -67,6 +67,29 @@ def test_a_reader_finds_shapes_that_came_after_it_was_opened(writer: LogWriter, 
     assert len(list(log.follow(0))) == 1
     writer.append(rows_window(100, 200, 2, schema=OTHER))
     assert [found.schema for found in log.follow(1)] == [OTHER]
+
+
+def test_a_commit_that_two_threads_see_come_is_one_commit(
+    writer: LogWriter, folder: LogPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer.append(Window(start=ZERO, end=Lsn(10)))
+    log = ChangeLog.open(folder)
+    assert log.newest() == 1
+    writer.append(Window(start=Lsn(10), end=Lsn(20)))
+    looks = ChangeLog._is_there
+    others: list[int] = []
+
+    def another_looks_too(mine: ChangeLog, commit: int) -> bool:
+        found = looks(mine, commit)
+        if found and not others:
+            others.append(0)  # only once
+            others.append(mine.newest())
+        return found
+
+    monkeypatch.setattr(ChangeLog, "_is_there", another_looks_too)
+    assert log.newest() == 2
+    assert others == [0, 2]
+    assert log.newest() == 2
 
 
 def test_the_newest_commit_is_found_again_as_the_log_grows(writer: LogWriter, folder: LogPath) -> None:
