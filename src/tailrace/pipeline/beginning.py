@@ -269,7 +269,7 @@ class Beginning:
             letters = Letters(self._lives.log.path, life.table)
             if letters.any:  # of a lake table that was elsewhere, or is no more
                 letters.before_load(load, whole=True, now=None, seq=cursor.seq)
-            land(self._run, life.place, schema, (), cursor)
+            land(self._run, life, schema, (), cursor)
         except TailraceError as error:
             self._failed(life, error)
             return
