@@ -127,7 +127,9 @@ def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet)
         assert_whole(quiet, life, 1, 2)
 
 
-def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(quiet: Quiet) -> None:
+def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
+    quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit(quiet, 2)
     with process(quiet) as applying:
         life = applying.lives.add(THINGS)
@@ -136,8 +138,8 @@ def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(quiet: Quiet
         other.cursor, other.shape = life.cursor, life.shape
         applying.lives.tables[OTHERS] = other
         numbers = applying.lives.numbers(life)
-        applying.lives.numbers = lambda _: numbers  # type: ignore[method-assign] # both read the same of the log
-        applying.lives.look_again = lambda _: None  # type: ignore[method-assign] # the other has no folder
+        monkeypatch.setattr(applying.lives, "numbers", lambda _: numbers)  # both read the same of the log
+        monkeypatch.setattr(applying.lives, "look_again", lambda _: None)  # the other has no folder
         come_to_the_end(applying)
         assert_whole(quiet, life, 1, 2)
         assert other.state is TableState.FAILED
