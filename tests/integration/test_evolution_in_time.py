@@ -18,7 +18,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline import shapewatch
 from tailrace.pipeline.life import Announced
 from tailrace.pipeline.report import TableState
-from tests.support.loads import Local, Scene, life, once, wait_for_state
+from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 
 PLAIN = ("CREATE TABLE t (id int PRIMARY KEY, a int)", "INSERT INTO t VALUES (0, 1)")
@@ -288,6 +288,26 @@ def test_a_name_that_another_table_takes_over_is_a_table_made_anew(database: str
             both.execute("ALTER TABLE t_new RENAME TO t")
         execute(database, "INSERT INTO t VALUES (3, 30)", "INSERT INTO t_old VALUES (7, 7)")
         all_equal(scene, applying)
+
+
+def test_a_table_that_is_made_again_while_its_load_is_planned_waits_until_it_is_published(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, *PLAIN)
+    with Scene(tmp_path, database).tables_are("soft_delete: true") as scene, scene.loader() as applying:
+        assert scene.settled(applying)
+        table = life(applying, "t")
+        scene.stop_capture()
+        with monkeypatch.context() as patch:
+            patch.setattr(applying.loading._begins, "_fed", lambda waiting: waiting)  # it was, when that was looked at
+            execute(database, "DROP TABLE t", *PLAIN, "INSERT INTO t VALUES (5, 5)")
+            assert scene.pipeline.ask("snapshot", "public.t").returncode == 0
+            assert eventually(lambda: table.trouble is not None or table.state is TableState.FAILED)
+            assert table.trouble is not None
+            assert "does not publish" in table.trouble
+        scene.begin_capture()
+        assert eventually(lambda: applying.chunks[1:] and table.state is TableState.LIVE)
+        assert rows_of(applying, "t") == 2
 
 
 def test_a_table_that_is_renamed_and_back_goes_on_after_a_snapshot(database: str, tmp_path: Path) -> None:

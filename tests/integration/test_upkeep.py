@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-from deltalake import DeltaTable
+from deltalake import CommitProperties, DeltaTable
 
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite
@@ -14,7 +16,7 @@ from tailrace.pipeline import tending
 from tailrace.pipeline.report import TableState
 from tailrace.tables.deltalog import position_of
 from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
-from tests.support.changes import insert
+from tests.support.changes import insert, table_schema
 from tests.support.loads import Scene, life
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
 from tests.support.pipelines import eventually, execute
@@ -72,6 +74,38 @@ def test_old_files_are_removed_only_if_wished_and_staged_ones_never(tmp_path: Pa
     version = mirror.version
     again = mirror.table.tend(Upkeep(file_bytes=AIM, remove_after_seconds=3600), cursor)
     assert (again, mirror.version) == (Tended(), version), "what is gone is not removed again"
+
+
+def test_removing_files_gives_a_table_no_feature_and_takes_nothing_that_others_said_of_it(tmp_path: Path) -> None:
+    naive = table_schema({"id": pa.int64(), "at": pa.timestamp("us")})
+    now = datetime(2026, 11, 19, 12)
+    mirror = Mirror(tmp_path / "t", naive, [{"id": 1, "at": now}])
+    cursor = mirror.table.cursor()
+    assert cursor is not None
+    DeltaTable(str(mirror.folder)).alter.set_table_description("Ours.", commit_properties=_said(mirror))
+    mirror.table.tend(Upkeep(file_bytes=AIM, remove_after_seconds=3600), cursor)
+    table = DeltaTable(str(mirror.folder))
+    assert table.protocol().reader_features == ["timestampNtz"]
+    assert "delta.deletedFileRetentionDuration" in table.metadata().configuration
+    assert table.metadata().description == "Ours."
+    mirror.apply(insert(2, at=now))
+    assert {row["id"] for row in mirror.content()} == {1, 2}
+
+
+def test_a_table_that_delta_rs_has_given_a_feature_of_no_column_goes_on(tmp_path: Path) -> None:
+    naive = table_schema({"id": pa.int64(), "at": pa.timestamp("us")})
+    mirror = Mirror(tmp_path / "t", naive, [{"id": 1}])
+    DeltaTable(str(mirror.folder)).alter.set_table_properties(
+        {"delta.logRetentionDuration": "interval 9 days"}, commit_properties=_said(mirror)
+    )
+    assert "variantType" in (DeltaTable(str(mirror.folder)).protocol().reader_features or ())
+    mirror.apply(insert(2))
+    assert {row["id"] for row in mirror.content()} == {1, 2}
+
+
+def _said(mirror: Mirror) -> CommitProperties:
+    """What a commit of ours says of the table."""
+    return position_of(mirror.folder, mirror.version, LOG).properties()
 
 
 def test_a_table_that_somebody_else_moved_is_not_tended(tmp_path: Path) -> None:

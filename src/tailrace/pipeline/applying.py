@@ -24,12 +24,19 @@ from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import BaseRowMissing, SchemaChanged, SourceRewritten, TableFailed, TailraceError
+from tailrace.errors import (
+    BaseRowMissing,
+    ForeignWrite,
+    SchemaChanged,
+    SourceRewritten,
+    TableFailed,
+    TailraceError,
+)
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.lakewatch import LakeWatch
 from tailrace.pipeline.landing import run_one
 from tailrace.pipeline.ledger import Ledger, Point
-from tailrace.pipeline.life import ROWS_PER_BATCH_MAX, Lives, Stretch, TableLife
+from tailrace.pipeline.life import RETRIES_MAX, ROWS_PER_BATCH_MAX, Lives, Stretch, TableLife
 from tailrace.pipeline.loading import WAITED_FOR, Loading
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.pacing import Pace
@@ -303,9 +310,9 @@ class Applying:
     def _come_to(self, end: int) -> None:
         """Bring every loaded table to a commit, and note which of their versions belong together there. One that waits
         for the source would hold up the others: it is left to the sweep."""
+        self._called_for = max(self._called_for, end)
         with self._pace.merging():
             self._advance([life for life in self._loaded() if not life.not_before], end)
-        self._called_for = max(self._called_for, end)
         if (point := point_at(self.lives, end)) is not None:
             self._ledger.note(point)
 
@@ -319,7 +326,17 @@ class Applying:
             untold = life.state is TableState.CATCHING_UP and not self.lives.pending(life, self.lives.index.commit)
             if untold or self.lives.pending(life, self._called_for):
                 self._advance_one(life, None if untold else self._called_for)
+        self._end_doubts()
         self.complete_point()
+
+    def _end_doubts(self) -> None:
+        """Have tables that no change comes for stand where they are, once no task can be at work on them."""
+        for life in list(self.lives.tables.values()):
+            if 0.0 < life.doubted_until <= time.monotonic() and life.lock.acquire(blocking=False):
+                try:
+                    self.lives.look_again(life)
+                finally:
+                    life.lock.release()
 
     def complete_point(self) -> bool:
         """Whether the last point has every table that goes on. If not it is noted anew once tables are there that were
@@ -365,20 +382,38 @@ class Applying:
     def _advance(self, lives: list[TableLife], end: int) -> None:
         """Apply, table beside table, until each has reached the commit, has failed, or is another's."""
         mine = [life for life in lives if life.lock.acquire(blocking=False)]
+        apart = False
         try:
             while not self._stopping.is_set():
-                works = [work for life in mine if (work := self._work(life, end)) is not None]
+                works = [(life, work) for life in mine if (work := self._work(life, end)) is not None]
                 if not works:
                     return
-                for outcome in self._run(advance_table, works):
+                outcomes = self._done(works, apart=apart)
+                apart = apart or outcomes is None
+                for outcome in outcomes or ():
                     self._settle(self.lives.tables[outcome.table], outcome)
         finally:
             for life in mine:
                 life.lock.release()
 
+    def _done(self, works: list[tuple[TableLife, ApplyWork | EvolveWork]], *, apart: bool) -> list[Outcome] | None:
+        """What became of each piece of work, in one job or each in its own. None: the job broke off, for a worker was
+        killed, and nobody knows how far the others came. Which table it is that kills workers shows only apart."""
+        if apart:
+            return [run_one(self._run, advance_table, work, life) for life, work in works]
+        try:
+            return self._run(advance_table, [work for _, work in works])
+        except Exception as error:  # the job's boundary: what Spark as a whole suffers from is told by `check`
+            for life, _ in works:
+                life.doubt()
+            if self._stopping.is_set() or (self._jvm is not None and self._jvm.ended):
+                raise
+            log.warning("tables applied one by one", extra={"tables": len(works), "exception": type(error).__name__})
+            return None
+
     def _take(self, life: TableLife, stretch: Stretch) -> None:
         """One commit of a table that stands still, and whose lock the caller holds."""
-        outcome = run_one(self._run, advance_table, self._work_of(life, stretch), life.table)
+        outcome = run_one(self._run, advance_table, self._work_of(life, stretch), life)
         if outcome.error is not None:
             raise outcome.error
         self._settle(life, outcome)
@@ -386,6 +421,7 @@ class Applying:
     def _work(self, life: TableLife, end: int) -> ApplyWork | EvolveWork | None:
         if time.monotonic() < life.not_before:
             return None
+        self.lives.look_again(life)
         stretch = self.lives.stretch(life, end)
         return None if stretch is None else self._work_of(life, stretch)
 
@@ -429,6 +465,9 @@ class Applying:
             return
         if isinstance(outcome.error, SourceRewritten):
             self._outrun(life)
+            return
+        if isinstance(outcome.error, ForeignWrite) and life.doubted_until and life.failures < RETRIES_MAX:
+            life.failures += 1  # it may have been a task of ours; what is done next looks again
             return
         life.fail(outcome.error)
         self._stopping.wait(RETRY_SECONDS)

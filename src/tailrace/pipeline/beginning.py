@@ -158,6 +158,8 @@ class Beginning:
             _refuse_meeting(life, self._lives)
             life.place.look().refuse_foreign(life.table)
             plan = self._source.plan(life.table, cut, self._settings.chunk)
+            if not plan.schema.columns:
+                self._refuse_unpublished(life.table)
             if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
                 raise Unsupported(
                     "a table without a key can only be replaced as a whole", table=life.table,
@@ -168,6 +170,12 @@ class Beginning:
         except TailraceError as error:
             self._failed(life, error)
             return None
+
+    def _refuse_unpublished(self, table: TableId) -> None:
+        """Refuse a table that has columns and publishes none: it was made anew since it was looked at."""
+        now = self._source.describe([table], unpublished=True)
+        if table in now and now[table].columns:
+            raise _unpublished(table, self._source.settings.publication)
 
     def _refuse_form(self, life: TableLife, schema: TableSchema, wish: Wish | None) -> None:
         """Refuse what the table's form cannot be made of, and what would take away a past that it keeps."""
@@ -269,7 +277,7 @@ class Beginning:
             letters = Letters(self._lives.log.path, life.table)
             if letters.any:  # of a lake table that was elsewhere, or is no more
                 letters.before_load(load, whole=True, now=None, seq=cursor.seq)
-            land(self._run, life.place, schema, (), cursor)
+            land(self._run, life, schema, (), cursor)
         except TailraceError as error:
             self._failed(life, error)
             return

@@ -27,6 +27,7 @@ Take = Callable[[TableLife, Stretch], None]
 def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
     """Bring the table to a load that was read whole; whoever calls holds its lock, and the log has passed the point."""
     life, schema, asked = load.life, load.seed.plan.schema, load.seed.wish is not None
+    lives.look_again(life)
     if has_all(lives, load):
         while (stretch := _next_stretch(lives, life, point, schema, asked=asked)) is not None:
             take(life, stretch)

@@ -23,8 +23,8 @@ from tailrace.errors import (
 )
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline.life import Lives
+from tailrace.model.schema import TableSchema
+from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load
 from tailrace.spark.load_letters import refuse_too_many
 from tailrace.spark.seeds import LoadMode, Seed
@@ -33,7 +33,6 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.forms import Origin, TableMode
 from tailrace.tables.iceberg import IcebergTable
-from tailrace.tables.layout import Place
 from tailrace.tables.staging import StagedFile
 
 log = logging.getLogger(__name__)
@@ -44,13 +43,14 @@ Run = Callable[[Callable[[Any], Outcome], Sequence[Any]], list[Outcome]]
 """Runs a task for each piece of work, on Spark."""
 
 
-def run_one(run: Run, task: Callable[[Any], Outcome], work: Any, table: TableId) -> Outcome:
-    """One piece of work of a load; that its worker was killed is an outcome too."""
+def run_one(run: Run, task: Callable[[Any], Outcome], work: Any, life: TableLife) -> Outcome:
+    """One piece of work on a table; that its worker was killed is an outcome too, of which the table says the rest."""
     try:
         return run(task, [work])[0]
     except Exception as error:
-        said = TableFailed(f"a task of a load died: {type(error).__name__}", hint="It is tried again.")
-        return Outcome(table=table, error=said)
+        life.doubt()
+        said = TableFailed(f"a task died: {type(error).__name__}", table=life.table, hint="It is tried again.")
+        return Outcome(table=life.table, error=said)
 
 
 def start_of(lives: Lives, seed: Seed) -> Lsn:
@@ -165,7 +165,7 @@ def _commit(lives: Lives, load: Load, cursor: Cursor, run: Run, *, refreshes: bo
             schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
             partial=load.where is not None, cursor=cursor, origin=load.origin,
         )  # fmt: skip
-        outcome = run_one(run, refresh_table, work, life.table)
+        outcome = run_one(run, refresh_table, work, life)
         if outcome.error is not None:
             raise outcome.error
         return
@@ -176,18 +176,19 @@ def _commit(lives: Lives, load: Load, cursor: Cursor, run: Run, *, refreshes: bo
         )  # fmt: skip
     assert load.complete, "a load lands with all its chunks"
     files = [file for number in sorted(load.staged) for file in load.staged[number].files]
-    land(run, life.place, plan.schema, files, cursor, load.origin)
+    land(run, life, plan.schema, files, cursor, load.origin)
 
 
 def land(
-    run: Run, place: Place, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
+    run: Run, life: TableLife, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
     origin: Origin | None = None,
 ) -> None:  # fmt: skip
     """Make staged files all that a table holds: here, or where Spark is if only that can commit."""
+    place = life.place
     if place.catalog is None:
         place.open().land(schema, files, cursor, origin=origin)
         return
     work = LandWork(schema=schema, place=place, files=tuple(files), cursor=cursor, origin=origin)
-    outcome = run_one(run, land_table, work, schema.table)
+    outcome = run_one(run, land_table, work, life)
     if outcome.error is not None:
         raise outcome.error

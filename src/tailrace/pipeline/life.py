@@ -29,6 +29,7 @@ from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
 from tailrace.tables.layout import Layout, Place
 from tailrace.tables.paths import anothers
+from tailrace.tables.refusals import not_loaded, put_back
 from tailrace.tables.shapes import RELOAD_HINT
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ TRIMMED_HINT = (
 RECALL_SECONDS = 5.0
 RETRIES_MAX = 7
 """Of a table whose failure may pass by itself, before it counts as failed."""
+DOUBT_SECONDS = 30.0
+"""After a job of Spark's has broken off, until none of its tasks can be at work any more: Spark ends them, and does not
+wait for that."""
 
 
 @dataclass
@@ -93,6 +97,9 @@ class TableLife:
     """The lake table's own number of the version that has this cursor; None: it was not asked for yet."""
     identity: str | None = None
     """Which lake table that version is of; None as well."""
+    doubted_until: float = 0.0
+    """Until when a task may still commit that nobody hears of, because its job broke off, by the monotonic clock; from
+    then on it is the table itself that says where it stands. 0: there is none."""
     untended: int = 0
     """Commits since its files were last looked after."""
     bytes_changed: int = 0
@@ -130,6 +137,10 @@ class TableLife:
             log.warning("table waits", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         self.error, self.not_before = error, time.monotonic() + seconds
 
+    def doubt(self) -> None:
+        """A task was at work on the table, and how far it came is not known: its worker was killed, say."""
+        self.doubted_until, self.version = time.monotonic() + DOUBT_SECONDS, None
+
     def needs_snapshot(self) -> None:
         """What it must be loaded anew for stands; a person decides when."""
         self.state = TableState.NEEDS_SNAPSHOT
@@ -139,10 +150,14 @@ class TableLife:
 
     def moved(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
         """The table's own commit now says this."""
-        self.cursor, self.error, self.failures, self.refresh, self.version = cursor, None, 0, None, version
+        self.error, self.failures, self.refresh, self.not_before = None, 0, None, 0.0
+        self.stands(cursor, shape, version)
+
+    def stands(self, cursor: Cursor, shape: TableSchema, version: int | None = None) -> None:
+        """Where the table is; whether it goes on from there is another matter."""
+        self.cursor, self.version, self.doubted_until = cursor, version, 0.0
         if version is None:  # it may have been made anew
             self.identity = None
-        self.not_before = 0.0
         if self.shape is None or not self.shape.same_as(shape):
             self.shape, self.announced = shape, None  # what was seen beside the shape of before says nothing now
 
@@ -249,6 +264,30 @@ class Lives:
                 refuse_ahead(life, self.log)
         except TailraceError as error:
             life.fail(error)
+
+    def look_again(self, life: TableLife) -> None:
+        """Go by what the table's own commit says, if nobody heard how far the last task came. Whoever calls holds the
+        table's lock."""
+        if not life.doubted_until or life.cursor is None:
+            return
+        until, before = life.doubted_until, life.cursor
+        over = time.monotonic() >= until
+        try:
+            table = life.place.look()
+            cursor, shape = table.cursor(), table.shape()
+            if cursor is None or shape is None:
+                raise not_loaded(life.place.path)
+            if cursor.load == before.load and cursor.seq < before.seq:
+                raise put_back(life.place.path, cursor, before)
+        except TailraceError as error:
+            life.fail(error)
+            return
+        if cursor != before:  # it was done after all
+            life.error, life.failures = None, 0
+        life.stands(cursor, shape)
+        life.doubted_until = 0.0 if over else until
+        if cursor.load != before.load:
+            self.notice_reread(life)
 
     def _recall(self, life: TableLife) -> None:
         """What an earlier process left of a load."""

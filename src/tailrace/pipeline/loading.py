@@ -262,6 +262,8 @@ class Loading:
                 continue
             if time.monotonic() < self._again.get(table, (0, 0.0))[1]:
                 continue
+            if life.doubted_until and life.place.form.exact:
+                continue  # a task of before could bring it past the snapshot's point
             if table in wishes:
                 waiting.append((life, wishes[table]))
             elif self._is_needed(life):

@@ -69,6 +69,8 @@ def _version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> int |
 def _held_version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> int | str:
     if life.cursor is None:
         return "it is not loaded yet"
+    if life.doubted_until:
+        return "a task that was at work on it broke off"
     if life.replay is not None:
         return "it was just loaded, and not all that changed meanwhile is applied"
     if life.mixed:

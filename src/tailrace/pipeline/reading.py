@@ -68,7 +68,7 @@ class Reading:
             form=load.seed.form, origin=load.origin, numbered=load.life.place.catalog is not None,
             file_bytes=load.life.place.file_bytes, letters=self._sets_aside(load.life.table),
         )  # fmt: skip
-        outcome = run_one(self._run, load_chunk, work, load.life.table)
+        outcome = run_one(self._run, load_chunk, work, load.life)
         with self._under_way.lock:
             progress = load.reading.pop(chunk.number)
             progress.unlink(missing_ok=True)

@@ -99,7 +99,7 @@ class Redelivering:
             log=self._lives.log.path, shape=life.shape, expected=life.cursor,
             reader=self._source.row_reader(READ_SECONDS_MAX), partition_by=life.place.form.partitions_of(life.shape),
         )  # fmt: skip
-        outcome = run_one(self._run, reread_letters, work, life.table)
+        outcome = run_one(self._run, reread_letters, work, life)
         if outcome.error is not None:
             raise outcome.error
         assert outcome.seen is not None, "it was read"
@@ -116,7 +116,7 @@ class Redelivering:
                 log=self._lives.log.path, place=life.place, shape=life.shape, expected=life.cursor
             )
             with self._merging():
-                outcome = run_one(self._run, deliver_letters, work, life.table)
+                outcome = run_one(self._run, deliver_letters, work, life)
             if outcome.version is not None:
                 life.version = outcome.version
         del self._seen[life.table]
@@ -132,7 +132,7 @@ class Redelivering:
                 return False
             work = LateWork(log=self._lives.log.path, place=life.place, shape=life.shape, expected=life.cursor)
             with self._merging():
-                outcome = run_one(self._run, deliver_late, work, life.table)
+                outcome = run_one(self._run, deliver_late, work, life)
             if outcome.version is not None:
                 life.version = outcome.version
         self._told(life, outcome)

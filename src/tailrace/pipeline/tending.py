@@ -74,7 +74,7 @@ class Tending:
             work = TendWork(
                 table=life.table, place=life.place, expected=life.cursor, upkeep=upkeep
             )
-            outcome = run_one(self._run, tend_table, work, life.table)
+            outcome = run_one(self._run, tend_table, work, life)
             life.version = None
         used = None if outcome.cpu_seconds is None else round(outcome.cpu_seconds, 3)
         said = {"table": str(life.table), "seconds": round(outcome.seconds, 3), "cpu_seconds": used}

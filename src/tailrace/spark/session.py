@@ -108,6 +108,11 @@ class Jvm:
         if code:
             raise RuntimeError(f"Spark's Java process ended with code {code}")
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._gateway.proc is not None and self._gateway.proc.poll() is not None
+
     def kill(self) -> None:
         """End the process and, with it, everything it started; spark-submit's ends by itself, right after us."""
         if self._gateway.proc is None:

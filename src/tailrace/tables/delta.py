@@ -498,8 +498,13 @@ class DeltaRsTable:
             )
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
         if (age := upkeep.remove_after_seconds) is not None:
-            table = self._at(expected).table
-            removed, before, properties = list[int](), table.version(), opened.position.properties()
+            opened = self._at(expected)
+            table, before = opened.table, opened.table.version()
+            removed, properties = list[int](), opened.position.properties()
+            # Not by delta-rs: it would give a table with timestamps without a zone the feature `variantType` as well.
+            later = Featured(folder=opened.folder, table=table)
+            self._commit(lambda: later.remember(age, opened.position))
+            table.update_incremental()
             self._commit(lambda: removed.append(remove_files(opened.folder, table, age, properties)))
             table.update_incremental()
             for version in range(before + 1, table.version() + 1):

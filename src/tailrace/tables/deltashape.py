@@ -21,6 +21,8 @@ from tailrace.tables.staging import StagedFile
 
 NTZ = "timestampNtz"
 """The feature that a table with timestamps without a zone has."""
+VARIANT = "variantType"
+"""One that delta-rs gives such a table whose properties are set with it. No table of ours has columns of that type."""
 
 
 def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], position: Position) -> None:
@@ -110,7 +112,7 @@ def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
 
 def refuse_features(path: Path, table: DeltaTable, partition_by: Sequence[str]) -> None:
     """Refuse files that do not say, with what is known of their partitions, which rows the table holds."""
-    others = set(table.protocol().reader_features or ()) - {NTZ}
+    others = set(table.protocol().reader_features or ()) - {NTZ, VARIANT}
     if table.metadata().partition_columns != list(partition_by):
         others.add("partitions")
     if others:

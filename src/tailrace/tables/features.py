@@ -19,14 +19,14 @@ from deltalake import DeltaTable
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.deltalog import REPLACE_HINT
-from tailrace.tables.deltashape import NTZ, delta_fields, is_naive
+from tailrace.tables.deltashape import NTZ, VARIANT, delta_fields, is_naive
 from tailrace.tables.recast import Laid
 
 VECTORS = "deletionVectors"
 MAPPING = "columnMapping"
 _ALWAYS = ("appendOnly", "invariants")
 """What every table may have that names its features; readers need not know them."""
-_KNOWN = {VECTORS, MAPPING, NTZ, *_ALWAYS}
+_KNOWN = {VECTORS, MAPPING, NTZ, VARIANT, *_ALWAYS}
 
 _ENABLED = "delta.enableDeletionVectors"
 _MODE = "delta.columnMapping.mode"
@@ -116,8 +116,9 @@ def metadata_of(
         settings[_ENABLED] = "true"
     if features.column_mapping:
         settings |= {_MODE: "name", _LAST_ID: str(max([_last_id(table), *(f["metadata"][_ID] for f in fields)]))}
+    named = {} if was is None else {"name": was.name, "description": was.description}
     return {
-        "id": str(uuid.uuid4() if was is None else was.id), "format": {"provider": "parquet", "options": {}},
+        "id": str(uuid.uuid4() if was is None else was.id), **named, "format": {"provider": "parquet", "options": {}},
         "schemaString": json.dumps({"type": "struct", "fields": list(fields)}),
         "partitionColumns": list(partition_by),
         "configuration": settings | configuration, "createdTime": now if was is None else was.created_time,

@@ -53,8 +53,10 @@ def find_folder(path: Path) -> Path | None:
 
 def refuse_inside(path: Path) -> None:
     """Refuse to make a table in the folder of another one, whoever's that is: its upkeep, and readers that go by
-    folders, would take the new one's files for its own."""
-    for around in path.parents:
+    folders, would take the new one's files for its own. They pass over what is made anew below `_rebuild`."""
+    for below, around in zip((path, *path.parents), path.parents, strict=False):
+        if below.name == REBUILT:
+            continue
         if has_commits(around) or any((around / "metadata").glob("*.metadata.json*")):
             raise TableUnusable(
                 "the folder lies inside another table", path=path, other=around,

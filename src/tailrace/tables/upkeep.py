@@ -88,20 +88,12 @@ def rows_per_file(table: DeltaTable, file_bytes: int) -> int:
 
 
 def remembered(after_seconds: float) -> str:
-    """How long a table must keep its old files in mind, as its settings say it."""
+    """How long a table must keep in mind which files it no longer needs, as its settings say it: usually a week."""
     return f"interval {math.ceil(after_seconds / 86_400) + REMEMBERED_DAYS} days"
-
-
-def _remember_files(table: DeltaTable, after_seconds: float, properties: CommitProperties) -> None:
-    """Have the table keep in mind which files it no longer needs until they are removed: usually that is a week."""
-    wanted = remembered(after_seconds)
-    if table.metadata().configuration.get(REMEMBERED) != wanted:
-        table.alter.set_table_properties({REMEMBERED: wanted}, commit_properties=properties)
 
 
 def remove_files(folder: Path, table: DeltaTable, after_seconds: float, properties: CommitProperties) -> int:
     """Remove files that commits have taken out long enough ago; others (staged, or of nobody) are not touched."""
-    _remember_files(table, after_seconds, properties)
     hours = math.ceil(after_seconds / 3600)
     gone = table.vacuum(hours, dry_run=True, enforce_retention_duration=False)
     there = [name for name in gone if (folder / name).exists()]  # it is told of those that went before, too

@@ -1,0 +1,199 @@
+"""Jobs of Spark's that break off, because a worker was killed: tables go on from what they say themselves.
+
+Everything is real but for Spark: the tasks run here, and a job that breaks off raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tailrace.changelog.reader import ChangeLog
+from tailrace.model.schema import TableId, TableSchema
+from tailrace.pipeline import applying as applying_module
+from tailrace.pipeline.life import TableLife
+from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.tending import Tending
+from tailrace.pipeline.wiring import open_source
+from tailrace.spark.tasks import ApplyWork, Outcome, apply_changes
+from tests.support.changes import insert
+from tests.support.loads import Local
+from tests.support.quiet import FULL, NARROW, THINGS, Quiet
+
+OTHERS = TableId("public", "others")
+Task = Callable[..., Outcome]
+
+
+class Broken(Exception):
+    """What Spark says of a job whose worker was killed."""
+
+
+class Breaking(Local):
+    """Has as many jobs break off as it is told to, with their tasks done before."""
+
+    breaks = 0
+    killer: TableId | None = None
+    """A table whose task kills its worker, and is never done."""
+
+    def _run(self, task: Task, works: Sequence[Any]) -> list[Outcome]:
+        others = [work for work in works if not isinstance(work, ApplyWork) or work.table != self.killer]
+        outcomes = super()._run(task, others)
+        if self.breaks or len(others) < len(works):
+            self.breaks = max(0, self.breaks - 1)
+            raise Broken
+        return outcomes
+
+
+@contextmanager
+def process(quiet: Quiet) -> Iterator[Breaking]:
+    log = ChangeLog.open(quiet.settings.log.path)
+    applying = Breaking(quiet.settings, log, open_source(quiet.settings, log.log_id))
+    try:
+        applying.lives.grow()
+        yield applying
+    finally:
+        applying.stop()
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
+    monkeypatch.setattr(applying_module, "RETRY_SECONDS", 0.001)
+    quiet = Quiet(tmp_path)
+    quiet.diary.commit()
+    quiet.load_anew([{"id": 1, "n": 1}], "first", FULL)
+    return quiet
+
+
+def commit(quiet: Quiet, key: int, schema: TableSchema = FULL) -> None:
+    """One row in a commit of its own."""
+    quiet.commit(insert(key, n=key), schema=schema)
+
+
+def come_to_the_end(applying: Local) -> None:
+    applying._come_to(applying.lives.grow())
+
+
+def assert_whole(quiet: Quiet, life: TableLife, *keys: int) -> None:
+    assert (life.state, life.error) == (TableState.LIVE, None)
+    assert quiet.ns() == {key: key for key in keys}
+    assert life.cursor == quiet.cursor
+
+
+def test_a_commit_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
+    commit(quiet, 2)
+    with process(quiet) as applying:
+        life = applying.lives.add(THINGS)
+        applying.breaks = 1
+        come_to_the_end(applying)
+        assert_whole(quiet, life, 1, 2)
+        commit(quiet, 3)
+        come_to_the_end(applying)
+        assert_whole(quiet, life, 1, 2, 3)
+
+
+def test_a_shape_that_nobody_heard_of_is_gone_on_from(quiet: Quiet) -> None:
+    commit(quiet, 2, NARROW)
+    with process(quiet) as applying:
+        life = applying.lives.add(THINGS)
+        applying.breaks = 2
+        come_to_the_end(applying)
+        assert_whole(quiet, life, 1, 2)
+
+
+def test_a_task_that_commits_after_its_job_broke_off_stops_nothing(quiet: Quiet) -> None:
+    commit(quiet, 2)
+    with process(quiet) as applying:
+        life = applying.lives.add(THINGS)
+        late: list[ApplyWork] = []
+
+        class Slow(Breaking):
+            def _run(self, task: Task, works: Sequence[Any]) -> list[Outcome]:
+                if not late:
+                    late.extend(works)
+                    raise Broken
+                if len(late) == 1:  # just before whoever was sent after it
+                    late.append(late[0])
+                    assert apply_changes(late[0]).error is None
+                return Local._run(self, task, works)
+
+        applying.__class__ = Slow
+        come_to_the_end(applying)
+        assert len(late) == 2
+        assert_whole(quiet, life, 1, 2)
+
+
+def test_a_table_whose_task_kills_its_worker_holds_back_only_itself(
+    quiet: Quiet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(quiet, 2)
+    with process(quiet) as applying:
+        life = applying.lives.add(THINGS)
+        applying.killer = OTHERS
+        other = TableLife(OTHERS, life.place, state=TableState.CATCHING_UP)
+        other.cursor, other.shape = life.cursor, life.shape
+        applying.lives.tables[OTHERS] = other
+        numbers = applying.lives.numbers(life)
+        monkeypatch.setattr(applying.lives, "numbers", lambda _: numbers)  # both read the same of the log
+        monkeypatch.setattr(applying.lives, "look_again", lambda _: None)  # the other has no folder
+        come_to_the_end(applying)
+        assert_whole(quiet, life, 1, 2)
+        assert other.state is TableState.FAILED
+        assert other.error is not None
+        assert other.error.code == "unexpected"
+
+
+def test_what_others_wrote_meanwhile_still_stops_the_table(quiet: Quiet) -> None:
+    before = quiet.table.version()
+    commit(quiet, 2)
+    quiet.apply()
+    with process(quiet) as applying:
+        life = applying.lives.add(THINGS)
+        commit(quiet, 3)
+        applying.breaks = 1
+        opened = quiet.table.opened()
+        assert before is not None
+        opened.table.restore(before)
+        come_to_the_end(applying)
+        assert life.state is TableState.FAILED
+        assert life.error is not None
+        assert life.error.code == "foreign-write"
+
+
+def test_a_table_is_at_no_point_until_no_task_can_be_at_work_on_it(quiet: Quiet) -> None:
+    commit(quiet, 2)
+    with process(quiet) as applying:
+        lives = applying.lives
+        life = lives.add(THINGS)
+        applying.breaks = 1
+        come_to_the_end(applying)
+        assert point_at(lives, lives.index.commit) is None
+        applying.sweep()
+        assert point_at(lives, lives.index.commit) is None
+        life.doubted_until = 1e-9  # as if that long had passed
+        applying.sweep()
+        assert point_at(lives, lives.index.commit) is not None
+
+
+def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
+    with process(quiet) as applying:
+        life = applying.lives.add(THINGS)
+        for key in range(2, 12):
+            commit(quiet, key)
+            come_to_the_end(applying)
+        tending = Tending(
+            quiet.settings.tables.upkeep, applying.lives, run=applying._run, advance=applying._advance_one,
+            stopping=applying._stopping,
+        )  # fmt: skip
+        applying.breaks = 1
+        outcome = tending._tend(life)
+        assert outcome is not None
+        assert outcome.error is not None
+        commit(quiet, 12)
+        come_to_the_end(applying)
+        assert_whole(quiet, life, *range(1, 13))
+        assert len(quiet.table.files()) < 8, "it was done all the same"
