@@ -92,7 +92,12 @@ def _opened(options: LogOptions) -> ChangeLog:
 
 def _logged(options: LogOptions) -> list[TableSchema]:
     log = _opened(options)
-    found = [version for number in log.schemas.matching(options.takes) for version in log.schemas.all_of(number)]
+    found = [
+        version
+        for number in log.schemas.matching(options.takes)
+        for version in log.schemas.all_of(number)
+        if options.takes(version.schema.table)
+    ]
     return [version.schema for version in sorted(found, key=lambda version: version.ordinal)]
 
 

@@ -19,6 +19,7 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.objects import ENDPOINT, STORES_HINT, ObjectPath
 from tailrace.changelog.places import EARLIEST, END, EXAMPLES, LATEST, START, Point, parse_point
 from tailrace.errors import ConfigError
+from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableId
 from tailrace.spark.option_values import (
     LOG_OPTIONS,
@@ -144,6 +145,10 @@ class LogOptions:
         if self.table is not None:
             return table == self.table
         return any(pattern.takes(table) for pattern in self.tables)
+
+    def takes_rows(self, batch: ChangeBatch) -> bool:
+        """Whether rows were written under a name that is asked for: their table may have had others."""
+        return self.takes(batch.schema.table)
 
 
 def is_of_log(given: Mapping[str, str]) -> bool:

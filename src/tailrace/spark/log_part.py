@@ -47,7 +47,8 @@ def _open(path: str, endpoint: str | None, region: str | None, log_id: str) -> C
 
 
 def _columns(frame: Frame, part: LogPart, log: ChangeLog) -> Iterator[dict[str, pa.Array]]:
-    batches = log.read(part.first, part.last, tables=part.tables, after_seq=part.after_seq, to_seq=part.to_seq)
+    found = log.read(part.first, part.last, tables=part.tables, after_seq=part.after_seq, to_seq=part.to_seq)
+    batches = filter(frame.options.takes_rows, found)
     commits = Commits(log, part.first)
     if frame.options.shape is Shape.CHANGELOG:
         assert frame.shape is not None, "of one table"

@@ -24,6 +24,7 @@ from tailrace.spark.changefeed import partial, untold
 from tailrace.spark.comings import ANEW_HINT, Comings
 from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_options import Shape
+from tailrace.spark.renames import Renames
 
 _ENVELOPE_HINT = " A stream with `onSchemaChange` `envelope` goes on instead."
 
@@ -50,6 +51,7 @@ class LogView:
         self._index = LogIndex(self.log)
         self._scale = Scale(self.log)
         self._comings = Comings(frame.options, self.log, self._index)
+        self._renames = Renames(frame.options, self.log, self._index)
         self._fitting: set[tuple[int, int]] = set()
         self._untold: dict[tuple[int, int], tuple[Place, tuple[int, TailraceError] | None]] = {}
         """Of rows that lie together, by table and last row: after which place we looked, and what was found there."""
@@ -74,6 +76,7 @@ class LogView:
             if self._known[0] < 0:
                 self.log.schemas.load()
             self._known = upto, self.log.schemas.matching(self._options.takes)
+            self._renames.look(self._known[1])
         return self._known[1]
 
     def begin(self) -> Place:
@@ -134,7 +137,9 @@ class LogView:
     def _slices(self, after: Place, to: int, tables: frozenset[int]) -> list[Slice]:
         """What of the tables' rows lies together, in order; the last may go on after the commit."""
         seq = max(after.seq, self._index.next_seq(after.commit) - 1 if after.commit <= self._index.commit else 0)
-        found = [item for table in tables for item in self._index.pending(table, seq, to)]
+        found = [
+            item for table in tables for item in self._index.pending(table, seq, to) if self._renames.takes(item)
+        ]
         return sorted(found, key=lambda item: (item.last_seq, item.first))
 
     def _unhindered(self, after: Place, to: int, slices: Sequence[Slice]) -> tuple[int, TailraceError | None]:
@@ -143,8 +148,9 @@ class LogView:
         error: TailraceError | None = None
         self._comings.look(to, self.tables(to))
         self._comings.tell(after, to)
-        if (missing := self._comings.gap(after, to)) is not None:
-            end, error = missing[0] - 1, missing[1]
+        for missing in (self._comings.gap(after, to), self._renames.gap(after, to)):
+            if missing is not None and missing[0] <= end:
+                end, error = missing[0] - 1, missing[1]
         for gap in self.log.gaps():
             if after.commit < gap.commit <= end:
                 end, error = gap.commit - 1, _missing(gap.error, gap.commit)
@@ -177,7 +183,7 @@ class LogView:
         first = max(item.first, after.commit + 1)
         commits = Commits(self.log, first)
         rows = self.log.read(first, item.last, tables={item.table}, after_seq=after.seq, to_seq=item.last_seq)
-        for batch in rows:
+        for batch in filter(self._options.takes_rows, rows):
             if (found := untold(batch, commits.of(batch.data.column(change.SEQ).to_numpy()))) is not None:
                 return found
         return None

@@ -26,7 +26,7 @@ from pyspark.sql.types import StructType
 from tailrace.changelog import files
 from tailrace.changelog.consumers import Consumer
 from tailrace.changelog.files import LogPath
-from tailrace.changelog.places import Place, refuse_past
+from tailrace.changelog.places import EARLIEST, Place, refuse_past
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.waiting import rest
 from tailrace.changelog.wanted import Wanted
@@ -81,6 +81,9 @@ class LogStream(DataSourceStreamReader):
     def initialOffset(self) -> Offset:
         with plainly:
             view = self._opened()
+            if self._capture is not None and self._frame.options.start != EARLIEST:
+                # What was committed before the query is its past, though nobody may have captured it until now.
+                self._capture.catch_up()
             place = view.begin()
             self._acknowledge(place)
             return self._offset(place)

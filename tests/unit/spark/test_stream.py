@@ -19,6 +19,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
 from tailrace.errors import ConfigError, LogForeign, SchemaChanged
+from tailrace.model.position import Lsn
 from tailrace.spark.arrow import spark_schema
 from tailrace.spark.log_frame import look
 from tailrace.spark.log_options import LogOptions
@@ -27,7 +28,7 @@ from tailrace.spark.stream_plain import PlainStreamReader
 from tailrace.spark.streaming import LogStream, Offset
 from tests.support.changes import SHOP, insert
 from tests.support.frames import frame
-from tests.support.logs import OTHER, WIDER, Diary, inserts, quick_folder, seal
+from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, quick_folder, seal
 
 ALL = ReadAllAvailable()
 
@@ -230,6 +231,21 @@ def test_a_capture_is_started_before_the_log_is_opened_and_looked_after(diary: D
     stream.stop()
     assert capture.asked == ["start", "catch up", "check", "stop"]
     assert hold(diary).name == "spark"
+
+
+@pytest.mark.parametrize("asked", ["latest", str(Lsn(2 * STEP))])
+def test_where_a_stream_begins_is_asked_of_a_log_that_has_all_from_before_its_start(diary: Diary, asked: str) -> None:
+    class Late(Noted):
+        def catch_up(self) -> None:
+            super().catch_up()
+            diary.commit(inserts(2))  # committed at the source while nobody captured
+
+    capture = Late()
+    stream = reader(diary_with(diary, 1), capture, startingPosition=asked)
+    start = stream.initialOffset()
+    diary.commit(inserts(3))
+    assert ids(stream, start, stream.latestOffset(start, ALL)) == [3]
+    assert capture.asked == ["start", "catch up", "check"]
 
 
 @pytest.mark.parametrize("asked", ["2020-01-01T00:00:00Z", "2099-01-01T00:00:00Z", "16/B374D848", "7"])

@@ -1,0 +1,112 @@
+"""Tables that got another name: a row is of the table by whose name it was written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from tailrace.changelog.files import LogPath
+from tailrace.changelog.places import Place
+from tailrace.errors import LogGap
+from tailrace.model.schema import Identity, TableId
+from tailrace.spark.log_read import LogReader
+from tailrace.spark.log_view import LogView
+from tests.support.changes import SHOP, insert, truncate
+from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
+from tests.support.logs import OTHER, WIDER, Diary, inserts, quick_folder, seal
+
+THINGS = {"table": "public.things"}
+AWAY = replace(SHOP, table=TableId("public", "things_old"))
+CAME = replace(OTHER, table=SHOP.table)
+"""Two tables are swapped: `things` is `things_old` now, and `other` is `things`."""
+
+
+@pytest.fixture
+def diary(tmp_path: Path) -> Iterator[Diary]:
+    with quick_folder(tmp_path) as folder:
+        made = Diary(folder / "log")
+        yield made
+        made.close()
+
+
+def ids(rows: Rows) -> list[int]:
+    return [row["id"] for row in rows]
+
+
+def ranged(log: LogPath, **options: object) -> list[int]:
+    made = frame(log, **options)
+    parts = LogReader(made, from_arrow_schema(made.fields)).partitions()
+    return ids(rows_of_parts(made, [part.value for part in parts]))
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("what", [THINGS, {**THINGS, "shape": "envelope"}, {"tables": "public.things"}])
+def test_rows_under_another_name_are_another_tables_and_that_is_said_once(
+    diary: Diary, what: dict[str, str], sealed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary.commit(inserts(1))
+    diary.commit(inserts(2), inserts(3, schema=AWAY))
+    diary.commit((AWAY, [truncate()]))
+    if sealed:
+        seal(diary.path)
+    with caplog.at_level(logging.WARNING):
+        (_, rows), *more = steps(frame(diary.path, **what))
+    assert (len(rows), more) == (2, [])
+    (said,) = caplog.records
+    assert said.getMessage() == (
+        "table public.things is called public.things_old from commit 2 on: what is written to it since is not asked for"
+    )
+    assert len(stream(diary.path, table="public.things_old")) == 2
+    assert len(stream(diary.path, tables="public.*")) == 4
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_name_that_goes_to_another_table_ends_a_stream_after_everything_before(diary: Diary, sealed: bool) -> None:
+    diary.commit(inserts(1), inserts(70, 71, schema=OTHER))
+    diary.commit(inserts(2))
+    made = frame(diary.path, **THINGS)
+    view = LogView(made)
+    diary.commit(inserts(3, schema=AWAY))
+    diary.commit(inserts(72, schema=CAME), (AWAY, [truncate()]))
+    diary.commit(inserts(73, schema=CAME), inserts(4, schema=AWAY))
+    if sealed:
+        seal(diary.path)
+    assert view.step(Place(0), 5, limited=True) == 2
+    assert ids(rows_of_parts(made, view.parts(Place(0), 2))) == [1, 2]
+    for broken in (lambda: view.step(Place(2), 5, limited=True), lambda: view.parts(Place(0), 5)):
+        with pytest.raises(LogGap, match=r"another table has this name now.*commit=4.*`startingPosition` 5"):
+            broken()
+    assert ids(stream(diary.path, **THINGS, startingPosition=5)) == [73], "what the error says is possible"
+    assert ranged(diary.path, **THINGS, endingPosition=3) == [1, 2]
+    with pytest.raises(LogGap):
+        ranged(diary.path, **THINGS)
+
+
+def test_a_pattern_takes_what_was_written_under_its_names(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
+    diary.commit(inserts(1), inserts(70, schema=OTHER))
+    diary.commit(inserts(2, schema=AWAY), inserts(71, schema=CAME))
+    with caplog.at_level(logging.WARNING):
+        assert len(stream(diary.path, tables="public.thing[s]")) == 2
+    assert sorted(record.getMessage().rpartition(": ")[2] for record in caplog.records) == [
+        "what is written to it since is not asked for", "what was written to it before is not asked for",
+    ]  # fmt: skip
+
+
+def test_a_table_that_only_came_by_its_name_is_read_from_then_on(diary: Diary) -> None:
+    diary.commit(inserts(70, schema=OTHER))
+    diary.commit(inserts(71, schema=CAME))
+    assert ids(stream(diary.path, **THINGS)) == [71]
+
+
+def test_other_names_give_no_columns_and_hinder_nobody(diary: Diary) -> None:
+    full = replace(SHOP, identity=Identity.FULL)
+    diary.commit((full, [insert(1, n=1)]))
+    diary.commit((replace(WIDER, table=AWAY.table), [truncate(), insert(2, added=True)]))
+    assert "added" not in frame(diary.path, **THINGS).fields.names
+    assert ids(stream(diary.path, **THINGS)) == [1]
+    assert ids(stream(diary.path, **THINGS, shape="changelog")) == [1]
