@@ -146,10 +146,10 @@ def main(arguments: list[str]) -> int:
 
 def held(engine: Engine, arguments: Sequence[str]) -> str:
     """What became of one engine, held to the tests."""
-    if not _have(engine, ["-c", "import pyspark, tailrace, pytest"], 120) and not _install(engine):
+    if _trouble(engine, ["-c", "import pyspark, tailrace, pytest"], 120) and not _install(engine):
         return _skipped(engine, f"no environment with {', '.join(engine.needs)} could be made at {engine.venv}")
-    if not _have(engine, ["-c", engine.probe], PROBE_SECONDS_MAX):
-        return _skipped(engine, engine.missing)
+    if trouble := _trouble(engine, ["-c", engine.probe], PROBE_SECONDS_MAX):
+        return _skipped(engine, f"{engine.missing} ({trouble})")
     if any(argument.startswith("tests/") for argument in arguments):
         runs = [_test(engine, arguments)]
     else:
@@ -243,15 +243,18 @@ def _run(command: list[str | Path]) -> bool:
         return False
 
 
-def _have(engine: Engine, arguments: list[str], seconds: float) -> bool:
+def _trouble(engine: Engine, arguments: list[str], seconds: float) -> str:
+    """Why the engine's Python cannot do this, in its own last words; nothing if it can."""
     command: list[str | Path] = [engine.python, *arguments]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=_environment(engine), timeout=seconds, check=False, capture_output=True
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if not done.returncode:
+        return ""
+    return done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.returncode}"
 
 
 def _environment(engine: Engine) -> dict[str, str]:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,19 @@ def test_what_pytest_has_skipped_is_known(tmp_path: Path, files: list[str], said
         (tmp_path / f"test_{number}.py").write_text(content)
     command = [sys.executable, "-m", "pytest", "-q", f"--rootdir={tmp_path}", "-c", str(settings), str(tmp_path)]
     assert engines.verdict([engines.run_tests(command, os.environ)]) == said
+
+
+def test_an_engine_that_cannot_be_had_is_told_with_its_own_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    says = "import sys; sys.exit('much else\\nunresolved dependency: a#b;1.0')"
+    engine = replace(engines.ENGINES["spark"], venv=tmp_path, probe=says)
+    # A link to an interpreter has none of the packages of its environment.
+    monkeypatch.setattr(engines, "_install", lambda _: True)
+    assert engines.held(engine, []) == f"{SKIPPED}: {engine.missing} (unresolved dependency: a#b;1.0)"
+    assert "tests/integration/test_spark_engine.py" in capsys.readouterr().err
 
 
 def ran(tests: int, skipped: int = 0, code: int = 0) -> engines.Ran:
