@@ -125,6 +125,15 @@ def cells(page: Path, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
 
 
+@pytest.mark.parametrize("heading", ["Spark and the formats of tables", "PostgreSQL", "Where Spark runs"])
+def test_a_cell_of_the_page_is_one_that_the_matrix_runs_or_that_nothing_does(heading: str) -> None:
+    for row in cells(SUPPORT, heading):
+        for cell in filter(None, row[1:]):
+            named = re.findall(r"`ONLY=([^`]+)`", cell)
+            assert set(named) <= set(matrix.KINDS), row
+            assert named or cell in (*cells(SUPPORT, heading)[0], "none", "there is none"), row
+
+
 def test_what_the_page_says_of_a_connector_is_what_the_connector_is_held_to() -> None:
     head, *rows = cells(SUPPORT, "What connectors are held to")
     assert head[1:] == ["Delta connector, Spark 4.2", "Delta connector, Spark 4.1", "Iceberg connector, Spark 4.1"]

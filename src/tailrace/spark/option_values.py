@@ -51,6 +51,11 @@ def in_options(error: TailraceError) -> TailraceError:
 def named(given: Mapping[str, str], options: Sequence[str]) -> dict[str, str]:
     """The options under the names they are documented by; Spark does not tell upper case from lower."""
     known = {name.lower(): name for name in options}
+    if any(name.lower().startswith("option.") for name in given):  # as Spark stores those of a table
+        raise ConfigError(
+            "a table of Spark's catalog cannot be of this format: Spark reads it without its options",
+            hint="Make a view: CREATE TEMPORARY VIEW … USING cdc OPTIONS (…), with the same options.",
+        )
     for name in given:
         if name.lower() not in known:
             raise _unknown(name)

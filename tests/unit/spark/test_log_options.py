@@ -105,6 +105,7 @@ def test_tables_are_named_or_matched() -> None:
         ({**ONE, "table": "t"}, "the option `table` is not the name of a table"),
         ({**ONE, "maxRowPerTrigger": "1"}, "Did you mean `maxRowsPerTrigger`?"),
         ({**ONE, "colour": "red"}, "the option `colour` is not known"),
+        ({"provider": "cdc", "option.log": "/log", **ONE}, "CREATE TEMPORARY VIEW … USING cdc OPTIONS (…)"),
         ({**ONE, "where": "true"}, "the option `where` is for a table of a database as it is"),
         ({"url": "postgresql://x", "tables": "*"}, "takes `url` and one `table`, and no `tables`."),
         ({**ONE, "startingPosition": "yesterday"}, "the option `startingPosition` is no place in a log"),
