@@ -53,7 +53,10 @@ def stream(folder: Path) -> Open:
 
 def to_two(folder: Path) -> Open:
     """Both have everything."""
-    found, other = files()(folder)().seqs, MemorySink()
+    other = MemorySink()
+
+    def found() -> list[int]:
+        return lines_of(sorted((folder / "out").glob("*.jsonl")))
 
     def at() -> SinkAt:
         return SinkAt(
@@ -66,10 +69,12 @@ def to_two(folder: Path) -> Open:
 
 def routed(folder: Path) -> Open:
     """One table is nobody's: its rows are rejected."""
-    found = files()(folder)().kept
 
     def at() -> SinkAt:
-        return SinkAt(TableRouter({ORDERS.table: JsonlSink(folder / "out")}), kept=found)
+        return SinkAt(
+            TableRouter({ORDERS.table: JsonlSink(folder / "out")}),
+            kept=lambda: lines_of(sorted((folder / "out").glob("*.jsonl"))),
+        )
 
     return at
 

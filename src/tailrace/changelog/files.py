@@ -41,6 +41,7 @@ Stamp = tuple[int, int] | Meta
 """What tells one content of a name from the next."""
 
 _HINTS = {
+    errno.ELOOP: "A link stands where a file of ours should be: remove it.",
     errno.ENOSPC: "Free space on that disk; capture goes on where it stopped, nothing is lost.",
     errno.EDQUOT: "Raise the quota or free space; capture goes on where it stopped, nothing is lost.",
     errno.EROFS: "The file system is read-only: mount it writable, or set `log:` to another folder.",

@@ -1,7 +1,8 @@
 """`tailrace tail`: the changes in the log as they come, a line each, for people and for pipes.
 
 Only the log is read: the source is not asked, and whatever runs beside it is not disturbed. Nothing is remembered, so
-nothing is kept for it. When nobody reads any more (`| head`) it ends, also while nothing comes.
+nothing is kept for it: what went before it was printed, and what the log itself lacks, is told beside the data. When
+nobody reads any more (`| head`) it ends, also while nothing comes.
 """
 
 from __future__ import annotations
@@ -43,9 +44,20 @@ def tail(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             newest = log.newest()
+            gaps = {gap.commit: gap.error for gap in log.gaps() if done < gap.commit <= newest}
+            gone: list[int] = []
             for commit in range(done + 1, newest + 1):
-                if not _print(_events(log, commit, arguments.tables), encode):
+                if (gap := gaps.get(commit)) is not None:
+                    logger.warning(gap.message, extra=dict(gap.fields))
+                try:
+                    events = _events(log, commit, arguments.tables)
+                except LogTrimmed:
+                    gone.append(commit)
+                    continue
+                _tell_gone(gone)
+                if not _print(events, encode):
                     return ExitCode.OK
+            _tell_gone(gone)
             done = max(done, newest)
             if arguments.until_caught_up or not wait_while_read(LOOK_SECONDS):
                 break
@@ -70,14 +82,20 @@ def _require_known(log: ChangeLog, tables: list[str]) -> None:
 
 def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:
     """The changes of one commit, in order."""
-    try:
-        batches = [
-            batch for batch in log.read(commit, commit)
-            if not tables or any(is_named(name, batch.schema.table) for name in tables)
-        ]  # fmt: skip
-    except LogTrimmed:
-        return iter(())  # gone between the look and the reading: it was not wanted by anyone who is slow
+    batches = [
+        batch for batch in log.read(commit, commit)
+        if not tables or any(is_named(name, batch.schema.table) for name in tables)
+    ]  # fmt: skip
     return heapq.merge(*(batch.events() for batch in batches), key=lambda event: event.seq)
+
+
+def _tell_gone(commits: list[int]) -> None:
+    """Say which were let go of between the look and the reading, once: whoever reads was slow."""
+    if commits:
+        hint = "Have them printed faster, or keep more: `log.retention`."
+        said = {"first": commits[0], "last": commits[-1], "hint": hint}
+        logger.warning("commits were trimmed before they were printed", extra=said)
+        commits.clear()
 
 
 def _print(events: Iterator[Event], encode: Callable[[Event], str]) -> bool:

@@ -23,9 +23,8 @@ class Buffer:
     def __init__(self, limits: Limits, *, as_they_come: bool) -> None:
         self._limits = limits
         self._as_they_come = as_they_come
-        self._windows: deque[AnyWindow] = deque()
-        self._sizes: deque[int] = deque()
-        """In bytes, of each; asking Arrow for it is not free."""
+        self._windows: deque[tuple[AnyWindow, int]] = deque()
+        """Each with its size in bytes; asking Arrow for it is not free."""
         self._parts: list[AnyWindow] = []
         """Of a transaction that has not ended and is to be handed out whole."""
         self.upto: Position = ZERO
@@ -34,7 +33,6 @@ class Buffer:
     def forget(self, position: Position) -> None:
         """Begin anew at a position."""
         self._windows.clear()
-        self._sizes.clear()
         self._parts.clear()
         self.upto = position
 
@@ -57,8 +55,7 @@ class Buffer:
             self._parts.clear()
 
     def _keep(self, window: AnyWindow) -> None:
-        self._windows.append(window)
-        self._sizes.append(0 if self._as_they_come else bytes_of(window))
+        self._windows.append((window, 0 if self._as_they_come else bytes_of(window)))
 
     def _require_room(self) -> None:
         size = sum(map(bytes_of, self._parts))
@@ -72,34 +69,35 @@ class Buffer:
         """As much as a batch holds, its first row with this number."""
         if not self._windows:
             return None
-        picked, size = [self._windows.popleft()], self._sizes.popleft()
+        first, size = self._windows.popleft()
         if self._as_they_come:
-            return picked[0]
-        rows = picked[0].rows
-        while self._windows and not picked[0].open and self._joins(self._windows[0], rows, size + self._sizes[0]):
-            picked.append(self._windows.popleft())
-            rows, size = rows + picked[-1].rows, size + self._sizes.popleft()
+            return first
+        picked, rows = [first], first.rows
+        while self._windows and not first.open and self._joins(*self._windows[0], rows, size):
+            window, its_size = self._windows.popleft()
+            picked.append(window)
+            rows, size = rows + window.rows, size + its_size
         found, rest = split(joined(following(picked, first_seq)), self._limits, size)
         if rest is not None:
             self.put_back(rest)
         return found
 
-    def _joins(self, window: AnyWindow, rows: int, size: int) -> bool:
+    def _joins(self, window: AnyWindow, its_size: int, rows: int, size: int) -> bool:
         if window.open or window.continues:
             return False
-        return rows + window.rows <= self._limits.rows and size <= self._limits.bytes
+        return rows + window.rows <= self._limits.rows and size + its_size <= self._limits.bytes
 
     @property
     def full(self) -> bool:
         """Whether more would not fit into the next batch anyway."""
         if self._as_they_come:
             return bool(self._windows)
-        return self.rows >= self._limits.rows or sum(self._sizes) >= self._limits.bytes
+        return self.rows >= self._limits.rows or sum(size for _, size in self._windows) >= self._limits.bytes
 
     @property
     def rows(self) -> int:
         """To be handed out."""
-        return sum(window.rows for window in tuple(self._windows))  # another thread may ask
+        return sum(window.rows for window, _ in tuple(self._windows))  # another thread may ask
 
     def __bool__(self) -> bool:
         return bool(self._windows)
@@ -107,17 +105,16 @@ class Buffer:
     @property
     def gathering(self) -> bool:
         """Whether a transaction is under way here."""
-        return bool(self._parts) or bool(self._windows and self._windows[-1].open)
+        return bool(self._parts) or bool(self._windows and self._windows[-1][0].open)
 
     def put_back(self, window: AnyWindow) -> None:
         """The rest of what was handed out comes next."""
-        self._windows.appendleft(window)
-        self._sizes.appendleft(bytes_of(window))
+        self._windows.appendleft((window, bytes_of(window)))
 
-    def take_back(self) -> None:
-        """It is still handed out."""
-        self._windows.popleft()
-        self._sizes.popleft()
+    def take_back(self, window: AnyWindow) -> None:
+        """What was put back is still handed out."""
+        if self._windows and self._windows[0][0] is window:
+            self._windows.popleft()
 
     def lose(self, position: Position) -> bool:
         """The stream is gone, while nothing of it was handed out and not acknowledged: what has not come whole comes
@@ -126,23 +123,21 @@ class Buffer:
         if not self._windows or self._as_they_come:
             self.forget(position)
             return True
-        self.upto = self._windows[-1].end
+        self.upto = self._windows[-1][0].end
         return False
 
     def _drop_unfinished(self) -> None:
         self._parts.clear()
-        while self._windows and self._windows[-1].open:
+        while self._windows and self._windows[-1][0].open:
             self._windows.pop()
-            self._sizes.pop()
 
     def drain(self, first_seq: int) -> tuple[tuple[AnyWindow, ...], tuple[AnyWindow, ...]]:
         """All that is here, numbered as it would come: what could be handed out, and parts of a transaction that has
         not ended."""
-        all_of_it: Sequence[AnyWindow] = [*self._windows, *self._parts]
+        all_of_it: Sequence[AnyWindow] = [*(window for window, _ in self._windows), *self._parts]
         if not self._as_they_come:
             all_of_it = following(all_of_it, first_seq)
         whole, parts = tuple(all_of_it[: len(self._windows)]), tuple(all_of_it[len(self._windows) :])
         self._windows.clear()
-        self._sizes.clear()
         self._parts.clear()
         return whole, parts

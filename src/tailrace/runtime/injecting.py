@@ -70,16 +70,23 @@ class Injected:
     def next(self) -> tuple[ChangeBatch, ...]:
         """The rows that are handed out next, as the rules show them; none if there are none."""
         while self._waiting:
-            made = self._rules.sifted((self._waiting[0],))
-            self._last = self._waiting.popleft()  # only now: nothing passes what a rule halts at
+            first = self._waiting[0]
+            made = self._rules.sifted((first,))
+            self._last = first  # only now: nothing passes what a rule halts at
+            self._waiting.popleft()
             if made:
                 return numbered_anew(made) if self._as_they_come else made
         return ()
 
+    def taken(self) -> None:
+        """What was handed out last was taken."""
+        self._last = None
+
     def put_back(self) -> None:
         """What was handed out last was not taken: it comes again."""
         if self._last is not None:
-            self._waiting.appendleft(self._last)
+            if not self._waiting or self._waiting[0] is not self._last:
+                self._waiting.appendleft(self._last)
             self._last = None
 
     def drain(self) -> tuple[ChangeBatch, ...]:

@@ -3,7 +3,8 @@
 The order is the delivery guarantee. Changes are durable at the sink, then the place is, and only then may the source
 discard its own, so a crash repeats a batch and never skips one. A batch stays the same until it is acknowledged, and
 nothing is handed out in front of it; so one that failed can not be passed. A source that breaks is opened again; what
-was read and not acknowledged comes again.
+was read and not acknowledged comes again. So it is after a call that was left in its middle, as a signal's handler or
+Ctrl-C leaves it: what is on record counts, and nothing that was on its way.
 
 In a pipeline the change log is the sink and keeps the place, in one commit; otherwise a checkpoint store does. What is
 never different is the order, which stands in `_turn` and `_settle`. docs/decisions/0016-one-runtime.md has the whole
@@ -150,6 +151,8 @@ class CdcRuntime(Generic[P]):
         """Handed out, and not among the first rows that were acknowledged: they are handed out again."""
         self._begins_again = False
         """Whether a transaction that was handed out in part is to come again: no chunk takes its numbers."""
+        self._cut_off = False
+        """Whether a call was left in its middle: what is in memory may be half of a step."""
         self._was_paused = False
         self._more_told = False
         """Whether the sink's last flush was told that more is waiting. If nothing comes, it is flushed once more."""
@@ -209,7 +212,7 @@ class CdcRuntime(Generic[P]):
                 self._tell(facts.StartFailed(error=as_ours(error)))
             raise
         self._place, self._given, self._part_rows, self._rest_rows = place, None, 0, 0
-        self._begins_again = self._more_told = False
+        self._begins_again = self._more_told = self._cut_off = False
         self._buffer.forget(place.position)
         self._intake.outage = self._raised = None
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
@@ -237,6 +240,8 @@ class CdcRuntime(Generic[P]):
         self._require_running()
         if self._held is not None:
             self._buffer.put_back(self._held[1])
+        if self._cut_off:
+            self._injected.put_back()
         whole, parts = self._buffer.drain(self._next_seq + (self._given.rows if self._given is not None else 0))
         drained = Drained(
             in_flight=self._given, buffered=whole, pending=parts, injected=self._injected.drain()
@@ -249,6 +254,7 @@ class CdcRuntime(Generic[P]):
     def drain_and_stop(self) -> Drained:
         """Acknowledge the batch that is under way, then stop; what else is not acknowledged."""
         self._require_running()
+        self._take_up_again()
         if self._given is not None:
             self.commit(self._given.ack)
         return self.force_stop()
@@ -256,6 +262,8 @@ class CdcRuntime(Generic[P]):
     def _let_go(self) -> None:
         self.state = State.STOPPING
         left = self._handed_out
+        if self._cut_off:
+            self._injected.put_back()
         try:
             try:
                 self._snapshots.close()
@@ -278,6 +286,25 @@ class CdcRuntime(Generic[P]):
         except Exception as error:  # a boundary: what is under way goes on
             self._tell(facts.Failed(error=as_ours(error)))
 
+    def _take_up_again(self) -> None:
+        """Go on after a call that was left in its middle. What is on record counts; all else comes again, as after a
+        crash, and is acknowledged by another token."""
+        if not self._cut_off:
+            return
+        self._injected.put_back()
+        self._intake.close()
+        self.progress.rows -= self._part_rows
+        self._given, self._held, self._part_rows, self._rest_rows, self._begins_again = None, None, 0, 0, False
+        found = self._keeper.load()
+        if found is not None:
+            here = self._here
+            self._place = replace(here, position=found.position) if self._raw else replace(found, source=here.source)
+        self._buffer.forget(self.position)
+        place = self._snapshots.cut_off(self._here)
+        if place != self._place:
+            self._save(place, moved=False)
+        self._cut_off = False
+
     @property
     def _handed_out(self) -> int:
         """How many rows were, and are not acknowledged."""
@@ -295,10 +322,12 @@ class CdcRuntime(Generic[P]):
         self._require_running()
         wait = READ_SECONDS if wait_seconds is None else require_seconds("wait_seconds", wait_seconds)
         self._polled_at = time.monotonic()
-        if self._given is not None:
-            return self._given
         try:
-            batch = self._next_batch(wait)
+            self._take_up_again()
+            if self._given is not None:
+                return self._given
+            self._injected.taken()
+            batch = self._looked_for(wait)
         except Exception as error:  # whatever it is, and whoever's: nothing is handed out
             self._raised = as_ours(error)
             if isinstance(error, (TransformFailed, RuleInvalid)):
@@ -308,7 +337,18 @@ class CdcRuntime(Generic[P]):
             raise
         if not self._was_paused:
             self._raised = None
+        self._cut_off = False
         return batch
+
+    def _looked_for(self, wait: float) -> Batch:
+        """The next batch, with a note that it is on its way until the caller has it."""
+        self._cut_off = True
+        try:
+            return self._next_batch(wait)
+        except Exception as error:
+            # What is ours is raised between steps, and rows that the caller's own code has failed at are held.
+            self._cut_off = not isinstance(error, TailraceError) and self._held is None
+            raise
 
     def _next_batch(self, wait: float) -> Batch:
         if self._is_paused(wait):
@@ -455,6 +495,7 @@ class CdcRuntime(Generic[P]):
         self._require_running()
         if ack is None:
             return
+        self._take_up_again()
         given = self._given
         if given is None or ack != given.ack:
             raise refused(ack, self._id)
@@ -466,19 +507,27 @@ class CdcRuntime(Generic[P]):
             )  # fmt: skip
         if not count and given.rows:
             return
-        if given.kind is Kind.SNAPSHOT:
-            self._settle_scanned(count)
-        else:
-            self._settle_first(self._taken, count)
+        before = given, self._place, self._part_rows
+        self._cut_off = True
+        try:
+            if given.kind is Kind.SNAPSHOT:
+                self._settle_scanned(count)
+            else:
+                self._settle_first(self._taken, count)
+        except Exception as error:
+            undone = before == (self._given, self._place, self._part_rows)
+            self._cut_off = not (undone or isinstance(error, TailraceError))
+            raise
+        self._cut_off = False
 
     def _settle_scanned(self, rows: int) -> None:
         self._save(self._snapshots.place_after(self._here, rows))
         failpoints.hit("runtime.scan_saved")
         self.progress.rows += rows
-        self._given = None
         rest = self._snapshots.acknowledged(rows)
         self._held = None if rest is None else (Kind.SNAPSHOT, rest)
         self._rest_rows = 0 if rest is None else rest.rows
+        self._given = None
         if self._tell:
             self._tell(facts.Committed(position=self.position, rows=self._here.rows))
         self._snapshots.end_if_acknowledged()
@@ -489,13 +538,13 @@ class CdcRuntime(Generic[P]):
             self._settle(window)
             return
         taken, rest = accepted(window, rows)
-        self._buffer.put_back(rest)  # before the source is told: a stream that breaks there goes on behind it
         try:
+            self._buffer.put_back(rest)  # before the source is told: a stream that breaks there goes on behind it
             for part in taken:
                 self._record(part)
         except BaseException:
             if self._given is not None:
-                self._buffer.take_back()  # nothing was acknowledged
+                self._buffer.take_back(rest)  # nothing was acknowledged
             raise
         self._rest_rows = max(self._rest_rows, rest.rows)
         failpoints.hit("runtime.prefix_saved")

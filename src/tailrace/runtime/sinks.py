@@ -10,12 +10,15 @@ promises as checks.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self, TextIO
@@ -180,7 +183,8 @@ class JsonlSink:
     a batch that was not acknowledged may be there: its rows come again, with the same `seq`, or, where a snapshot was
     under way, with new ones.
 
-    Once it is closed it takes nothing. What was written and not flushed until then was delivered to nobody.
+    Once it is closed it takes nothing. What was written and not flushed until then was delivered to nobody. A folder
+    has one sink at a time: another one is refused until this one is closed, forgotten, or gone with its process.
     """
 
     def __init__(
@@ -200,15 +204,18 @@ class JsonlSink:
         self._torn = False
         """Whether there may be something behind what was flushed."""
         self._closed = False
+        self._let_in: Callable[[], object] = lambda: None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            numbers = sorted(int(path.stem) for path in self._folder.glob("*.jsonl") if path.stem.isdigit())
+            self._let_in = _locked(self, self._folder)
+            numbers = sorted(int(path.stem) for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
             self._number = numbers[-1] if numbers else 1
             if numbers:
                 _cut_torn(self._path(self._number))
             self._file = self._open(self._number)
             self._size = os.fstat(self._file).st_size
         except OSError as error:
+            self._let_in()
             raise SinkError(
                 f"the folder cannot be used: {os.strerror(error.errno or 0)}", folder=self._folder,
                 hint="Give one that this program may make and write to.",
@@ -293,6 +300,7 @@ class JsonlSink:
                     self._sync()
             finally:
                 os.close(self._file)
+                self._let_in()
         except OSError as error:
             raise _failed(error, "the file") from error
 
@@ -301,6 +309,26 @@ class JsonlSink:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_NAME = re.compile(r"(?!0+\.)([0-9]{8}|[1-9][0-9]{8,17})\.jsonl")
+
+
+def _locked(sink: JsonlSink, folder: Path) -> Callable[[], object]:
+    """Keep others out of the folder: what one cuts off behind its own lines would be theirs. What lets them in."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise SinkError(
+            "another sink writes to the folder", folder=folder,
+            hint="Close that one first (`sink.close()`), or end its process; or give another folder.",
+        ) from error  # fmt: skip
+    except BaseException:
+        os.close(handle)
+        raise
+    return weakref.finalize(sink, os.close, handle)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -337,6 +365,14 @@ def _failed(error: OSError, what: str) -> SinkError:
     return SinkUnready(f"{what} cannot be written: {said}", hint="Look at the disk; it is tried again.")
 
 
+def _close(sinks: Iterable[Sink]) -> None:
+    with ExitStack() as closing:  # each, also if another one fails at it
+        for sink in sinks:
+            close = getattr(sink, "close", None)
+            if callable(close):
+                closing.callback(close)
+
+
 class FanOut:
     """Every batch to every sink. A batch is delivered once all have it; if one fails, it comes again to all."""
 
@@ -353,6 +389,10 @@ class FanOut:
     def flush(self, caught_up: bool) -> None:
         for sink in self._sinks:
             sink.flush(caught_up)
+
+    def close(self) -> None:
+        """Close those that can be."""
+        _close(self._sinks)
 
 
 class TableRouter:
@@ -383,6 +423,14 @@ class TableRouter:
         return rejected
 
     def flush(self, caught_up: bool) -> None:
-        sinks = {id(sink): sink for sink in (*self._routes.values(), self._otherwise) if sink is not None}
-        for sink in sinks.values():
+        for sink in self._sinks:
             sink.flush(caught_up)
+
+    def close(self) -> None:
+        """Close those that can be."""
+        _close(self._sinks)
+
+    @property
+    def _sinks(self) -> list[Sink]:
+        """Each once."""
+        return list({id(sink): sink for sink in (*self._routes.values(), self._otherwise) if sink is not None}.values())

@@ -257,6 +257,10 @@ class Snapshots:
                 self.close()
                 self._say_failed(wish.id, 0, error)
             return False
+        except BaseException:
+            self.close()
+            control.put_back(wish)
+            raise
         try:
             save(begun, moved=False)
         except BaseException:
@@ -303,6 +307,16 @@ class Snapshots:
         """What it is read with is gone: it goes on behind what was acknowledged."""
         self._let_go()
         self._forget_rows()
+
+    def cut_off(self, place: Place) -> Place:
+        """Whoever drives it was stopped in the middle of something. It goes on as the place has it on record, under
+        numbers that no row was handed out with; the place to save."""
+        self.broke()
+        if self._job is None or place.scan is None:
+            if self._job is not None:
+                self._end(stopped=False)  # that it is over was the last that was saved
+            return replace(place, scan=None)
+        return place.renumbered()
 
     def waits(self, error: TailraceError) -> bool:
         """Whether one that does not hold up the stream is tried again after the error; else it is to be given up. While

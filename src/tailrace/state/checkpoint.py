@@ -137,10 +137,14 @@ class Checkpoint:
 
 def read_stored(stored: Mapping[str, Any]) -> Checkpoint:
     """What `to_json` gave; ConfigError, or ValueError and what goes with it, for anything else."""
-    return Checkpoint.parse(
+    found = Checkpoint.parse(
         source_type=stored["source_type"], position_type=stored["position_type"], position=stored["position"],
         time=datetime.fromisoformat(stored["time"]), transaction=stored["transaction"], metadata=stored["metadata"],
     )  # fmt: skip
+    if not isinstance(stored["metadata"], Mapping):
+        # None at all would be taken for those of one that was seeded, and whoever counts by them begin at zero again.
+        raise ValueError("its metadata is no JSON object")
+    return found
 
 
 def reason_of(error: Exception) -> str:

@@ -82,6 +82,8 @@ class RecordedStream(Generic[P]):
         require_stream(stream)
         require_methods("history", history, ("record", "latest"), "Give `FileSchemaHistory(\"state/shapes\")`.")
         self._stream, self._feed = stream, SchemaFeed(history)
+        self._untold: Window[P] | None = None
+        """Read, and not in the history yet: a stream may give it only once."""
         if isinstance(stream, OfTimeline):
             self.timeline = stream.timeline
 
@@ -91,9 +93,12 @@ class RecordedStream(Generic[P]):
         return getattr(self._stream, "held_bytes", 0)
 
     def read(self, after: P, wait_seconds: float) -> Window[P] | None:
-        window = self._stream.read(after, wait_seconds)
+        if self._untold is None:
+            self._untold = self._stream.read(after, wait_seconds)
+        window = self._untold
         if window is not None:
             self._feed.take(window)
+        self._untold = None
         return window
 
     def confirm(self, position: P) -> None:

@@ -43,6 +43,7 @@ _HINTS = {
     errno.ENOENT: "Check the path: a folder is made only by whoever opens it to write.",
     errno.ENOTDIR: "A file stands where the folder should be: choose another folder.",
     errno.ENAMETOOLONG: "Choose a shorter path.",
+    errno.ELOOP: "A link stands where a file of ours should be: remove it.",
 }
 
 

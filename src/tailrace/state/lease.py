@@ -198,7 +198,8 @@ class DiskHold:
     def take_free(self, watch: Watch, record: bytes) -> bool:
         """Take the lock, and put our token in it, if nobody holds the lease. The record comes after."""
         watch.expired = False
-        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link may lead to anybody's file, and our token is about to be written over what is there.
+        handle = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another one's take-over may have put a new file here since we opened this one.

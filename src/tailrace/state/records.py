@@ -43,7 +43,7 @@ def decode(text: bytes, format: int) -> dict[str, Any]:
 
 def _decode(text: bytes, format: int) -> dict[str, Any]:
     stored = json.loads(text)
-    if not isinstance(stored, dict) or not isinstance(stored.get("format"), int):
+    if not isinstance(stored, dict) or type(stored.get("format")) is not int:
         raise ValueError("it is not a record")
     if stored["format"] != format:
         raise OtherFormat(stored["format"], format)

@@ -6,12 +6,16 @@ time must hold what was kept the first time, as after a restart; what has a `clo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tailrace.errors import ConfigError
+from tailrace.given import require_instance
 
 _T = TypeVar("_T")
 
@@ -43,16 +47,29 @@ def suite(*checks: Callable[[Callable[[], _T]], None]) -> tuple[Check[_T], ...]:
     return tuple(Check(" ".join((check.__doc__ or check.__name__).split()), check) for check in checks)
 
 
+def require_checks(more: Iterable[object], known: str) -> None:
+    """Refuse what is no check."""
+    for check in more:
+        require_instance("more", check, Check, f"Give {known}, or some of them.")
+
+
 def run(checks: tuple[Check[_T], ...], place: Callable[[], Callable[[], _T]]) -> None:
-    """Run every check, each at a new place; all that is not kept is told at once."""
+    """Run every check, each at a new place; all that is not kept is told at once. What is raised where nothing should
+    be breaks the promise too; the first of it is chained."""
     broken: list[str] = []
+    raised: Exception | None = None
     for check in checks:
         try:
             check(called(place))
         except ContractBroken as error:
             broken.append(str(error))
+        except ConfigError:
+            raise  # it is the suite that is used wrongly
+        except Exception as error:  # noqa: BLE001 # of what is tested: it is told below
+            raised = raised or error
+            broken.append(f"{check}: it raised {type(error).__name__}")
     if broken:
-        raise ContractBroken("\n".join(broken))
+        raise ContractBroken("\n".join(broken)) from raised
 
 
 def called(place: Callable[[], Callable[[], _T]]) -> Callable[[], _T]:
@@ -82,6 +99,21 @@ def opened(at: Callable[[], _T]) -> Iterator[_T]:
         close = getattr(found, "close", None)
         if callable(close):
             close()
+
+
+def killed_after(act: Callable[[], object]) -> None:
+    """Do it in a process of its own, which is killed then and cleans up nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads of ours, which it neither has nor needs
+        child = os.fork()
+    if not child:
+        try:
+            act()
+        except BaseException:  # noqa: BLE001 # whatever it is: that it did not come to its end is told by how it ended
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    require(os.WIFSIGNALED(status), "it failed in another process")
 
 
 def require(kept: object, broken: str) -> None:

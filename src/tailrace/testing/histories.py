@@ -6,7 +6,8 @@ def test_my_history(check, tmp_path):
     check(lambda: MyHistory(tmp_path / "schemas", retention=Retention(keep_last=8)))
 ```
 
-The history under test is to keep the last 8 versions of each table.
+The history under test is to keep the last 8 versions of each table. `DURABLE` is for one whose versions outlive the
+process: it kills a process of its own (`os.fork`) once a version was told.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from tailrace.model.evolution import Kind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
-from tailrace.testing.checks import Check, opened, require, require_refused, run, suite
+from tailrace.testing.checks import (
+    Check,
+    killed_after,
+    opened,
+    require,
+    require_checks,
+    require_refused,
+    run,
+    suite,
+)
 
 Open = Callable[[], SchemaHistory]
 
@@ -87,6 +97,14 @@ def _tells_once(at: Open) -> None:
         first = history.record(_shape(1), time=_minute(1), position=Lsn(5))
         require(history.record(_shape(1), time=_minute(9), position=Lsn(8)) == first, "it is another version")
         require(_numbers(history.versions(ORDERS)) == [1], "it was added")
+
+
+def _comes_back(at: Open) -> None:
+    """a shape that the table had before is a version of its own"""
+    with opened(at) as history:
+        made = [history.record(_shape(columns), time=_minute(n)) for n, columns in enumerate((1, 2, 1))]
+        require([version.version for version in made] == [1, 2, 3], "it was taken for the version before")
+        require(made[-1].event is SchemaEvent.ALTER and history.latest(ORDERS) == made[-1], "the newest is another")
 
 
 def _by_number_and_time(at: Open) -> None:
@@ -163,12 +181,29 @@ def _lets_go(at: Open) -> None:
         require_refused(lambda: history.at_time(ORDERS, _minute(1)), StateTrimmed, "what is gone was never there")
 
 
+def _outlives_a_kill(at: Open) -> None:
+    """what was told is there after the process was killed"""
+
+    def act() -> None:
+        history = at()
+        history.record(_shape(1), time=_minute(1))
+        history.record(_shape(2), time=_minute(2))
+        history.drop(ORDERS, time=_minute(3))
+
+    killed_after(act)
+    with opened(at) as history:
+        events = [version.event for version in history.versions(ORDERS)]
+        require(events == [SchemaEvent.CREATE, SchemaEvent.ALTER, SchemaEvent.DROP], "what was told is not there")
+
+
 SCHEMA_HISTORY: tuple[Check[SchemaHistory], ...] = suite(
-    _begins_empty, _gives_back, _survives, _tells_once, _by_number_and_time, _tables_apart, _drops, _made_anew,
-    _renamed, _lets_go,
+    _begins_empty, _gives_back, _survives, _tells_once, _comes_back, _by_number_and_time, _tables_apart, _drops,
+    _made_anew, _renamed, _lets_go,
 )  # fmt: skip
+DURABLE: tuple[Check[SchemaHistory], ...] = suite(_outlives_a_kill)
 
 
-def check_schema_history(place: Callable[[], Open]) -> None:
-    """Run all checks. `place` gives, for each, a way to open a history where there is none yet."""
-    run(SCHEMA_HISTORY, place)
+def check_schema_history(place: Callable[[], Open], *more: Check[SchemaHistory]) -> None:
+    """Run all checks, and others. `place` gives, for each, a way to open a history where there is none yet."""
+    require_checks(more, "`*DURABLE`")
+    run((*SCHEMA_HISTORY, *more), place)

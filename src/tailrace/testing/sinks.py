@@ -13,7 +13,9 @@ def test_my_sink(check, tmp_path):
 ```
 
 `SINK` is for all of them. `EXACTLY_ONCE` is for one that stores `_seq` beside its rows and so takes a batch once,
-however often it comes. `MIRROR` is for one that keeps the last state of a table's rows: give `rows` instead of `kept`.
+however often it comes. `DURABLE` is for one whose rows outlive the process: it kills a process of its own (`os.fork`)
+once a flush has returned. `MIRROR` is for one that keeps the last state of a table's rows: give `rows` instead of
+`kept`.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from tailrace.given import require_function, require_instance
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableSchema
-from tailrace.runtime.batch import Batch, Limits
+from tailrace.runtime.batch import Batch, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, insert, move, table, truncate, update
-from tailrace.testing.checks import Check, called, opened, require, run, suite
+from tailrace.testing.checks import Check, called, killed_after, opened, require, require_checks, run, suite
 
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
 PARTS = table("public.parts", key=("shop", "code"), code=pa.string(), shop=pa.int32(), note=pa.string())
@@ -95,14 +97,46 @@ def batches(*transactions: Sequence[ChangeBatch]) -> list[Batch]:
     source = MemoryCapture()
     for transaction in transactions:
         source.commit(*transaction)
-    runtime = CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1))
+    return _handed_out(CdcRuntime(source, MemoryCheckpointStore(), limits=Limits(rows=1)))
+
+
+def _handed_out(runtime: CdcRuntime[Any], *injected: ChangeBatch) -> list[Batch]:
     runtime.start()
+    for changed in injected:
+        runtime.enqueue(changed)
     found = []
     while (batch := runtime.poll(0.0)).rows:
         found.append(batch)
         runtime.commit(batch.ack)
     runtime.stop()
     return found
+
+
+def _snapshots(given: ChangeBatch, then: ChangeBatch) -> list[Batch]:
+    """Rows that a snapshot reads; and once more, with what was changed then, before the stream tells of it."""
+    source = MemoryCapture(keep_tables=True)
+    source.commit(given)
+    runtime = CdcRuntime(
+        source, MemoryCheckpointStore(), snapshot_tables=[given.schema.table], limits=Limits(rows=2)
+    )
+    read = _handed_out(runtime)
+    source.commit(then)
+    runtime.control.snapshot(given.schema.table)
+    return [*read, *_handed_out(runtime)]
+
+
+def _every_way() -> list[Batch]:
+    """A snapshot's rows, a transaction in parts, and what was injected, which counts below zero."""
+    source = MemoryCapture(keep_tables=True, part_rows_max=2)
+    source.commit(*_orders(1, 2, 3))
+    runtime = CdcRuntime(
+        source, MemoryCheckpointStore(), snapshot_tables=[ORDERS.table],
+        limits=Limits(rows=2, transactions=Transactions.SPLIT),
+    )  # fmt: skip
+    runtime.start()
+    source.commit(*_orders(4, 5, 6, 7, 8))
+    runtime.force_stop()
+    return _handed_out(runtime, *_orders(90, 91))
 
 
 def _orders(*ids: int) -> tuple[ChangeBatch]:
@@ -192,6 +226,38 @@ def _takes_every_kind(at: Open) -> None:
         require(all(reason and SECRET not in reason for reason in told), "a reason is empty, or tells a value")
 
 
+def _takes_every_way(at: Open) -> None:
+    """rows are taken whichever way they come: read by a snapshot, in a part of a transaction, or injected, which have
+    numbers below zero"""
+    given = _every_way()
+    with _opened(at) as found:
+        for batch in given:
+            rejected = _put(found, batch)
+            kept = set(found.seqs()) | {item.seq for item in rejected}
+            ways = f"{batch.kind.value}{', in part' if batch.partial else ''}"
+            require(set(_seqs(batch)) <= kept, f"rows are neither there nor rejected ({ways})")
+        require(len(found.seqs()) == len(set(found.seqs())), "a row is there twice")
+
+
+def _outlives_a_kill(at: Open) -> None:
+    """what was flushed is there after the process was killed"""
+    first, second, unflushed = batches(_orders(1, 2), _orders(3), _orders(4))
+
+    def act() -> None:
+        found = at()
+        found.sink.write(first)
+        found.sink.flush(False)
+        found.sink.write(second)
+        found.sink.flush(True)
+        found.sink.write(unflushed)
+
+    killed_after(act)
+    with _opened(at) as found:
+        require(found.seqs()[:3] == _seqs(first, second), "what was flushed is not there")
+        _put(found, unflushed)
+        require(set(found.seqs()) == set(_seqs(first, second, unflushed)), "what came behind it is not there")
+
+
 def _comes_again(at: Open, *, reopened: bool) -> None:
     first, second = batches(_orders(1, 2), _orders(3))
     with _opened(at) as found:
@@ -217,7 +283,10 @@ def _once_after_a_restart(at: Open) -> None:
 
 def _mirrors(at: Open, *transactions: Sequence[ChangeBatch]) -> None:
     """Hold the sink against `Mirror` after each transaction, and once more after the last one has come again."""
-    given = batches(*transactions)
+    _mirrors_batches(at, batches(*transactions))
+
+
+def _mirrors_batches(at: Open, given: list[Batch]) -> None:
     expected: dict[TableSchema, Mirror] = {}
     with _opened(at) as found:
         if found.rows is None:
@@ -242,8 +311,16 @@ def _last_state(at: Open) -> None:
         (changes(ORDERS, insert({"id": 1, "status": "new"}), insert({"id": 2}), update({"id": 1, "status": None})),),
         (changes(PARTS, insert({"code": "a", "shop": 1}), insert({"code": "a", "shop": 2})),
          changes(ORDERS, delete({"id": 2}))),
-        (changes(PARTS, delete({"code": "a", "shop": 1})),),
+        (changes(PARTS, delete({"code": "a", "shop": 1})),
+         changes(ORDERS, delete({"id": 1}), insert({"id": 1, "status": "again"}))),
     )  # fmt: skip
+
+
+def _takes_a_snapshot(at: Open) -> None:
+    """rows that a snapshot has read are there as it has read them, also those that were there before"""
+    rows = [insert({"id": n, "status": "new", "note": "large"}) for n in (1, 2, 3)]
+    then = update({"id": 1, "status": "paid"}, unchanged=("note",))
+    _mirrors_batches(at, _snapshots(changes(ORDERS, *rows), changes(ORDERS, then, delete({"id": 3}))))
 
 
 def _absent_is_not_null(at: Open) -> None:
@@ -284,18 +361,19 @@ def _truncates(at: Open) -> None:
 
 SINK: tuple[Check[SinkAt], ...] = suite(
     _begins_empty, _keeps_what_was_flushed, _survives, _flushes_twice, _replaces_itself, _takes_every_kind,
+    _takes_every_way,
 )  # fmt: skip
 EXACTLY_ONCE: tuple[Check[SinkAt], ...] = suite(_once, _once_after_a_restart)
+DURABLE: tuple[Check[SinkAt], ...] = suite(_outlives_a_kill)
 MIRROR: tuple[Check[SinkAt], ...] = suite(
-    _last_state, _absent_is_not_null, _no_old_row, _moves_large_values, _truncates
+    _last_state, _takes_a_snapshot, _absent_is_not_null, _no_old_row, _moves_large_values, _truncates
 )
 
 
 def check_sink(place: Callable[[], Open], *more: Check[SinkAt]) -> None:
     """Run all checks of `SINK`, and others. `place` gives, for each, a way to open a sink where there is none yet. Of a
     mirror that keeps no numbers only the others are run, or `MIRROR`."""
-    for check in more:
-        require_instance("more", check, Check, "Give `*EXACTLY_ONCE`, `*MIRROR`, or some of them.")
+    require_checks(more, "`*EXACTLY_ONCE`, `*DURABLE`, `*MIRROR`")
     with _opened(called(place)) as found:
         numbered = found.kept is not None
     run((*SINK, *more) if numbered else (more or MIRROR), place)

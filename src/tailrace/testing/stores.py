@@ -5,16 +5,21 @@
 def test_my_store(check, tmp_path):
     check(lambda: MyStore(tmp_path / "checkpoints"))
 ```
+
+`DURABLE` is for one whose checkpoints outlive the process: it kills a process of its own (`os.fork`) once a save has
+returned.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from tailrace.errors import ConfigError, PositionRewound, StateForeign
+from tailrace.errors import ConfigError, PositionRewound, StateError, StateForeign
 from tailrace.model.position import Lsn
 from tailrace.model.positions import (
     BinlogPosition,
@@ -24,8 +29,17 @@ from tailrace.model.positions import (
     Position,
     SqlServerLsn,
 )
-from tailrace.state.checkpoint import KEY_BYTES_MAX, Checkpoint, CheckpointStore
-from tailrace.testing.checks import Check, opened, require, require_refused, run, suite
+from tailrace.state.checkpoint import KEY_BYTES_MAX, METADATA_BYTES_MAX, Checkpoint, CheckpointStore
+from tailrace.testing.checks import (
+    Check,
+    killed_after,
+    opened,
+    require,
+    require_checks,
+    require_refused,
+    run,
+    suite,
+)
 
 Open = Callable[[], CheckpointStore]
 
@@ -41,7 +55,11 @@ ORDERED: tuple[tuple[str, Position, Position], ...] = (
 """An earlier and a later position of each kind; their texts are in the other order where there is one."""
 
 BAD_KEYS = ("", ".", "..", "...", "a/b", "/a", "a\\b", "../a", ".a", "a\nb", "a\0b", "\x7f", "\u202ea", "k" * 1000)
-GOOD_KEYS = ("a", "a.b", "-", "Ünï cödé ✓", "shop:orders", "k" * KEY_BYTES_MAX)
+GOOD_KEYS = ("a", "a.b", "-", "Ünï cödé ✓", "shop:orders", "k" * KEY_BYTES_MAX, "a%", "a_b", "a*", "[a]", "'a'")
+ALIKE = (("orders", "Orders"), ("orders", "orders "), ("caf\u00e9", "cafe\u0301"), ("strasse", "straße"))
+"""Keys that databases and disks may take for one."""
+SAVES = 60
+"""While another thread loads."""
 
 
 def checkpoint(source: str, position: Position, **given: Any) -> Checkpoint:
@@ -98,6 +116,40 @@ def _goes_forward(at: Open) -> None:
             require(found is not None and found.position == late, f"{late} did not follow {early}")
 
 
+def _replaces_all(at: Open) -> None:
+    """a checkpoint takes the place of the one before with all that it has, and nothing of that one stays"""
+    early, late = (datetime(2026, 11, day, tzinfo=UTC) for day in (16, 17))
+    chain = (
+        _lsn(5, time=late, transaction="7", metadata={"a": 1, "b": {"c": 2}}),
+        _lsn(5, time=early, metadata={"b": {"d": 3}}),
+        _lsn(6, time=early, transaction="8", metadata={"b": {"d": 4}}),
+        _lsn(6, time=early, transaction="8", metadata={"b": {"d": 5}}),
+        _lsn(7, time=late),
+    )
+    with opened(at) as store:
+        for one in chain:
+            store.save("orders", one)
+            require(store.load("orders") == one, "something of the one before is there, or the time is another one")
+
+
+def _keeps_large(at: Open) -> None:
+    """metadata, positions and numbers come back whole, however large"""
+    room = METADATA_BYTES_MAX - len(json.dumps({"text": ""}))
+    many = ",".join(f"{number:08x}-71ca-11e1-9e33-c80aa9429562:1-{number + 1}" for number in range(500))
+    given = (
+        _lsn((1 << 64) - 1, transaction="t" * 200, metadata={"text": "x" * room}),
+        _lsn((1 << 64) - 1, metadata={"whole": (1 << 63) + 1, "one": 1, "part": 0.1, "none": None, "text": "'\"\\\0"}),
+        checkpoint("mysql", MysqlGtidSet.parse(many)),
+    )
+    with opened(at) as store:
+        for number, saved in enumerate(given):
+            store.save(f"key{number}", saved)
+            found = store.load(f"key{number}")
+            require(found == saved, "what was saved did not come back whole")
+            same = found is not None and json.dumps(found.metadata) == json.dumps(saved.metadata)
+            require(same, "a number came back as one of another kind")
+
+
 def _never_back(at: Open) -> None:
     """a position that does not follow the saved one is refused, and nothing changes"""
     with opened(at) as store:
@@ -120,6 +172,14 @@ def _one_source(at: Open) -> None:
         store.save("orders", _lsn(7))
         other = checkpoint("mysql", BinlogPosition("mysql-bin.000001", 4))
         require_refused(lambda: store.save("orders", other), StateForeign, "another source took the key")
+        store.save("binlog", other)
+        for foreign in (
+            checkpoint("mariadb", BinlogPosition("mysql-bin.000002", 4)),
+            checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:1-9")),
+        ):
+            require_refused(lambda foreign=foreign: store.save("binlog", foreign), StateForeign,  # type: ignore[misc]
+                            "another source, or another way of counting, took the key")  # fmt: skip
+            require(store.load("binlog") == other, "a refused one was saved all the same")
         store.delete("orders")
         store.save("orders", other)
         require(store.load("orders") == other, "a key that was deleted is still the first source's")
@@ -146,6 +206,22 @@ def _keys_apart(at: Open) -> None:
         require(list(store.list()) == sorted(expected), "`list` gave other keys, or in another order")
         found = {key: item.position for key, item in store.all().items()}
         require(found == expected and list(found) == sorted(expected), "`all` gave other checkpoints")
+
+
+def _keys_alike(at: Open) -> None:
+    """keys that look alike are not one: both are kept, or the second is refused"""
+    with opened(at) as store:
+        for one, other in ALIKE:
+            store.save(one, _lsn(7))
+            try:
+                store.save(other, _lsn(9))
+                kept = store.load(other)
+            except StateError:  # a disk may give both one file: that is seen
+                kept = _lsn(9)
+            first = store.load(one)
+            apart = first is not None and first.position == Lsn(7) and kept is not None and kept.position == Lsn(9)
+            require(apart, f"{one!a} and {other!a} are one")
+            store.delete(one)
 
 
 def _bad_keys(at: Open) -> None:
@@ -198,12 +274,62 @@ def _threads(at: Open) -> None:
         require(positions == {f"key{number}": Lsn(8) for number in range(4)}, "a checkpoint is missing or old")
 
 
+def _always_there(at: Open) -> None:
+    """while a checkpoint is saved anew, whoever loads has the one before or the new one, and never none"""
+    with opened(at) as store:
+        store.save("orders", _lsn(1))
+        failures: list[Exception] = []
+
+        def work() -> None:
+            try:
+                for value in range(2, SAVES):
+                    store.save("orders", _lsn(value))
+            except Exception as error:  # noqa: BLE001 # it is told below
+                failures.append(error)
+
+        between, last = sys.getswitchinterval(), Lsn(1)
+        sys.setswitchinterval(1e-5)  # or a thread has done all before another one looks
+        saving = threading.Thread(target=work)
+        saving.start()
+        try:
+            while saving.is_alive():
+                found = store.load("orders")
+                now = found.position if found is not None else None
+                require(isinstance(now, Lsn), "there was none for a moment")
+                require(isinstance(now, Lsn) and now >= last, "it went back")
+                last = now if isinstance(now, Lsn) else last
+        finally:
+            saving.join()
+            sys.setswitchinterval(between)
+        require(not failures, f"a save failed with {failures and type(failures[0]).__name__}")
+
+
+def _outlives_a_kill(at: Open) -> None:
+    """what was saved, and what was deleted, is so after the process was killed"""
+
+    def act() -> None:
+        store = at()
+        for value in (1, 2):
+            store.save("kept", _lsn(value, metadata={"n": value}))
+        store.save("gone", _lsn(8))
+        store.delete("gone")
+
+    killed_after(act)
+    with opened(at) as store:
+        found = store.load("kept")
+        require(found is not None and found.position == Lsn(2), "what was saved is not there")
+        require(found is not None and found.metadata == {"n": 2}, "something else is there")
+        require(store.load("gone") is None, "what was deleted is there again")
+
+
 CHECKPOINT_STORE: tuple[Check[CheckpointStore], ...] = suite(
-    _begins_empty, _gives_back, _survives, _goes_forward, _never_back, _one_source, _deletes, _keys_apart, _bad_keys,
-    _callers_own, _threads,
+    _begins_empty, _gives_back, _survives, _goes_forward, _replaces_all, _keeps_large, _never_back, _one_source,
+    _deletes, _keys_apart, _keys_alike, _bad_keys, _callers_own, _threads, _always_there,
 )  # fmt: skip
+DURABLE: tuple[Check[CheckpointStore], ...] = suite(_outlives_a_kill)
 
 
-def check_checkpoint_store(place: Callable[[], Open]) -> None:
-    """Run all checks. `place` gives, for each, a way to open a store where there is none yet."""
-    run(CHECKPOINT_STORE, place)
+def check_checkpoint_store(place: Callable[[], Open], *more: Check[CheckpointStore]) -> None:
+    """Run all checks, and others. `place` gives, for each, a way to open a store where there is none yet."""
+    require_checks(more, "`*DURABLE`")
+    run((*CHECKPOINT_STORE, *more), place)

@@ -179,7 +179,11 @@ def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -
             return pa.scalar(int(value), kind)
         return pa.scalar(value, kind)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
-        raise ConfigError(f"a value is none of the type {kind}", hint="Write one that is, or another `type`.") from None
+        if kind is None:
+            hint = "Name the type that it is to have, for example `type: decimal(38, 0)`."
+            raise ConfigError("a value is of no type that a column has", hint=hint) from None
+        said = f"a value is none of the type {name_of(kind)}"
+        raise ConfigError(said, hint="Write one that is, or another `type`.") from None
 
 
 def repeated(value: pa.Scalar, rows: int) -> pa.Array:

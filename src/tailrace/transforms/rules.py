@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
@@ -200,6 +201,9 @@ class Set(Rule):
     def _is_one_value(cls, value: Any) -> Any:
         if not (value is None or isinstance(value, str | int | float | Decimal)):
             raise refusal("must be a text, a number, true, false or null", "For example: `value: 10.50`.")
+        if isinstance(value, float | Decimal) and not math.isfinite(value):
+            hint = 'Write it as a text, with the type: `value: "NaN"`, `type: float64`.'
+            raise refusal("must be a finite number", hint)
         return value
 
 

@@ -11,6 +11,7 @@ from typing import Generic
 
 from tailrace.capture.base import OfTimeline, Stream
 from tailrace.capture.windows import require_stream, require_window
+from tailrace.errors import SourceUnreachable
 from tailrace.model.batch import Window
 from tailrace.model.positions import P, covers
 from tailrace.transforms.plan import OnLetter, TransformPlan
@@ -46,6 +47,9 @@ class TransformedStream(Generic[P]):
             made = self._rules.window(window, self._on_letter)
         except Exception as error:  # whatever it is: the window is lost to this stream
             self._failure = error
+            raise
+        except BaseException:  # somebody is in a hurry, and may come back
+            self._failure = SourceUnreachable("what was read was not transformed", hint="The stream is opened again.")
             raise
         if made is None:
             return None

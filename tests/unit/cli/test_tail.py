@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.sealing import Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.schema import Identity, TableId
@@ -123,6 +125,35 @@ def test_it_ends_when_nobody_reads_though_nothing_more_comes(diary: Diary) -> No
     finally:
         running.kill()
         running.wait()
+
+
+def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary: Diary) -> None:
+    diary.commit(inserts(*range(1000, 6000)))  # more than a pipe holds
+    missing = [diary.commit(inserts(11)), diary.commit(inserts(12))]
+    file = str(diary.path.parent / "tailrace.yaml")
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--until-caught-up", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        lines = [running.stdout.readline() for _ in range(10)]  # it is in the middle of the large one, and waits
+        seal(diary.path)
+        with Sealer(diary.path) as sealer:
+            trim(sealer, Policy(age_seconds=0.0), now=4e9)
+        with running.stdout as out, running.stderr as err:
+            lines += out.readlines()
+            said = err.read()
+        running.wait(timeout=240)
+    finally:
+        running.kill()
+        running.wait()
+    found = [json.loads(line)["after"]["id"] for line in lines if '"insert"' in line]
+    assert set(range(1000, 6000)) <= set(found)
+    assert not {11, 12} & set(found)
+    assert running.returncode == 0
+    assert f"commits were trimmed before they were printed first={missing[0]} last={missing[1]} " in said
 
 
 def test_it_ends_with_ctrl_c_and_says_nothing_of_it(diary: Diary) -> None:

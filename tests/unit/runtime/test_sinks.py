@@ -381,3 +381,36 @@ def test_what_a_sink_cannot_be_made_of_is_refused_before_any_row_comes(make: Cal
     with pytest.raises(ConfigError) as raised:
         make()
     assert raised.value.hint
+
+
+def test_a_folder_has_one_sink_at_a_time(tmp_path: Path) -> None:
+    first = JsonlSink(tmp_path)
+    with pytest.raises(SinkError, match="another sink writes to the folder") as raised:
+        JsonlSink(tmp_path)
+    assert "Close that one first" in raised.value.hint
+    first.close()
+    JsonlSink(tmp_path).close()
+    forgotten = JsonlSink(tmp_path)
+    del forgotten
+    FanOut(TableRouter({SHOP.table: JsonlSink(tmp_path)}), MemorySink()).close()
+    JsonlSink(tmp_path).close()
+
+
+def test_what_closes_several_sinks_closes_each(tmp_path: Path) -> None:
+    class Failing(MemorySink):
+        def close(self) -> None:
+            raise SinkError("it cannot be closed", hint="Leave it.")
+
+    with pytest.raises(SinkError, match="it cannot be closed"):
+        FanOut(JsonlSink(tmp_path), Failing(), JsonlSink(tmp_path / "other")).close()
+    JsonlSink(tmp_path).close()
+    JsonlSink(tmp_path / "other").close()
+
+
+def test_only_files_of_its_own_are_gone_on_with(tmp_path: Path) -> None:
+    for name in ("\u00b2", "7", "00000000", " 5", "-0000001", "000000011"):
+        (tmp_path / f"{name}.jsonl").write_text("somebody's")
+    (tmp_path / "00000002.jsonl").write_text("a line\ntorn")
+    JsonlSink(tmp_path).close()
+    assert (tmp_path / "00000002.jsonl").read_text() == "a line\n"
+    assert {path.read_text() for path in tmp_path.glob("*.jsonl")} == {"a line\n", "somebody's"}

@@ -158,7 +158,8 @@ STORED = at(7).to_json()
     (None, "of another type"), (3, "of another type"), ([], "of another type"), ({}, "it lacks `source_type`"),
     ({**STORED, "position": "x"}, "not a log sequence number"), ({**STORED, "position_type": "zap"}, "not a type"),
     ({**STORED, "time": "noon"}, "Invalid isoformat"), ({**STORED, "time": 3}, "of another type"),
-    ({**STORED, "metadata": [1]}, "no JSON object"),
+    ({**STORED, "metadata": [1]}, "no JSON object"), ({**STORED, "metadata": None}, "no JSON object"),
+    ({**STORED, "metadata": []}, "no JSON object"),
 ])  # fmt: skip
 def test_what_a_store_of_ones_own_has_kept_wrong_is_damage_and_never_none(stored: Any, said: str) -> None:
     with pytest.raises(StateCorrupt, match=f"a checkpoint cannot be read: .*{said}") as caught:
@@ -280,6 +281,8 @@ def test_a_newer_format_is_not_guessed_at(store: FileCheckpointStore, file: Path
         ({"time": "noon"}, "cannot be read"),
         ({"time": "2026-01-01T00:00:00"}, "needs a zone"),
         ({"metadata": [1]}, "cannot be read"),
+        ({"metadata": None}, "no JSON object"),
+        ({"format": True}, "it is not a record"),
         ({"position": 7}, "cannot be read"),
         ({"key": "elsewhere"}, "of another key"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,7 +19,7 @@ from tailrace.model.schema import Column, TableSchema
 from tailrace.model.system import MESSAGE_STREAM
 from tailrace.state.feeding import RecordedStream, SchemaFeed
 from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import MemorySchemaHistory, SchemaHistory
+from tailrace.state.history import MemorySchemaHistory, SchemaHistory, SchemaVersion
 from tests.support.changes import SHOP, insert
 from tests.support.runtimes import LogLoop
 from tests.support.windows import batch, open_window, window
@@ -179,3 +180,33 @@ def test_without_room_for_its_shape_a_row_waits_and_is_not_lost() -> None:
     runtime = run(source, history, sink)
     assert (sink.rows, runtime.progress.reconnects, history.times) == (1, 1, 0)
     assert source.confirmed == source.end
+
+
+def test_a_window_that_the_history_could_not_record_comes_again_also_from_a_stream_that_gives_it_once() -> None:
+    class Once:
+        """As a server gives parts of a transaction: what was read is not read again."""
+
+        def __init__(self) -> None:
+            self._left = [open_window(0, one(SHOP, 1)), window(0, 9, one(SHOP, 2))]
+
+        def read(self, after: Lsn, wait_seconds: float) -> Window | None:
+            return self._left.pop(0) if self._left else None
+
+        def confirm(self, position: Lsn) -> None: ...
+
+        def close(self) -> None: ...
+
+    class Failing(MemorySchemaHistory):
+        failures = 1
+
+        def record(self, *given: Any, **more: Any) -> SchemaVersion:
+            if self.failures:
+                self.failures -= 1
+                raise StateFull("no room", hint="Make some.")
+            return super().record(*given, **more)
+
+    stream = RecordedStream(Once(), Failing())
+    with pytest.raises(StateFull):
+        stream.read(ZERO, 0.0)
+    found = [stream.read(ZERO, 0.0), stream.read(ZERO, 0.0), stream.read(ZERO, 0.0)]
+    assert [given and given.end for given in found] == [ZERO, Lsn(9), None]

@@ -215,3 +215,17 @@ def test_a_reader_never_sees_half_a_checkpoint(store: FileCheckpointStore, tmp_p
         found = reader.load("orders")
         assert found is not None
         assert found.position == Lsn(value)
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_what_it_leads_to_is_not_written(
+    store: FileCheckpointStore, file: Path, tmp_path: Path
+) -> None:
+    store.close()
+    other = tmp_path / "somebody's"
+    other.write_text("a text of theirs, which is longer than a token is, and not to be lost")
+    (file.parent / ".owner.lock").unlink()
+    (file.parent / ".owner.lock").symlink_to(other)
+    with pytest.raises(StateUnusable) as raised:
+        FileCheckpointStore(file.parent)
+    assert "A link stands where a file of ours should be" in raised.value.hint
+    assert other.read_text().startswith("a text of theirs")

@@ -108,6 +108,13 @@ def test_a_value_that_is_set_is_not_cut_off(value: Decimal | float | str | bool)
     assert columns.scalar(Decimal("2.0"), pa.int32()).as_py() == 2
 
 
+def test_a_number_that_no_column_of_its_own_accord_can_hold_wants_a_type() -> None:
+    with pytest.raises(ConfigError, match="a value is of no type that a column has") as raised:
+        columns.scalar(2**70, None)
+    assert "decimal(38, 0)" in raised.value.hint
+    assert columns.scalar(2**70, pa.decimal128(38, 0)).as_py() == 2**70
+
+
 @pytest.mark.parametrize("name", ["varchar", "decimal(39,2)", "decimal(3,5)", ""])
 def test_a_type_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is no type"):

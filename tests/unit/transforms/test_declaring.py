@@ -57,6 +57,8 @@ def of_rule(kind: type[Any], **given: Any) -> Callable[[], object]:
     (made(Mask, columns=["a"], keep_last="some"), "`keep_last` must be a whole number", "docs/guides"),
     (made(Mask, columns=["a"], name="x" * 101), "`name` must have 100 characters or less", "docs/guides"),
     (made(Set, column="a", value=[]), "`value` must be a text, a number, true, false or null", "value: 10.50"),
+    (made(Set, column="a", value=float("nan")), r"^`value` must be a finite number \(rule=set\) \[", '`value: "NaN"`'),
+    (declared(do="set", column="a", value=float("-inf")), r"^`rules\[0\].value` must be a finite number \[", "float64"),
     (made(Function, columns=["a"], function=3), "`function` must be `package.module:name`", "shop.clean:addresses"),
     (made(Transforms, keys={"a b": {"env": "K"}}), "`keys.a b` is no id of a key", "docs/guides"),
     (made(Transforms, keys={"k": {"file": 3}}), "`keys.k.file` must be a file's path", "docs/guides"),
@@ -92,6 +94,7 @@ def test_a_mistake_is_an_error_of_ours_with_a_hint(make: Callable[[], object], s
 @pytest.mark.parametrize("do", KINDS)
 def test_whatever_stands_in_a_rule_is_told_of_in_our_words(do: str) -> None:
     odd = [None, "", 3, -1, 3.5, True, [], [1], {}, {"a": 1}, {1: 2}, object(), "x" * 200, 10**30, b"\xff"]
+    odd += [float("nan"), float("inf")]
     well: dict[str, Any] = {
         "columns": {"a": "b"} if do == "rename" else ["a"], "column": "a", "to": "s.t", "key": "k", "where": "a == 1",
         "length": 3, "expression": "a", "function": "m:f",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from tailrace.capture.memory import MemoryCapture, batch_of
 from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import TransformFailed
+from tailrace.errors import SourceUnreachable, TransformFailed
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
@@ -25,7 +26,7 @@ from tailrace.runtime import loop
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.transforms.plan import TransformPlan
-from tailrace.transforms.rules import Cast, Encrypt, Filter, Rule
+from tailrace.transforms.rules import Cast, Encrypt, Filter, Function, Rule
 from tailrace.transforms.stream import TransformedStream
 from tests.support.logs import quick_folder
 from tests.support.transforms import PEOPLE, person, plan_of
@@ -117,6 +118,20 @@ def test_windows_of_which_nothing_is_left_are_passed_and_let_go(
     capture(source, log, plan_of(GERMANS), target=end)
     assert (keys(log.path), source.confirmed) == ([99], end)
     log.close()
+
+
+def test_a_window_that_was_left_in_its_middle_is_passed_by_nothing(source: MemoryCapture) -> None:
+    def impatient(rows: pa.RecordBatch) -> pa.RecordBatch:
+        if rows.num_rows:
+            raise KeyboardInterrupt
+        return rows
+
+    commit(source, (1, "DE"))
+    stream = TransformedStream(source.live(ZERO), plan_of(Function(columns=("mail",), function=impatient)))
+    with pytest.raises(KeyboardInterrupt):
+        stream.read(ZERO, 0.0)
+    with pytest.raises(SourceUnreachable):
+        stream.read(ZERO, 0.0)
 
 
 transactions = st.lists(st.lists(st.sampled_from(["DE", "FR"]), min_size=1, max_size=9), min_size=1, max_size=6)
