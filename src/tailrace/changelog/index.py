@@ -123,7 +123,8 @@ class LogIndex:
 
     def _add(self, header: Header) -> None:
         for body in header.bodies:
-            self._know(body.table, body.schema)
+            self._know(body.table, body.schema)  # all of them first: a store may not answer, and then it is asked again
+        for body in header.bodies:
             self._captured[body.table] = self._captured.get(body.table, 0) + body.rows
             self._slices.setdefault(body.table, []).append(Slice(
                 body.table, header.commit, header.commit, body.schema, body.rows, body.last_seq,

@@ -213,7 +213,9 @@ class Loading:
         held = self._under_way.held = self._seeds.held()
         for table, hold in held.items():
             load, life = self._loads.get(table), self._lives.tables.get(table)
-            if load is not None and not load.reading and not load.landing:
+            if load is not None and load.landing:
+                continue  # whoever lands it says what the table is then
+            if load is not None and not load.reading:
                 self._hold_back(load, hold)
             if life is not None and life.state in (TableState.NEW, TableState.SEEDING, TableState.REFRESHING):
                 self._was[table] = load.state_before if load is not None else life.state

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
-from tailrace.model.schema import Column, TableId, TableSchema
+from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.frames import table_at
 from tailrace.spark.guard import guard, was_overtaken
 from tailrace.spark.merging import MergedTable
@@ -33,7 +33,7 @@ from tailrace.tables.formed import recast_into
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
 from tailrace.tables.limits import refuse_names, refuse_spark_names
 from tailrace.tables.recast import kept_columns, lay_out, only_adds, only_names
-from tailrace.tables.refusals import not_loaded
+from tailrace.tables.refusals import elsewhere, not_loaded
 from tailrace.tables.staging import FILE_BYTES, StagedFile
 from tailrace.tables.upkeep import Tended, Upkeep, rows_per_file
 
@@ -45,33 +45,18 @@ class SparkDeltaTable(MergedTable[Opened]):
 
     connector = "Spark's Delta connector"
     whole_files = False
+    _plain: DeltaRsTable
 
     def __init__(
         self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES,
         file_bytes: int = FILE_BYTES,
     ) -> None:  # fmt: skip
-        super().__init__(spark, path, form)
+        super().__init__(spark, path, form, DeltaRsTable(path, log_id, form, features, file_bytes))
         self._log_id, self._file_bytes = log_id, file_bytes
-        self._plain = DeltaRsTable(path, log_id, form, features, file_bytes)
-
-    def cursor(self) -> Cursor | None:
-        return self._plain.cursor()
-
-    def shape(self) -> TableSchema | None:
-        return self._plain.shape()
-
-    def rows(self) -> int:
-        return self._plain.rows()
-
-    def version(self) -> int | None:
-        return self._plain.version()
 
     def files(self) -> list[str]:
         """The data files of the newest version, by name."""
         return self._plain.files()
-
-    def refuse_foreign(self, table: TableId) -> None:
-        self._plain.refuse_foreign(table)
 
     def load(
         self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
@@ -104,7 +89,7 @@ class SparkDeltaTable(MergedTable[Opened]):
         if here == expected and old.same_as(recast.schema):
             return Applied(committed=False, cursor=here)
         if here != expected:
-            raise self._plain.elsewhere(here, expected)
+            raise elsewhere(self._path, here, expected)
         own = recast_into(self._form, recast)
         laid = lay_out(table.table, own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
@@ -135,12 +120,6 @@ class SparkDeltaTable(MergedTable[Opened]):
         return Applied(committed=True, cursor=here, bytes=written.bytes, version=version)
 
     # What is Delta's own.
-
-    def _opened(self) -> Opened:
-        return self._plain.opened()
-
-    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
-        self._plain.refuse_elsewhere(position, schema, expected)
 
     def _target(self, table: Opened) -> str:
         return table_at(table.folder)

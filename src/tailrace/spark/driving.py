@@ -33,7 +33,6 @@ from tailrace.spark.iceberg_engine import SparkIcebergTable
 from tailrace.spark.late_letters import LateWork, StageLateWork, deliver_late, end_late, stage_late
 from tailrace.spark.merging import Given
 from tailrace.spark.redelivery import DeliverWork, StageWork, deliver_letters, stage_letters
-from tailrace.spark.seeds import Seeds
 from tailrace.spark.setting_aside import NOT_TAKEN
 from tailrace.spark.tasks import (
     ApplyWork,
@@ -45,10 +44,10 @@ from tailrace.spark.tasks import (
     advance_table,
     as_ours,
     change_batches,
-    keys_that_stay,
     land_table,
     read_again,
     refresh_table,
+    refreshed,
     tend_table,
 )
 from tailrace.tables.base import Applied
@@ -192,20 +191,7 @@ class SparkEngine:
         )
 
     def _refresh(self, work: RefreshWork) -> Outcome:
-        return _timed(work.schema.table, partial(self._refreshed, work))
-
-    def _refreshed(self, work: RefreshWork) -> Outcome:
-        chunks = Seeds(work.log).staged(work.seed).values()
-        table = self._table(work.place)
-        expected = table.cursor()
-        assert expected is not None, "a table that is refreshed has been loaded"
-        applied = table.refresh(
-            work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-            keys=keys_that_stay(work, chunks), origin=work.origin,
-        )  # fmt: skip
-        return Outcome(
-            table=work.schema.table, rows=applied.upserted + applied.deleted, cursor=applied.cursor, schema=work.schema
-        )
+        return _timed(work.schema.table, lambda: refreshed(self._table(work.place), work))
 
     def _deliver(self, work: DeliverWork) -> Outcome:
         return _timed(work.shape.table, partial(self._delivered, work))

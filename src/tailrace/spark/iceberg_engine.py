@@ -25,7 +25,7 @@ from pyspark.sql import functions as f
 
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite, TailraceError
-from tailrace.model.schema import Column, TableId, TableSchema
+from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.connector import catalog_settings
 from tailrace.spark.frames import named, quoted
 from tailrace.spark.iceberg_commits import Commits, NewFile, Overtaken, linked
@@ -43,6 +43,7 @@ from tailrace.tables.iceberglog import LANDED, TOKEN, Metadata, Properties, Summ
 from tailrace.tables.icebergshape import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
 from tailrace.tables.partitions import values_of
 from tailrace.tables.recast import kept_columns, lay_out
+from tailrace.tables.refusals import elsewhere
 from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
 from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
 
@@ -72,31 +73,19 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
 
     connector = "Spark's Iceberg connector"
     whole_files = True
+    _plain: IcebergTable
 
     def __init__(
         self, spark: SparkSession, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN,
         file_bytes: int = FILE_BYTES,
     ) -> None:  # fmt: skip
-        super().__init__(spark, path, form)
+        super().__init__(spark, path, form, IcebergTable(path, log_id, catalog, form))
         for name, value in catalog_settings(catalog).items():
             self.session.conf.set(name, value)
         self._log_id, self._version, self._file_bytes = log_id, catalog.version, file_bytes
         self._last = 0, Written()
-        self._plain = IcebergTable(path, log_id, catalog, form)
         self._commits = Commits(self.session, catalog, self._path)
         self._name = ".".join(map(quoted, (SPARK_CATALOG, *catalog.levels(self._path))))
-
-    def cursor(self) -> Cursor | None:
-        return self._plain.cursor()
-
-    def shape(self) -> TableSchema | None:
-        return self._plain.shape()
-
-    def rows(self) -> int:
-        return self._plain.rows()
-
-    def version(self) -> int | None:
-        return self._plain.version()
 
     def files(self) -> list[str]:
         """The data files of the newest version, by name."""
@@ -104,9 +93,6 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             return []
         found = self.session.sql(f"SELECT file_path FROM {self._name}.files WHERE content = 0").collect()
         return [row["file_path"].rpartition("/")[2] for row in found]
-
-    def refuse_foreign(self, table: TableId) -> None:
-        self._plain.refuse_foreign(table)
 
     # Loading.
 
@@ -191,7 +177,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         if here == expected and old.same_as(recast.schema):
             return Applied(committed=False, cursor=here)
         if here != expected:
-            raise self._plain.elsewhere(here, expected)
+            raise elsewhere(self._path, here, expected)
         seen, own = table.metadata, recast_into(self._form, recast)
         laid = lay_out(columns_of(seen.fields), own)
         shape = replace(own.schema, columns=laid.columns, facts=None)
@@ -230,7 +216,7 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
         table = self._opened()
         if table.position.cursor != expected:
-            raise self._plain.elsewhere(table.position.cursor, expected)
+            raise elsewhere(self._path, table.position.cursor, expected)
         done = Tended()
         with self._told():
             if upkeep.file_bytes is not None:
@@ -278,12 +264,6 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
             raise self._overtaken() from exc
 
     # What is Iceberg's own.
-
-    def _opened(self) -> OpenedIceberg:
-        return self._plain.opened()
-
-    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
-        self._plain.refuse_elsewhere(position, schema, expected)
 
     def _target(self, table: OpenedIceberg) -> str:
         return self._name

@@ -28,7 +28,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import StructType
 
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, ForeignWrite, TableFailed, Unsupported
-from tailrace.model.schema import Column, TableSchema
+from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.arrow import spark_schema
 from tailrace.spark.connector import TABLE_SETTINGS
 from tailrace.spark.copies import without
@@ -43,7 +43,7 @@ from tailrace.tables.folder import unreadable
 from tailrace.tables.formed import compared, keeping
 from tailrace.tables.forms import CURRENT, Form, Origin, TableMode
 from tailrace.tables.history import ended_after
-from tailrace.tables.refusals import overtaken, refuse_other_letters
+from tailrace.tables.refusals import overtaken, refuse_elsewhere, refuse_other_letters
 from tailrace.tables.staging import StagedFile
 
 BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
@@ -82,6 +82,19 @@ class Standing(Protocol):
 
 
 Table = TypeVar("Table", bound=Standing)
+Looked = TypeVar("Looked", bound=Standing, covariant=True)
+
+
+class Plain(Protocol[Looked]):
+    """What a table says of itself without Spark."""
+
+    def cursor(self) -> Cursor | None: ...
+    def shape(self) -> TableSchema | None: ...
+    def rows(self) -> int: ...
+    def version(self) -> int | None: ...
+    def refuse_foreign(self, table: TableId) -> None: ...
+    def opened(self) -> Looked:
+        """The table as it stands, with its position; refuses one that was not loaded, or that others changed."""
 
 
 class MergedTable(abc.ABC, Generic[Table]):
@@ -91,25 +104,36 @@ class MergedTable(abc.ABC, Generic[Table]):
     """As errors call it."""
     whole_files: bool
     """Whether staged files hold the columns of their partition."""
+    _plain: Plain[Table]
 
-    def __init__(self, spark: SparkSession, path: Path, form: Form) -> None:
+    def __init__(self, spark: SparkSession, path: Path, form: Form, plain: Plain[Table]) -> None:
         # What a commit says is a setting of the session, so each table has its own.
         self.session = spark.newSession()
         for name, value in TABLE_SETTINGS.items():
             self.session.conf.set(name, value)
         self._broadcast = str(self.session.conf.get(_BROADCAST))
-        self._path, self._form = path.absolute(), form
+        self._path, self._form, self._plain = path.absolute(), form, plain
         self._versions = form.mode is TableMode.HISTORY
 
-    # What each format does in its own way.
+    def cursor(self) -> Cursor | None:
+        return self._plain.cursor()
 
-    @abc.abstractmethod
+    def shape(self) -> TableSchema | None:
+        return self._plain.shape()
+
+    def rows(self) -> int:
+        return self._plain.rows()
+
+    def version(self) -> int | None:
+        return self._plain.version()
+
+    def refuse_foreign(self, table: TableId) -> None:
+        self._plain.refuse_foreign(table)
+
     def _opened(self) -> Table:
-        """The table as it stands, with its position; refuses one that was not loaded, or that others changed."""
+        return self._plain.opened()
 
-    @abc.abstractmethod
-    def _refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
-        """Refuse to go on from another position, or with rows of another shape."""
+    # What each format does in its own way.
 
     @abc.abstractmethod
     def _read(self, table: Table) -> DataFrame:
@@ -174,7 +198,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         here = table.position.cursor
         if here.covers(cursor) or (folded.empty and not touch):
             return Applied(committed=False, cursor=here)
-        self._refuse_elsewhere(table.position, schema, expected)
+        refuse_elsewhere(self._path, table.position, schema, expected)
         clock = max(table.position.clock, folded.clock or 0)
         after = replace(table.position, schema=schema, cursor=cursor, clock=clock)
         version, upserted = self._write(self._form.stored(schema), table, folded, after, given)
@@ -187,7 +211,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     def put_files(self, schema: TableSchema, folded: FoldedFiles, expected: Cursor) -> Applied:
         """`MendedTable.put`, of rows that a task has put into files."""
         table = self._opened()
-        self._refuse_elsewhere(table.position, schema, expected)
+        refuse_elsewhere(self._path, table.position, schema, expected)
         after = replace(table.position, clock=max(table.position.clock, folded.clock or 0))
         return self._put(schema, table, folded, after)
 
@@ -200,7 +224,7 @@ class MergedTable(abc.ABC, Generic[Table]):
     ) -> Applied:
         """`MendedTable.add`, of rows that a task has put into files."""
         table = self._opened()
-        self._refuse_elsewhere(table.position, schema, expected)
+        refuse_elsewhere(self._path, table.position, schema, expected)
         refuse_other_letters(self._path, table.position, after)
         return self._put(schema, table, folded, replace(table.position, late=late))
 
@@ -372,7 +396,7 @@ class MergedTable(abc.ABC, Generic[Table]):
         here = table.position.cursor
         if (here != expected and here.covers(cursor)) or (appends and here == cursor):
             return Applied(committed=False, cursor=here)
-        self._refuse_elsewhere(table.position, schema, expected)
+        refuse_elsewhere(self._path, table.position, schema, expected)
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         clock = max(table.position.clock, origin.read_at)
         after = replace(table.position, schema=schema, cursor=cursor, clock=clock)

@@ -264,11 +264,6 @@ class Seeds:
         landed = self.landed(load)
         return None if landed is None else landed.mixed
 
-    def whole_after(self, load: str) -> Lsn | None:
-        """From where on a table that came from a load held no row that was newer than it said; None: not known."""
-        spans = self.mixed(load)
-        return None if spans is None else max(span.end for span in spans)
-
     def mixed_until(self, load: str, position: Lsn) -> Lsn | None:
         """What the log must pass before a table that came from a load, and stands here, holds no row that is newer than
         it says; None: it holds none now, or nothing is known of the load."""

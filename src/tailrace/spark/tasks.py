@@ -41,7 +41,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.spark.setting_aside import Done, Step, apply_with_letters
-from tailrace.tables.base import Cursor
+from tailrace.tables.base import Cursor, LakeTable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.formed import loaded
 from tailrace.tables.forms import NOWHERE, PLAIN, Form, Origin
@@ -236,23 +236,25 @@ def refresh_table(work: RefreshWork) -> Outcome:
     """One commit that leaves alone what is right already."""
     started = time.monotonic()
     try:
-        chunks = Seeds(work.log).staged(work.seed).values()
-        table = work.place.open()
-        expected = table.cursor()
-        assert expected is not None, "a table that is refreshed has been loaded"
-        applied = table.refresh(
-            work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-            keys=keys_that_stay(work, chunks), origin=work.origin,
-        )  # fmt: skip
+        done = refreshed(work.place.open(), work)
     except Exception as error:  # the task's boundary
         return Outcome(table=work.schema.table, error=as_ours(error))
-    return Outcome(
-        table=work.schema.table, rows=applied.upserted + applied.deleted, seconds=time.monotonic() - started,
-        cursor=applied.cursor, schema=work.schema,
+    return replace(done, seconds=time.monotonic() - started)
+
+
+def refreshed(table: LakeTable, work: RefreshWork) -> Outcome:
+    """The same, whoever writes the table."""
+    chunks, expected = Seeds(work.log).staged(work.seed).values(), table.cursor()
+    assert expected is not None, "a table that is refreshed has been loaded"
+    applied = table.refresh(
+        work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
+        keys=_keys_that_stay(work, chunks), origin=work.origin,
     )  # fmt: skip
+    rows = applied.upserted + applied.deleted
+    return Outcome(table=work.schema.table, rows=rows, cursor=applied.cursor, schema=work.schema)
 
 
-def keys_that_stay(work: RefreshWork, chunks: Iterable[StagedChunk]) -> list[StagedFile] | None:
+def _keys_that_stay(work: RefreshWork, chunks: Iterable[StagedChunk]) -> list[StagedFile] | None:
     """Files with the keys of rows that the table may go on having although they were not staged; None: there are none,
     for whatever is not staged is gone."""
     keys = [file for chunk in chunks for file in chunk.keys]

@@ -293,7 +293,7 @@ class DeltaRsTable:
         here = opened.position.cursor
         if here.covers(cursor) or (folded.empty and not touch):
             return Applied(committed=False, cursor=here)
-        self.refuse_elsewhere(opened.position, schema, expected)
+        refuse_elsewhere(self._path, opened.position, schema, expected)
         stored, clock = self._form.stored(schema), opened.position.clock
         folded = timed(stored, folded, clock)
         # A version is never read again: what it comes from is of the past. Otherwise the write finds what is missing.
@@ -328,7 +328,7 @@ class DeltaRsTable:
     @_explained
     def put(self, schema: TableSchema, rows: pa.Table, expected: Cursor, said: pa.Table | None = None) -> Applied:
         opened = self.opened()
-        self.refuse_elsewhere(opened.position, schema, expected)
+        refuse_elsewhere(self._path, opened.position, schema, expected)
         stored = self._form.stored(schema)
         whole = timed(stored, rows_to_put(self._form, schema, rows, expected, said), opened.position.clock)
         clock = opened.position.clock if whole.clock is None else whole.clock
@@ -342,7 +342,7 @@ class DeltaRsTable:
         self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str
     ) -> Applied:
         opened = self.opened()
-        self.refuse_elsewhere(opened.position, schema, expected)
+        refuse_elsewhere(self._path, opened.position, schema, expected)
         refuse_other_letters(self._path, opened.position, after)
         position = replace(opened.position, late=late)
         written = self._write(opened, self._form.stored(schema), folded, position)
@@ -363,7 +363,7 @@ class DeltaRsTable:
         here, clock = opened.position.cursor, opened.position.clock
         if (here != expected and here.covers(cursor)) or (appends and _holds(opened.table, files)):
             return Applied(committed=False, cursor=here)
-        self.refuse_elsewhere(opened.position, schema, expected)
+        refuse_elsewhere(self._path, opened.position, schema, expected)
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         position = self._position(schema, cursor, max(clock, origin.read_at), opened.position.late)
         if appends:
@@ -443,7 +443,7 @@ class DeltaRsTable:
         if here == expected and old.same_as(recast.schema):
             return Applied(committed=False, cursor=here)
         if here != expected:
-            raise self.elsewhere(here, expected)
+            raise elsewhere(self._path, here, expected)
         refuse_features(self._path, opened.table, self._form.partition_by)
         own = recast_into(self._form, recast)
         laid = lay_out(opened.table, own)
@@ -538,7 +538,7 @@ class DeltaRsTable:
         """The table as it stands; refuses one that is elsewhere."""
         opened = self.opened()
         if opened.position.cursor != expected:
-            raise self.elsewhere(opened.position.cursor, expected)
+            raise elsewhere(self._path, opened.position.cursor, expected)
         return opened
 
     def opened(self) -> Opened:
@@ -547,14 +547,6 @@ class DeltaRsTable:
         if opened is None:
             raise not_loaded(self._path)
         return opened
-
-    def refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
-        """Refuse to go on from another position, or with rows of another shape."""
-        refuse_elsewhere(self._path, position, schema, expected)
-
-    def elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
-        """What an apply that starts from another position is told."""
-        return elsewhere(self._path, here, expected)
 
     @_explained
     def _write(

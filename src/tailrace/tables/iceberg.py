@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace.errors import ForeignWrite, TableUnusable
+from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.tables.base import Cursor
 from tailrace.tables.catalogs import Catalog
@@ -21,7 +21,7 @@ from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.icebergshape import columns_of
 from tailrace.tables.paths import anothers
-from tailrace.tables.refusals import elsewhere, not_loaded, refuse_elsewhere, refuse_form, strangers
+from tailrace.tables.refusals import not_loaded, refuse_form, strangers
 
 METADATA, DATA = "metadata", "data"
 """The folders that the connector makes in that of a table."""
@@ -109,14 +109,6 @@ class IcebergTable:
         if opened is None:
             raise not_loaded(self._path)
         return opened
-
-    def refuse_elsewhere(self, position: Position, schema: TableSchema, expected: Cursor) -> None:
-        """Refuse to go on from another position, or with rows of another shape."""
-        refuse_elsewhere(self._path, position, schema, expected)
-
-    def elsewhere(self, here: Cursor, expected: Cursor) -> ForeignWrite:
-        """What an apply that starts from another position is told."""
-        return elsewhere(self._path, here, expected)
 
     def _open(self) -> OpenedIceberg | None:
         """The table as it is now; None if it holds no position of this log."""

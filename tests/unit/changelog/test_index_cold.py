@@ -12,8 +12,9 @@ from tailrace.changelog.format import commit_path
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
+from tailrace.changelog.schemas import Version
 from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.errors import LogCorrupt
+from tailrace.errors import LogCorrupt, LogUnreachable
 from tailrace.model.position import ZERO, Lsn
 from tests.support.changes import SHOP, insert
 from tests.support.logs import OFTEN, OTHER, STEP, Diary, Row, in_order, inserts, rows_of, seal
@@ -211,6 +212,28 @@ def test_an_index_is_not_confused_by_commits_that_are_sealed_under_it(diary: Dia
     diary.commit(inserts(50))
     index.grow()
     assert told(index) == told(index_of(diary.path))
+
+
+def test_a_commit_whose_shapes_could_not_be_read_is_taken_in_once_they_can(
+    diary: Diary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary.commit(inserts(1), inserts(2, schema=OTHER))
+    log = ChangeLog.open(diary.path)
+    index, get = LogIndex(log), log.schemas.get
+    unread = [(2, 1)]
+
+    def fail_once(table: int, version: int) -> Version:
+        if (table, version) in unread:
+            unread.clear()
+            raise LogUnreachable("the store does not answer")
+        return get(table, version)
+
+    monkeypatch.setattr(log.schemas, "get", fail_once)
+    with pytest.raises(LogUnreachable):
+        index.grow()
+    index.grow()
+    assert told(index) == told(index_of(diary.path))
+    assert [len(index.pending(table, 0, 99)) for table in (1, 2)] == [1, 1]
 
 
 class Interrupted(LogIndex):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import logging
@@ -204,10 +203,6 @@ def test_nothing_heavy_is_imported_to_answer_at_once(arguments: list[str], file:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tailrace.pipeline.runner") is None,
-    reason="tailrace.pipeline.runner is not there",
-)
 def test_capture_loads_no_spark() -> None:
     code = "import sys, tailrace.pipeline.runner; sys.exit('pyspark' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}

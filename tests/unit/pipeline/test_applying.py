@@ -1,4 +1,4 @@
-"""What the apply side does in the background, without Spark or a source."""
+"""What the apply side does in the background, and who may say what a table is, without Spark or a source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import Any
 
 from tailrace.changelog.reader import ChangeLog
 from tailrace.pipeline.applying import Applying
+from tailrace.pipeline.life import TableLife
+from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
+from tailrace.spark.seeds import Hold
+from tailrace.tables.layout import Place
+from tests.support.changes import SHOP
 from tests.support.logs import Diary
 
 
@@ -20,7 +25,7 @@ def applying_in(folder: Path) -> Applying:
         "name: shop\nsource: {url: postgresql://host/db, tables: ['public.*']}\n"
         f"log: {folder / 'log'}\ntables: {{path: ./lake}}\n"
     )
-    source: Any = SimpleNamespace(value_of=None)
+    source: Any = SimpleNamespace(value_of=None, lag=None, tables=list, makes_tables=False)
     return Applying(load_settings(file), ChangeLog.open(folder / "log"), source)
 
 
@@ -40,3 +45,26 @@ def test_threads_that_have_ended_are_not_kept(tmp_path: Path) -> None:
         done.set()
         applying.stop()
     assert not waiting.is_alive(), "whoever stops waits for those that are at work"
+
+
+def test_what_a_table_is_while_its_load_lands_only_the_landing_says(tmp_path: Path) -> None:
+    applying = applying_in(tmp_path)
+    try:
+        applying.discover()
+        life = TableLife(SHOP.table, Place(path=tmp_path / "lake", log_id="log"), state=TableState.SEEDING)
+        landing: Any = SimpleNamespace(life=life, landing=True, reading={}, state_before=TableState.NEW)
+        applying.lives.tables[life.table] = life
+        loading = applying.loading
+        loading._loads[life.table] = landing
+        applying.lives.seeds.hold(life.table, Hold.PAUSED)
+        loading._obey()
+        assert life.state is TableState.SEEDING
+        life.state = TableState.CATCHING_UP
+        del loading._loads[life.table]
+        for held in (Hold.PAUSED, None):
+            applying.lives.seeds.hold(life.table, held)
+            loading._obey()
+            assert life.state is TableState.CATCHING_UP
+        assert not loading._was, "nothing is kept of what it was"
+    finally:
+        applying.stop()

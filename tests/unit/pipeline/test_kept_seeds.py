@@ -382,10 +382,10 @@ def test_what_is_known_of_a_kept_load_is_not_forgotten(quiet: Quiet) -> None:
     os.utime(str(old), (0.0, 0.0))
     mine.sweep(quiet.seed_keeping().loads)
     mine.sweep()
-    assert mine.whole_after("first") is not None, "it was of use until now"
+    assert mine.mixed("first") is not None, "it was of use until now"
     os.utime(str(old), (0.0, 0.0))
     mine.sweep()
-    assert mine.whole_after("first") is None
+    assert mine.mixed("first") is None
 
 
 def chunked(folder: Path) -> Quiet:
