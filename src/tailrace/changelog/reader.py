@@ -83,11 +83,8 @@ class ChangeLog:
         with files.explained(meta):
             found = files.is_there(meta)
         if not found:
-            raise LogUnusable(
-                "there is no log here",
-                path=path,
-                hint="Start `tailrace run` or `tailrace capture` first; they make it.",
-            )
+            hint = "Start `tailrace run` or `tailrace capture` first; they make it."
+            raise LogUnusable("there is no log here", path=path, hint=hint)
         with files.explained(meta):
             text = meta.read_bytes()
         try:

@@ -1,7 +1,8 @@
 """Each table's life, as far as the log and the table itself tell it; no Spark in here.
 
 A table's own commit says what it has; `TableLife` keeps only a copy of that. A table that holds no position of
-this log is new, and nothing else decides that.
+this log is new, and nothing else decides that. The file is longer than most because what a table may do next hangs on
+all that is known of it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ snapshot (it took too long, the session broke, we were killed) goes on in the ch
 they are ranges of the key; otherwise it begins again.
 
 One thread looks, here, what is to be loaded, and lands what has been read; others read (`reading`). Nothing here stops
-capture, or the applying to other tables.
+capture, or the applying to other tables. The file is longer than most because whoever may end a load, hold it back or
+land it stands in it.
 """
 
 from __future__ import annotations
