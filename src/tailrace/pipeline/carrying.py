@@ -8,10 +8,11 @@ asked for the load: then only the first of the two ends what the log brings, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tailrace.changelog.index import Slice
+from tailrace.changelog.rows import upto_position
 from tailrace.errors import BaseRowMissing, SchemaChanged
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
@@ -86,6 +87,8 @@ def stretch_to(
     if life.cursor.position >= point or not pending:
         return None
     whole = [item for item in pending if index.end_of(item.last) <= point]
+    if not whole:
+        pending = list(_of_before(lives, life.cursor.seq, pending, point))
     taken: list[Slice] = []
     for item in whole or pending:
         if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
@@ -96,9 +99,21 @@ def stretch_to(
         if recast is not None:
             return Stretch((), life.cursor, recast)
         taken.append(item)
-    if not whole:
+    if not taken:
+        return None
+    if not whole and len(taken) == len(pending):
         return Stretch(tuple(taken), replace(lives.cursor_at(point), load=life.cursor.load), upto=point)
     return Stretch(tuple(taken), lives.reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
+
+
+def _of_before(lives: Lives, seq: int, items: list[Slice], point: Lsn) -> Iterator[Slice]:
+    """Of slices that go past the point those with rows of before it; one commit may hold several of a table, each of
+    another shape."""
+    for item in items:
+        rows = lives.log.read(item.first, item.last, tables=[item.table], after_seq=seq, to_seq=item.last_seq)
+        if any(upto_position(batch, point).data.num_rows for batch in rows if batch.data.num_rows):
+            yield item
+        seq = item.last_seq
 
 
 def _recast_before(
