@@ -18,6 +18,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
+from tailrace.changelog.reader import ChangeLog
 from tailrace.pipeline.carrying import carry_to
 from tailrace.pipeline.preview import ADDED_AGAIN, COMPARED, preview
 from tailrace.pipeline.report import TableEvolution, TableState
@@ -282,6 +283,31 @@ def test_changes_between_two_alters_are_applied_in_the_shape_they_have(database:
                 account.alter(altered, in_source(database, table))
             assert_told(applying, accounts)
             assert_in_time(applying, "h_t")
+
+
+def test_what_the_log_has_of_a_table_from_before_it_was_made_again_is_not_passed_over(
+    database: str, tmp_path: Path
+) -> None:
+    tables = make(database, "again")
+    with Scene(tmp_path, database).tables_are(f"rules: {{{RULES}}}") as scene:
+        with scene.loader() as applying:
+            accounts = begin(database, scene, applying, tables)
+            assert scene.settled(applying)
+        for table, account in accounts.items():
+            first, last = account.now[1] | {"a": 99}, account.now[4] | {"a": 88}
+            run(database, table, "UPDATE {t} SET a = 99 WHERE id = 1; UPDATE {t} SET a = 88 WHERE id = 4")
+            run(database, table, "DELETE FROM {t} WHERE id = 4; " + ALTERS["again"].sql)
+            account.put(first, "update")
+            account.put(last, "update")
+            account.delete(4)
+        comings = ChangeLog.open(scene.settings.log.path).published
+        assert eventually(lambda: sum(coming.whole is not None for coming in comings().comings) == 2 * len(tables))
+        with scene.loader() as applying:
+            assert settled(scene, applying, *accounts)
+            for table, account in accounts.items():
+                account.alter(ALTERS["again"], in_source(database, table))
+            assert_told(applying, accounts)
+            assert_in_time(applying, "h_again")
 
 
 def test_what_cannot_be_known_by_its_key_any_more_stops_and_is_whole(database: str, tmp_path: Path) -> None:

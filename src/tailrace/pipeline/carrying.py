@@ -8,17 +8,19 @@ asked for the load: then only the first of the two ends what the log brings, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tailrace.changelog.index import Slice
-from tailrace.errors import SchemaChanged
+from tailrace.changelog.rows import upto_position
+from tailrace.errors import BaseRowMissing, SchemaChanged
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.life import ROWS_PER_APPLY_MAX, Lives, Stretch, TableLife
 from tailrace.pipeline.loads import Load, was_changed
 from tailrace.tables.carrying import carry
 from tailrace.tables.evolving import Recast
+from tailrace.tables.forms import TableMode
 
 Take = Callable[[TableLife, Stretch], None]
 """Makes one commit of a table that stands still, or raises why not."""
@@ -28,9 +30,14 @@ def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
     """Bring the table to a load that was read whole; whoever calls holds its lock, and the log has passed the point."""
     life, schema, asked = load.life, load.seed.plan.schema, load.seed.wish is not None
     lives.look_again(life)
-    if has_all(lives, load):
-        while (stretch := _next_stretch(lives, life, point, schema, asked=asked)) is not None:
-            take(life, stretch)
+    if (end := told_to(lives, load, point)) is not None:
+        while (stretch := _next_stretch(lives, life, end, schema, asked=asked)) is not None:
+            try:
+                take(life, stretch)
+            except BaseRowMissing:
+                if life.halted:
+                    raise
+                break  # the load has the row
     if load.where is not None or not life.place.form.retains or life.shape is None or life.cursor is None:
         return
     if _went_past(life.shape, schema):
@@ -39,13 +46,20 @@ def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
         take(life, Stretch((), life.cursor, recast))
 
 
-def has_all(lives: Lives, load: Load) -> bool:
-    """Whether the table must come to the load's point by the log, which has all that it takes: of a table that keeps
-    every change, or every version, a load brings only what the log does not tell. One that broke at anything but a
-    change of its shape could not take what came after that."""
-    life = load.life
+def told_to(lives: Lives, load: Load, point: Lsn) -> Lsn | None:
+    """How far the table must come towards the load's point by the log; None: not at all, or it does so by itself.
+
+    Of a table that keeps what the source no longer has a load brings only what the log does not tell. Where the log
+    lacks changes that ends: what comes after may build on rows that nobody was told of. Only a change that is kept as
+    such says what it says. One that broke at anything but a change of its shape could not take what came after that.
+    """
+    life, form = load.life, load.life.place.form
     takes = not load.state_before.broken or isinstance(load.stopped_by, SchemaChanged)
-    return life.halted and not life.once and takes and not lives.misses(life)
+    stands = life.halted or (form.soft_delete and lives.misses(life))
+    if life.cursor is None or life.once or not (stands and takes):
+        return None
+    lacks = None if form.mode is TableMode.APPEND or form.keeps else lives.lacks_from(life)
+    return point if lacks is None else min(point, lacks)
 
 
 def _next_stretch(
@@ -73,6 +87,8 @@ def stretch_to(
     if life.cursor.position >= point or not pending:
         return None
     whole = [item for item in pending if index.end_of(item.last) <= point]
+    if not whole:
+        pending = list(_of_before(lives, life.cursor.seq, pending, point))
     taken: list[Slice] = []
     for item in whole or pending:
         if taken and whole and sum(other.rows for other in taken) + item.rows > ROWS_PER_APPLY_MAX:
@@ -83,9 +99,21 @@ def stretch_to(
         if recast is not None:
             return Stretch((), life.cursor, recast)
         taken.append(item)
-    if not whole:
+    if not taken:
+        return None
+    if not whole and len(taken) == len(pending):
         return Stretch(tuple(taken), replace(lives.cursor_at(point), load=life.cursor.load), upto=point)
     return Stretch(tuple(taken), lives.reached(life.cursor, taken, pending[len(taken) :], taken[-1].last))
+
+
+def _of_before(lives: Lives, seq: int, items: list[Slice], point: Lsn) -> Iterator[Slice]:
+    """Of slices that go past the point those with rows of before it; one commit may hold several of a table, each of
+    another shape."""
+    for item in items:
+        rows = lives.log.read(item.first, item.last, tables=[item.table], after_seq=seq, to_seq=item.last_seq)
+        if any(upto_position(batch, point).data.num_rows for batch in rows if batch.data.num_rows):
+            yield item
+        seq = item.last_seq
 
 
 def _recast_before(

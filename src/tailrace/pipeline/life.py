@@ -444,6 +444,15 @@ class Lives:
         since = self.since(life.table) if not life.once or life.replay is not None else None
         return since is not None and life.cursor is not None and life.cursor.position < since
 
+    def lacks_from(self, life: TableLife) -> Lsn | None:
+        """What the log lacks after where the table stands begins after this position; None: it lacks nothing."""
+        assert life.cursor is not None, "a table that was loaded"
+        here = life.cursor.position
+        begins = [gap.start for gap in self._gaps() if gap.end > here]
+        comings = self.log.published().comings
+        begins += [coming.since for coming in comings if coming.table == life.table and coming.since > here]
+        return min(begins, default=None)
+
     def needs_all(self, life: TableLife) -> bool:
         """Whether nothing but a load of the whole table will do."""
         owed = life.shape is not None and life.shape.facts is not None and life.shape.facts.owed

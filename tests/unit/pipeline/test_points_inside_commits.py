@@ -10,6 +10,7 @@ import pytest
 
 from tailrace.changelog.reader import ChangeLog
 from tailrace.model import change
+from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.pipeline.carrying import stretch_to
 from tailrace.pipeline.life import Lives, TableLife
@@ -17,9 +18,37 @@ from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ApplyWork, apply_changes
 from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.layout import Layout, Place
-from tests.support.changes import SHOP
-from tests.support.logs import Diary, inserts
+from tests.support.changes import SHOP, insert
+from tests.support.logs import WIDER, Diary, inserts
 from tests.support.windows import window
+
+NUMBERED = ColumnFacts(number=1, nullable=True, default=None, fill=None, stamp=1)
+OF_SHOP = Facts(
+    columns=tuple(replace(NUMBERED, number=i + 1) for i in range(len(SHOP.columns))), made=len(SHOP.columns),
+    storage=(Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False),),
+)  # fmt: skip
+OLD = replace(SHOP, facts=OF_SHOP)
+NEW = replace(
+    WIDER, facts=replace(OF_SHOP, columns=(*OF_SHOP.columns, replace(NUMBERED, number=9, stamp=2)), made=9)
+)
+"""The same table after a column was added."""
+
+
+def write_log_of_two_shapes(folder: Path) -> tuple[Lsn, Lsn]:
+    """A commit, and one of two transactions with a change of the shape in the first of them; where these end."""
+    diary = Diary(folder)
+    diary.commit((OLD, [insert(1)]))
+    begin = diary.writer.position.value
+    middle, end = Lsn(begin + 50), Lsn(begin + 100)
+    batches = diary._batches([(OLD, [insert(2)]), (NEW, [insert(3), insert(4)])], str(end))
+    ends = [[middle], [middle, end]]
+    for i, made in enumerate(batches):
+        place = made.data.schema.get_field_index(change.POSITION)
+        texts = pa.array([str(at) for at in ends[i]])
+        batches[i] = replace(made, data=made.data.set_column(place, made.data.schema.field(place), texts))
+    diary.writer.append(window(begin, end.value, *batches, transactions=2))
+    diary.close()
+    return middle, end
 
 
 def write_log(folder: Path) -> tuple[Lsn, Lsn]:
@@ -64,6 +93,39 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
             assert outcome.cursor is not None
             assert outcome.schema is not None
             life.moved(outcome.cursor, outcome.schema, outcome.version)
+        cursor = place.open().cursor()
+        assert cursor is not None
+        assert (cursor.position, place.open().rows()) == (point, rows)
+
+
+@pytest.mark.parametrize("mode", [TableMode.APPEND, TableMode.HISTORY])
+def test_rows_of_each_shape_in_the_commit_of_the_point_are_applied(tmp_path: Path, mode: TableMode) -> None:
+    middle, end = write_log_of_two_shapes(tmp_path / "log")
+    log = ChangeLog.open(tmp_path / "log")
+    lives = Lives(log, Layout(root=tmp_path / "lake"))
+    lives.grow()
+    place = Place(path=tmp_path / "lake" / "t", log_id=log.log_id, form=Form(mode=mode))
+    place.open().load(OLD, [], lives.cursor_at(lives.index.end_of(1)))
+    life = TableLife(SHOP.table, place, state=TableState.LIVE, cursor=place.open().cursor(), shape=OLD)
+    life.halted = True
+    for point, rows in ((middle, 2), (end, 3)):
+        turns = 0
+        while (stretch := stretch_to(lives, life, point)) is not None:
+            turns += 1
+            assert turns <= 3, "it comes no further"
+            assert life.cursor is not None
+            assert life.shape is not None
+            if stretch.recast is not None:
+                place.open().evolve(stretch.recast, life.cursor)
+                life.moved(life.cursor, stretch.recast.schema)
+                continue
+            outcome = apply_changes(ApplyWork(
+                table=life.table, log=log.path, place=place, slices=stretch.slices, shape=life.shape,
+                expected=life.cursor, cursor=stretch.cursor, upto=stretch.upto,
+            ))  # fmt: skip
+            assert outcome.error is None
+            assert outcome.cursor is not None
+            life.moved(outcome.cursor, life.shape, outcome.version)
         cursor = place.open().cursor()
         assert cursor is not None
         assert (cursor.position, place.open().rows()) == (point, rows)
