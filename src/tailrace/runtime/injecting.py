@@ -53,6 +53,7 @@ class Injected:
             )  # fmt: skip
         batch = batch_of_event(changes) if isinstance(changes, Event) else changes
         require_batch(batch, placed=True)
+        _require_pairs(batch)
         if len(batch):
             self._waiting.append(self._numbered(batch))
 
@@ -111,11 +112,26 @@ def _with(data: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
 def _require_whole(event: Event) -> None:
     """What the server did not send of a row that moved is taken from the old row, which only a batch of both keeps."""
     if event.kept_for is not None or (event.moved_from is not None and event.unchanged):
-        raise ConfigError(
-            "half of a change of key was injected", table=event.table, columns=", ".join(event.unchanged),
-            hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one "
-            "by one the values that the server did not send are lost.",
-        )  # fmt: skip
+        raise _half(event)
+
+
+def _require_pairs(batch: ChangeBatch) -> None:
+    """The same of a batch."""
+    if not {change.MOVED_FROM, change.UNCHANGED} <= set(batch.data.schema.names):
+        return
+    kept = False
+    for event in batch.events():
+        if event.moved_from is not None and event.unchanged and not event.unfit and not kept:
+            raise _half(event)
+        kept = event.kept_for is not None
+
+
+def _half(event: Event) -> ConfigError:
+    return ConfigError(
+        "half of a change of key was injected", table=event.table, columns=", ".join(event.unchanged),
+        hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one "
+        "by one the values that the server did not send are lost.",
+    )  # fmt: skip
 
 
 def batch_of_event(event: Event) -> ChangeBatch:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from tailrace.errors import ConfigError, RuleInvalid, TransformFailed, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
+from tailrace.model.change import Operation
 from tailrace.model.positions import P
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system import is_system
@@ -212,15 +213,18 @@ class TransformPlan:
         lots = plan.run(opened(batch))
         self._halt(plan.source, lots, batch)
         letters, aside = [], np.zeros(len(batch), np.bool_)
+        together = np.zeros(len(batch), np.bool_)
         for _, rows in lots:
-            bad = np.zeros(rows.count, np.bool_)
             for one in rows.failures:
                 mine = one.rows & ~aside[rows.source]  # a row is one letter, of the first rule that failed
-                bad |= one.rows
                 if mine.any():
-                    letters.append(_letter(one, batch, rows.source[mine]))
-                    aside[rows.source[mine]] = True
-            rows.take(~bad)
+                    failed = rows.source[mine]
+                    aside[failed] = True
+                    old = _old_rows(batch, failed, aside)
+                    together[old] = True
+                    letters.append(_letter(one, batch, np.sort(np.concatenate([failed, old]))))
+        for _, rows in lots:
+            rows.take(~(rows.failed | together[rows.source]))
         return Applied(
             batches=tuple(closed(rows, schema) for schema, rows in lots if rows.count), letters=tuple(letters)
         )
@@ -363,6 +367,21 @@ def _failed(
         f"a rule could not be applied: {failure.why}", rule=failure.rule, table=schema.table, column=failure.column,
         rows=int(failure.rows.sum()), **where, hint=hint,
     )  # fmt: skip
+
+
+_TAKING = {change.MOVED_FROM, change.UNCHANGED}
+
+
+def _old_rows(batch: ChangeBatch, rows: Any, aside: Any) -> Any:
+    """The deletes of old keys that go with these rows: of one that takes values from there which were not sent. Handed
+    out alone they would take the values away, and the letter could not be applied any more."""
+    names = set(batch.data.schema.names)
+    if not names >= _TAKING:
+        return rows[:0]
+    taking = [batch.data.column(name).is_valid().to_numpy(zero_copy_only=False) for name in _TAKING]
+    before = rows[np.logical_and.reduce(taking)[rows] & (rows > 0)] - 1
+    deletes = batch.data.column(change.OP).take(pa.array(before)).to_pylist()
+    return before[np.array([one == Operation.DELETE.value for one in deletes], np.bool_) & ~aside[before]]
 
 
 def _letter(failure: Failure, batch: ChangeBatch, rows: Any) -> Letter:

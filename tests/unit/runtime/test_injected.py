@@ -165,6 +165,8 @@ def test_half_of_a_change_of_key_is_refused_and_both_halves_keep_the_large_value
     for half in tuple(rows.events())[1:]:
         with pytest.raises(ConfigError, match="half of a change of key"):
             runtime.enqueue(half)
+    with pytest.raises(ConfigError, match="half of a change of key"):
+        runtime.enqueue(replace(rows, data=rows.data.slice(2, 1)))
     runtime.enqueue(rows)
     mirror = Mirror()
     for event in runtime.poll().events():
