@@ -10,6 +10,7 @@ stays until the new one has been made from it: the delete is `Nothing`, and the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.change import Operation
@@ -214,6 +216,16 @@ def _values(column: pa.Array) -> list[Any]:
         moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]").tolist()
         if kind.tz:
             moments = [moment.replace(tzinfo=UTC) if isinstance(moment, datetime) else moment for moment in moments]
+    elif pa.types.is_struct(kind):
+        children = [_values(child) for child in column.flatten()]
+        names = [kind.field(at).name for at in range(kind.num_fields)]
+        made = (dict(zip(names, row, strict=True)) for row in zip(*children, strict=True))
+        rows = list(made) if children else [{} for _ in range(len(column))]
+        return [row if there else None for row, there in zip(rows, column.is_valid().to_pylist(), strict=True)]
+    elif pa.types.is_list(kind) and pa.types.is_temporal(kind.value_type):
+        each = iter(_values(column.flatten()))
+        sizes = pc.list_value_length(column).to_pylist()
+        return [None if size is None else list(itertools.islice(each, size)) for size in sizes]
     else:
         values = column.to_pylist()
         return values

@@ -221,7 +221,7 @@ class TransformPlan:
                     failed = rows.source[mine]
                     aside[failed] = True
                     old = _old_rows(batch, failed, aside)
-                    together[old] = True
+                    together[old] = aside[old] = True
                     letters.append(_letter(one, batch, np.sort(np.concatenate([failed, old]))))
         for _, rows in lots:
             rows.take(~(rows.failed | together[rows.source]))

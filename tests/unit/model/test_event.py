@@ -18,6 +18,7 @@ from tailrace.model.encode import UNAVAILABLE, to_debezium, to_debezium_line, to
 from tailrace.model.event import ENVELOPE, Delete, Event, Merge, Nothing, Replace, RowWrite, Truncate
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.model.system import MESSAGE_STREAM
+from tailrace.testing import changes as made
 from tests.support.changes import (
     KEYLESS,
     SHOP,
@@ -262,3 +263,15 @@ def test_the_names_that_readers_of_debezium_go_by_are_texts() -> None:
     for odd in ({"name": 3}, {"database": None}):
         with pytest.raises(ConfigError, match="not a `str`"):
             to_debezium(event, **odd)
+
+
+def test_days_that_pythons_calendar_does_not_have_are_texts_wherever_they_stand() -> None:
+    far = made.table("public.far", day=pa.date32(), at=pa.timestamp("us", "UTC"), days=pa.list_(pa.date32()))
+    day, moment = 3_000_000, 300_000_000_000_000_000
+    row = {"day": day, "at": moment, "days": [day, None, 0]}
+    given = made.changes(far, made.update(row, before=row), made.move({"day": day}, {"day": day + 1}))
+    updated, deleted, moved = given.events()
+    read = {"day": "10183-09-21", "at": "11476-08-15T05:20:00.000000", "days": ["10183-09-21", None, date(1970, 1, 1)]}
+    assert (updated.values, updated.before) == (read, read)
+    assert (deleted.key, moved.moved_from) == ({"day": "10183-09-21"}, {"day": "10183-09-21"})
+    assert json.loads(to_json_line(updated))["before"]["days"] == ["10183-09-21", None, "1970-01-01"]
