@@ -176,7 +176,8 @@ def build_parser() -> Parser:
             command.add_argument("folder", metavar="FOLDER", help="of the FileCheckpointStore")
         else:
             command.add_argument("file", metavar="FILE", help="the settings file, e.g. tailrace.yaml")
-        command.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+        objects = "a JSON object for each change" if name == "tail" else "one JSON object"
+        command.add_argument("--json", action="store_true", help=f"print {objects} on stdout")
         # Given before the command or after it; without a default here the one before is kept.
         _add_log_level(command, argparse.SUPPRESS)
         if name in _CAUGHT_UP:
