@@ -187,7 +187,11 @@ def partitions_of(folder: Path) -> dict[Path, dict[str, object]]:
     """The data files of an Iceberg table, and the values that it says they are of."""
     from pyiceberg.table import StaticTable
 
-    found = StaticTable.from_metadata(str(metadata_file(folder))).inspect.data_files()
+    table = StaticTable.from_metadata(str(metadata_file(folder)))
+    snapshot = table.current_snapshot()
+    if snapshot is None or not snapshot.manifests(table.io):
+        return {}  # pyiceberg cannot show the files of a table that has none
+    found = table.inspect.data_files()
     return {Path(file["file_path"]): file["partition"] for file in found.to_pylist()}
 
 

@@ -51,11 +51,11 @@ def find_folder(path: Path) -> Path | None:
     return None
 
 
-def refuse_inside(path: Path) -> None:
+def refuse_inside(path: Path, rebuilt: str = REBUILT) -> None:
     """Refuse to make a table in the folder of another one, whoever's that is: its upkeep, and readers that go by
-    folders, would take the new one's files for its own. They pass over what is made anew below `_rebuild`."""
+    folders, would take the new one's files for its own. Below `rebuilt` it is the table itself that is made anew."""
     for below, around in zip((path, *path.parents), path.parents, strict=False):
-        if below.name == REBUILT:
+        if below.name == rebuilt:
             continue
         if has_commits(around) or any((around / "metadata").glob("*.metadata.json*")):
             raise TableUnusable(

@@ -78,7 +78,7 @@ class IcebergTable:
         """Raise what a load of this source table would raise before it begins."""
         found = self.metadata()
         if found is None:
-            refuse_inside(self._path)
+            refuse_inside(self._path, REBUILT)
             return
         if found.owner != self._log_id:
             raise strangers(self._path, found.owner)

@@ -375,3 +375,6 @@ def test_no_table_is_made_inside_another_one(tmp_path: Path) -> None:
     inside = IcebergTable(tmp_path / "t" / "inner", "a-log", Catalog(kind="hadoop", root=tmp_path))
     with pytest.raises(TableUnusable, match="inside another table"):
         inside.refuse_foreign(SHOP.table)
+    anew = IcebergTable(tmp_path / "t" / "rebuilt" / "1" / "table", "a-log", Catalog(kind="hadoop", root=tmp_path))
+    anew.refuse_foreign(SHOP.table)
+    assert anew.cursor() is None, "it is the table itself that is made anew there"
