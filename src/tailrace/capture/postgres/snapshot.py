@@ -11,6 +11,7 @@ that the noted snapshot did not see, over chunks read in any order at any time a
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from tailrace.capture.postgres.connect import command, connect, connect_replicat
 from tailrace.capture.postgres.copy import copy_marked, copy_rows
 from tailrace.capture.postgres.copy_binary import CTID
 from tailrace.capture.postgres.facts import AS_BYTES
+from tailrace.capture.postgres.keys import key_texts
 from tailrace.capture.postgres.preflight import horizon
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
@@ -377,11 +379,11 @@ class SnapshotReader:
         types = {column.name: column.source_type for column in schema.columns}
         names = keys.schema.names
         values = sql.SQL(", ").join(
-            sql.SQL("({})").format(
-                sql.SQL(", ").join(sql.Literal(row[name]) + sql.SQL(f"::{types[name]}") for name in names)
-            )
-            for row in keys.to_pylist()
-        )
+            sql.SQL("({})").format(sql.SQL(", ").join(
+                sql.Literal(text) + sql.SQL(f"::{types[name]}") for name, text in zip(names, texts, strict=True)
+            ))
+            for key in zip(*keys.columns, strict=True) for texts in itertools.product(*map(key_texts, key))
+        )  # fmt: skip
         wanted = sql.SQL("({}) in ({})").format(sql.SQL(", ").join(map(sql.Identifier, names)), values)
         yield from self._copied(schema, None, wanted.as_string(self._connection))
 

@@ -1,0 +1,115 @@
+"""Rows asked for by their keys, and a scan that goes on behind one: the server must read the very value, whatever its
+type, and in the order of the columns that it was told in."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from tailrace.capture.base import Scan
+from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.demo.server import EmbeddedPostgres
+from tailrace.model.schema import TableId
+
+
+class Shop:
+    """A schema of its own, and the capture of all that is in it."""
+
+    def __init__(self, server: EmbeddedPostgres) -> None:
+        self.name = f"keys_{uuid.uuid4().hex[:12]}"
+        self.connection = server.connect()
+        self.run(f"create schema {self.name}")
+        self.capture = PostgresCapture(PostgresSettings(
+            url=server.url(), wanted=lambda table: table.schema == self.name, slot=self.name, publication=self.name,
+        ))  # fmt: skip
+        self.capture.scan_chunk_bytes = 16_384
+
+    def run(self, text: str) -> None:
+        self.connection.execute(psycopg.sql.SQL(text.replace("{s}", self.name)))
+
+    def table(self, name: str) -> TableId:
+        return TableId(self.name, name)
+
+    def close(self) -> None:
+        self.capture.drop()
+        self.connection.close()
+
+
+@pytest.fixture
+def shop(server: EmbeddedPostgres) -> Iterator[Shop]:
+    made = Shop(server)
+    yield made
+    made.close()
+
+
+def read(scan: Scan, column: str, rows: int | None = None) -> tuple[list[Any], dict[str, Any]]:
+    """Values of the rows that come, at least so many of them if that is said; and the record after those."""
+    found: list[Any] = []
+    record: Any = scan.record()
+    while not scan.done and (rows is None or len(found) < rows):
+        while not scan.begin(()):
+            pass
+        while (rows is None or len(found) < rows) and (piece := scan.next(100)) is not None:
+            found += piece.data.column(column).to_pylist()
+            record = piece.record(len(piece.data))
+    scan.close()
+    return found, json.loads(json.dumps(record))
+
+
+def test_a_scan_goes_on_in_a_partition_that_has_grown_since(shop: Shop) -> None:
+    shop.run("create table {s}.sales (a int, b int, pad text, primary key (b, a)) partition by range (a)")
+    shop.run("create table {s}.sales_old partition of {s}.sales for values from (0) to (100000)")
+    shop.run("create table {s}.sales_new partition of {s}.sales for values from (100000) to (200000)")
+    shop.run("insert into {s}.sales select n, n, repeat('x', 100) from generate_series(0, 999) n")
+    shop.run("insert into {s}.sales select 100000 + n, -n, '' from generate_series(0, 119) n")
+    shop.capture.prepare(None)
+
+    before, record = read(shop.capture.scan([shop.table("sales")], live=True), "a", 1_100)
+    shop.run("insert into {s}.sales select 150000 + n, 1000 + n, repeat('x', 100) from generate_series(0, 999) n")
+    resumed = shop.capture.resume_scan(record)
+    assert resumed is not None
+    after, _ = read(resumed, "a")
+
+    assert len(before) == 1_100
+    assert {*before, *after} >= {*range(1_000), *range(100_000, 100_120)}  # the stream brings the others
+
+
+def test_a_scan_goes_on_behind_a_key_that_is_a_list(shop: Shop) -> None:
+    shop.run("create table {s}.tags (words text[] primary key, pad text)")
+    shop.run(
+        "insert into {s}.tags select array[n::text, 'a \"b\" \\ {c},d', '', 'NULL', null], repeat('x', 100) "
+        "from generate_series(1, 1000) n"
+    )
+    shop.capture.prepare(None)
+    found, record = read(shop.capture.scan([shop.table("tags")], live=True), "words", 400)
+    resumed = shop.capture.resume_scan(record)
+    assert resumed is not None
+    rest, _ = read(resumed, "words")
+    assert sorted(int(words[0]) for words in found + rest) == list(range(1, 1_001))
+
+
+def test_rows_are_read_again_by_keys_that_no_calendar_of_pythons_has(shop: Shop) -> None:
+    shop.run("create table {s}.stays (id int, until timestamptz, day date, primary key (id, until, day))")
+    shop.run("""
+      insert into {s}.stays values (1, 'infinity', 'infinity'), (2, '-infinity', '-infinity'),
+      (3, '12345-06-07 08:09:10.5+00', '12345-06-07'), (4, '0044-03-15 12:00+00 BC', '0044-03-15 BC'),
+      (5, '9999-12-31 23:59:59.999999+00', '9999-12-31'), (6, '2020-01-01 00:00+00', '2020-01-01')
+    """)
+    shop.capture.prepare(None)
+    with shop.capture.snapshot() as exact, exact.reader() as reader:
+        schema = reader.describe(shop.table("stays"))
+        whole = pa.Table.from_batches(reader.rows(schema))
+    with shop.capture.row_reader(60) as reader:
+        reader.keep(schema)
+        again = pa.Table.from_batches(reader.rows_of(schema, whole.select(schema.key)), whole.schema)
+    assert again.sort_by("id") == whole.sort_by("id")
+    assert again.filter(pc.equal(again["id"], 6))["until"][0].as_py() == datetime(2020, 1, 1, tzinfo=UTC)
