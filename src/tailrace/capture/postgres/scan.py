@@ -133,11 +133,13 @@ class PostgresScan:
         """Plan first, so that a table that is rewritten before the snapshot is told by its files."""
         for _ in range(ALTERED_MAX):
             plans = {table: self._planned(table) for table in self._cursor.tables}
-            exact = self._source.snapshot().__enter__()
+            # Ours at once: it holds back the server's clean-up until it is closed, whatever comes of the question.
+            exact = self._exact = self._source.snapshot().__enter__()
             now = self._source.describe(plans)
             if all(table in now and same_version(plan.schema, now[table]) for table, plan in plans.items()):
-                self._exact, self._plans, self.start = exact, plans, exact.point
+                self._plans, self.start = plans, exact.point
                 return
+            self._exact = None
             exact.__exit__()
         raise SourceRewritten("a table is altered again and again", hint="Read it when nobody alters it.")
 

@@ -1,13 +1,14 @@
 """Rows asked for by their keys, and a scan that goes on behind one: the server must read the very value, whatever its
-type, and in the order of the columns that it was told in."""
+type, and in the order of the columns that it was told in. And a scan that came to nothing leaves nothing open."""
 
 from __future__ import annotations
 
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 import psycopg
 import pyarrow as pa
@@ -18,6 +19,7 @@ from tailrace.capture.base import Scan
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
+from tailrace.errors import SourceUnreachable
 from tailrace.model.schema import TableId
 
 
@@ -113,3 +115,20 @@ def test_rows_are_read_again_by_keys_that_no_calendar_of_pythons_has(shop: Shop)
         again = pa.Table.from_batches(reader.rows_of(schema, whole.select(schema.key)), whole.schema)
     assert again.sort_by("id") == whole.sort_by("id")
     assert again.filter(pc.equal(again["id"], 6))["until"][0].as_py() == datetime(2020, 1, 1, tzinfo=UTC)
+
+
+def test_a_scan_that_cannot_begin_leaves_no_snapshot_open(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop.run("create table {s}.items (id int primary key)")
+    shop.capture.prepare(None)
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise SourceUnreachable("gone for a moment", hint="It is tried again.")
+
+    monkeypatch.setattr(shop.capture, "describe", fail)
+    with pytest.raises(SourceUnreachable) as kept:  # and with it whatever its frames hold
+        shop.capture.scan([shop.table("items")], live=False)
+    left = "select count(*) from pg_replication_slots where temporary and database = current_database()"
+    deadline = time.monotonic() + 10
+    while shop.connection.execute(left).fetchone() != (0,) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the server notices a little later that a session has ended
+    assert shop.connection.execute(left).fetchone() == (0,), kept
