@@ -377,14 +377,15 @@ class SnapshotReader:
     def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         """The rows with these keys, as far as they are there."""
         types = {column.name: column.source_type for column in schema.columns}
-        names = keys.schema.names
-        values = sql.SQL(", ").join(
-            sql.SQL("({})").format(sql.SQL(", ").join(
-                sql.Literal(text) + sql.SQL(f"::{types[name]}") for name, text in zip(names, texts, strict=True)
-            ))
-            for key in zip(*keys.columns, strict=True) for texts in itertools.product(*map(key_texts, key))
-        )  # fmt: skip
-        wanted = sql.SQL("({}) in ({})").format(sql.SQL(", ").join(map(sql.Identifier, names)), values)
+        names, numbers = keys.schema.names, range(keys.num_columns)
+        asked = [texts for key in zip(*keys.columns, strict=True) for texts in itertools.product(*map(key_texts, key))]
+        # As arrays, however many there are: of a list of as many conditions the server's stack would overflow.
+        wanted = sql.SQL("({}) in (select {} from unnest({}) as asked({}))").format(
+            sql.SQL(", ").join(map(sql.Identifier, names)),
+            sql.SQL(", ").join(sql.SQL(f"asked.k{n}::{types[name]}") for n, name in enumerate(names)),
+            sql.SQL(", ").join(sql.Literal([texts[n] for texts in asked]) + sql.SQL("::text[]") for n in numbers),
+            sql.SQL(", ").join(sql.SQL(f"k{n}") for n in numbers),
+        )
         yield from self._copied(schema, None, wanted.as_string(self._connection))
 
     def _copied(
