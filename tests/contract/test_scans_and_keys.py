@@ -4,10 +4,12 @@ type, and in the order of the columns that it was told in. And a scan that came 
 from __future__ import annotations
 
 import json
+import resource
 import time
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psycopg
@@ -171,3 +173,21 @@ def test_any_number_of_rows_is_read_again(shop: Shop) -> None:
     shop.run("insert into {s}.many select n, 'k' || n from generate_series(1, 30000) n")
     shop.capture.prepare(None)
     assert again(shop, "many").num_rows == 30_000
+
+
+def test_a_read_that_is_given_up_keeps_nothing_of_a_row_that_it_did_not_take(shop: Shop) -> None:
+    shop.run("create table {s}.wide (id int primary key, pad text)")
+    shop.run("alter table {s}.wide alter pad set storage external")
+    shop.run("insert into {s}.wide values (1, ''), (2, repeat('x', 32 << 20))")
+    shop.capture.prepare(None)
+
+    def give_up() -> int:
+        with shop.capture.snapshot() as exact, exact.reader() as reader:
+            rows = reader.rows(reader.describe(shop.table("wide")))
+            assert len(next(rows)) == 1
+            rows.close()  # type: ignore[attr-defined] # it is a generator
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    give_up()
+    before = give_up()
+    assert max(give_up() for _ in range(8)) < before + (64 << 20)
