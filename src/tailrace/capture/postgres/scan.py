@@ -25,7 +25,7 @@ from tailrace.capture.base import ScanPiece
 from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
 from tailrace.capture.postgres.keys import key_texts
 from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader
-from tailrace.errors import SourceRewritten, TableUnpublished, TailraceError, Unsupported
+from tailrace.errors import SourceError, SourceRewritten, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
@@ -87,6 +87,11 @@ class Barrier:
             self._noted = self._source.begin_chunks(self._given_up.is_set)
         except TailraceError as error:
             self._failure = error
+        except Exception as error:  # the thread's boundary: whoever asks would wait for ever
+            self._failure = SourceError(
+                f"the wait for open transactions failed: {type(error).__name__}",
+                hint="Read the tables again; if it comes back, report it.",
+            )
 
     def passed(self) -> Noted | None:
         """What chunks are compared with; None while it waits."""
