@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.model.batch import ChangeBatch
+from tailrace.model.event import python_values
 from tailrace.model.schema import Column, TableSchema
 
 DECIMAL_DIGITS_MAX = 38
@@ -105,7 +106,7 @@ def _cast(column: pa.Array, wanted: pa.DataType) -> pa.Array:
         ]
         return pa.StructArray.from_arrays(parts, fields=list(wanted), mask=column.is_null())
     if pa.types.is_string(wanted) and (pa.types.is_binary(column.type) or pa.types.is_nested(column.type)):
-        return pa.array([_text(value) for value in column.to_pylist()], pa.string())
+        return pa.array([_text(value) for value in python_values(column)], pa.string())
     return column.cast(wanted)
 
 

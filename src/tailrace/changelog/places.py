@@ -160,16 +160,18 @@ def _inside(
 
     Of the tables that are asked for: whoever lacks rows of another is not concerned.
     """
-    before = first = 0
+    first = least = SEQ_MAX
+    most = 0
     for batch in log.read(commit, commit, tables=_whole(log, commit, tables)):
         seqs, is_later = batch.data.column(change.SEQ), later(batch.data)
-        after = seqs.filter(is_later)
-        earlier = seqs.filter(pc.invert(is_later))
-        if len(after):
-            first = min(first or after[0].as_py(), after[0].as_py())
-            earlier = earlier.filter(pc.less(earlier, after[0]))
-        before = max(before, earlier[-1].as_py() if len(earlier) else 0)
-    return Place(commit) if before and not first else Place(commit - 1, before)
+        after, earlier = seqs.filter(is_later), seqs.filter(pc.invert(is_later))
+        first = min(first, after[0].as_py() if len(after) else SEQ_MAX)
+        if len(earlier):
+            least, most = min(least, earlier[0].as_py()), max(most, earlier[-1].as_py())
+    if first == SEQ_MAX and most:
+        return Place(commit)
+    # What was committed earlier may come later, also in another table.
+    return Place(commit - 1, min(most, first - 1) if least < first else 0)
 
 
 def _whole(log: ChangeLog, commit: int, tables: frozenset[int] | None = None) -> frozenset[int]:

@@ -156,7 +156,7 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
     count = data.num_rows
 
     def listed(name: str) -> list[Any]:
-        return _values(columns[name]) if name in columns else [None] * count
+        return python_values(columns[name]) if name in columns else [None] * count
 
     names, table = schema.names, str(schema.table)
     stored = {change.stored_name(name): name for name in names}
@@ -200,40 +200,45 @@ def _kept(schema: TableSchema, data: pa.RecordBatch) -> list[Row | None]:
         if data.column(change.OP)[at - 1].as_py() != Operation.DELETE.value:
             continue
         if all(old[change.stored_name(name)] == column[at - 1] for name, column in keys):
-            found[at - 1] = {name: column[at].as_py() for name, column in keys}
+            found[at - 1] = {name: python_values(column.slice(at, 1))[0] for name, column in keys}
     return found
 
 
-def _values(column: pa.Array) -> list[Any]:
-    """The column's values as Python has them. Arrow looks for the time zone of every single time; there is one."""
+def python_values(column: pa.Array) -> list[Any]:
+    """The column's values as Python has them; a moment that Python's calendar does not have is its text."""
     kind = column.type
-    values: list[Any]
-    if pa.types.is_date32(kind):
-        unit: Literal["D", "us"] = "D"
+    if pa.types.is_date32(kind) or (pa.types.is_timestamp(kind) and kind.unit == "us" and kind.tz in (None, "UTC")):
+        return _there(column, _moments(column))
+    if pa.types.is_struct(kind) and kind.num_fields:
+        parts = [python_values(part) for part in column.flatten()]
+        names = [kind.field(place).name for place in range(kind.num_fields)]
+        return _there(column, [dict(zip(names, row, strict=True)) for row in zip(*parts, strict=True)])
+    if pa.types.is_list(kind) and pa.types.is_temporal(kind.value_type):
+        values = iter(python_values(column.flatten()))
+        sizes = pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+        return _there(column, [list(itertools.islice(values, size)) for size in sizes])
+    plain: list[Any] = column.to_pylist()
+    return plain
+
+
+def _moments(column: pa.Array) -> list[Any]:
+    """Dates or times. Arrow looks for the time zone of every single one; there is one."""
+    unit: Literal["D", "us"] = "us"
+    if pa.types.is_date32(column.type):
+        unit = "D"
         moments = column.view(pa.int32()).fill_null(0).to_numpy().astype("datetime64[D]").tolist()
-    elif pa.types.is_timestamp(kind) and kind.unit == "us" and kind.tz in (None, "UTC"):
-        unit = "us"
-        moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]").tolist()
-        if kind.tz:
-            moments = [moment.replace(tzinfo=UTC) if isinstance(moment, datetime) else moment for moment in moments]
-    elif pa.types.is_struct(kind):
-        children = [_values(child) for child in column.flatten()]
-        names = [kind.field(at).name for at in range(kind.num_fields)]
-        made = (dict(zip(names, row, strict=True)) for row in zip(*children, strict=True))
-        rows = list(made) if children else [{} for _ in range(len(column))]
-        return [row if there else None for row, there in zip(rows, column.is_valid().to_pylist(), strict=True)]
-    elif pa.types.is_list(kind) and pa.types.is_temporal(kind.value_type):
-        each = iter(_values(column.flatten()))
-        sizes = pc.list_value_length(column).to_pylist()
-        return [None if size is None else list(itertools.islice(each, size)) for size in sizes]
     else:
-        values = column.to_pylist()
-        return values
+        moments = column.view(pa.int64()).fill_null(0).to_numpy().view("datetime64[us]").tolist()
+        if column.type.tz:
+            moments = [moment.replace(tzinfo=UTC) if isinstance(moment, datetime) else moment for moment in moments]
     # Beyond what Python's calendar has, numpy gives a number.
-    values = [str(np.datetime64(moment, unit)) if isinstance(moment, int) else moment for moment in moments]
-    if column.null_count:
-        values = [value if there else None for value, there in zip(values, column.is_valid().to_pylist(), strict=True)]
-    return values
+    return [str(np.datetime64(moment, unit)) if isinstance(moment, int) else moment for moment in moments]
+
+
+def _there(column: pa.Array, values: list[Any]) -> list[Any]:
+    if not column.null_count:
+        return values
+    return [value if there else None for value, there in zip(values, column.is_valid().to_pylist(), strict=True)]
 
 
 def _named(row: Row | None, stored: Mapping[str, str]) -> Row | None:

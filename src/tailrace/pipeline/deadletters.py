@@ -25,6 +25,7 @@ from tailrace.changelog.letters import (
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
+from tailrace.model.event import python_values
 from tailrace.model.schema import TableId
 from tailrace.pipeline.asking import closest
 from tailrace.pipeline.report import TableState
@@ -165,7 +166,8 @@ def _open(settings: PipelineSettings, log: ChangeLog, table: TableId) -> tuple[l
 
 def _shown(table: TableId, bundle: Bundle, passed: frozenset[int], *, payload: bool) -> list[DeadLetter]:
     causes = bundle.rows.select(range(len(CAUSE_FIELDS))).to_pylist()
-    rows = bundle.changes.to_pylist()
+    changes = bundle.changes.combine_chunks().to_batches()
+    rows = [row for batch in changes for row in python_values(batch.to_struct_array())]
     return [
         DeadLetter(
             schema=table.schema, table=table.name, seq=row[change.SEQ], position=row[change.POSITION],

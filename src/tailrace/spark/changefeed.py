@@ -25,6 +25,7 @@ from tailrace.errors import SourceNotReady, TailraceError, Unsupported, ValueUnf
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
+from tailrace.model.event import python_values
 from tailrace.model.schema import Identity, TableSchema
 
 CHANGE_TYPE, VERSION, TIMESTAMP = "_change_type", "_commit_version", "_commit_timestamp"
@@ -145,7 +146,7 @@ def _ends(rows: pa.Table, shape: TableSchema) -> tuple[Numbers, Numbers]:
 
 def _hashable(column: pa.ChunkedArray) -> pa.ChunkedArray:
     if pa.types.is_nested(column.type):
-        return pa.chunked_array([pa.array(map(str, column.to_pylist()), pa.string())])
+        return pa.chunked_array([pa.array(map(str, python_values(_one(column))), pa.string())])
     return column
 
 

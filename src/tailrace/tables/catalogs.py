@@ -90,7 +90,10 @@ class Catalog:
         asked = (SPARK_CATALOG, ".".join(namespace), name)
         try:
             found = self._ask_database(asked)
-        except (psycopg.Error, sqlite3.Error) as exc:
+        except psycopg.Error as exc:
+            # Its own words quote pieces of a URL that it cannot read, the password among them.
+            raise self._silent(path, type(exc).__name__) from None
+        except sqlite3.Error as exc:
             raise self._silent(path, type(exc).__name__) from exc
         if found is None:
             return None

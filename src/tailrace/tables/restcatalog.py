@@ -52,12 +52,19 @@ def load_table(
 ) -> dict[str, Any] | None:
     """What is known of a table; None if there is none."""
     where = f"?{urlencode({'warehouse': warehouse})}" if warehouse else ""
-    config = _Client(uri, who=properties, headers=_headers(properties)).get(f"v1/config{where}") or {}
+    # Every catalog has one: where none is, nothing that is said to be missing says anything of tables.
+    config = _Client(uri, who=properties, headers=_headers(properties)).get(f"v1/config{where}")
     said = {**_texts(config.get("defaults")), **properties, **_texts(config.get("overrides"))}
     # Whom we show our credential to is for the settings to say, and not for an answer.
     client = _Client(uri, who=properties if properties.get("credential") else said, headers=_headers(said))
     prefix = f"{quote(said['prefix'], safe='')}/" if said.get("prefix") else ""
-    return client.get(f"v1/{prefix}namespaces/{quote(_LEVELS.join(namespace), safe='')}/tables/{quote(name, safe='')}")
+    path = f"v1/{prefix}namespaces/{quote(_LEVELS.join(namespace), safe='')}/tables/{quote(name, safe='')}"
+    try:
+        return client.get(path)
+    except Unanswered as error:
+        if error.status == 404:
+            return None
+        raise
 
 
 def _texts(answered: Any) -> dict[str, str]:
@@ -76,16 +83,8 @@ class _Client:
     who: Mapping[str, str] = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
 
-    def get(self, path: str) -> dict[str, Any] | None:
-        """What the catalog answers; None if there is no such thing."""
-        try:
-            return self._get(path)
-        except Unanswered as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def _get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str) -> dict[str, Any]:
+        """What the catalog answers."""
         kind = self.who.get("rest.auth.type", "oauth2").lower()
         if kind not in ("oauth2", "none"):
             raise Unanswered("a `rest.auth.type` that only the connector knows")

@@ -174,8 +174,8 @@ def scalar(value: bool | int | Decimal | str | None, kind: pa.DataType | None) -
                 return fitted(pa.array([str(value)]), kind)[0]
             if pa.types.is_decimal(kind):
                 return pa.scalar(Decimal(value), kind)
-            if int(value) != value:
-                raise ValueError("Arrow would cut it off")
+            if Decimal(value).adjusted() > WIDEST or int(value) != value:
+                raise ValueError("Arrow would cut it off, or has no such number")
             return pa.scalar(int(value), kind)
         return pa.scalar(value, kind)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):

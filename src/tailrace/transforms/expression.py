@@ -13,7 +13,7 @@ import ast
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ from tailrace.transforms.faults import Faults, by_halves, trouble
 
 LENGTH_MAX = 4_096
 NODES_MAX = 500
+WHOLE_MAX = 2**31 - 1
+"""More characters than a text has."""
+EXPONENT_MAX = 400
+"""Of a literal: beyond that no type of a column has numbers, and its digits would fill the memory."""
 Columns = Mapping[str, pa.Array]
 Mask = npt.NDArray[np.bool_]
 
@@ -57,6 +61,8 @@ def _whole(value: Value) -> int:
     found = _plain(value)
     if isinstance(found, bool) or not isinstance(found, int):
         raise _Wrong("an argument must be a whole number")
+    if abs(found) > WHOLE_MAX:
+        raise _Wrong("an argument is too large a number")
     return found
 
 
@@ -264,7 +270,13 @@ def _literal(node: ast.Constant, text: str) -> Literal:
     if isinstance(value, float):
         # The text, and not the float that Python has made of it: 0.1 is 0.1 here.
         written = (ast.get_source_segment(text.strip(), node) or repr(value)).replace("_", "")
-        return Literal(Decimal(written))
+        try:
+            number = Decimal(written)
+        except InvalidOperation:  # its exponent has too many digits
+            number = Decimal("Infinity")
+        if not number.is_finite() or abs(number.adjusted()) > EXPONENT_MAX:
+            raise _Wrong("a number has a larger exponent than those of any column")
+        return Literal(number)
     if value is None or isinstance(value, bool | int | str):
         return Literal(value)
     raise _Wrong("a literal is a text, a number, True, False or None")

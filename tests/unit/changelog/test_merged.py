@@ -81,6 +81,7 @@ def test_a_retyped_column_gets_the_narrowest_type_that_holds_both(
         (dt.date(2024, 2, 29), pa.date32(), pa.string(), "2024-02-29"),
         (b"\x00\xff", pa.binary(), pa.string(), "\\x00ff"),
         ([1, None], pa.list_(pa.int32()), pa.string(), "[1, null]"),
+        ([3_700_000, None], pa.list_(pa.date32()), pa.string(), '["12100-04-04", null]'),
         ([1, None], pa.list_(pa.int32()), pa.list_(pa.int64()), [1, None]),
         (None, pa.int64(), pa.string(), None),
     ],

@@ -100,6 +100,26 @@ def test_a_time_is_that_of_the_first_transaction_then_or_later(
     assert ending_place(log, at(second), TABLES) == end
 
 
+def test_a_transaction_of_another_table_that_was_committed_earlier_and_came_later_hides_nothing(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "log", SOURCE)
+    one, other = (some.data for some in transactions((110, 30)))
+    other = other.set_column(
+        other.schema.get_field_index(change.COMMITTED_AT), other.schema.field(change.COMMITTED_AT),
+        pa.array([29_000_000], other.schema.field(change.COMMITTED_AT).type),
+    )  # fmt: skip
+    batches = (ChangeBatch(schema=SHOP, data=one), ChangeBatch(schema=OTHER, data=other))
+    writer.append(Window(
+        start=writer.position, end=Lsn(150), batches=batches, transactions=2, rows=2, last_committed_at=30_000_000,
+    ))  # fmt: skip
+    writer.close()
+    log = ChangeLog.open(writer.path)
+
+    begin = starting_place(log, at(30), TABLES)
+    rows = [seq for batch in log.read(1, 1, after_seq=begin.seq) for seq in batch.data.column(change.SEQ).to_pylist()]
+    assert 1 in rows, "it was committed then"
+    assert ending_place(log, at(29), TABLES) == begin
+
+
 def test_a_commit_is_taken_with_everything_in_it(log: ChangeLog) -> None:
     assert (starting_place(log, 3, TABLES), ending_place(log, 3, TABLES)) == (Place(2), Place(3))
     assert starting_place(log, 5, TABLES) == starting_place(log, "latest", TABLES) == Place(4)

@@ -7,14 +7,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
 from tailrace.cli.main import main
-from tailrace.errors import ExitCode
+from tailrace.errors import ExitCode, ValueUnfit
+from tailrace.model.batch import ChangeBatch
 from tailrace.pipeline.status import APPLIER, NOTE
-from tests.support.changes import update
+from tests.support.changes import changes, insert, table_schema, update
 from tests.support.quiet import THINGS, Quiet
 
 
@@ -54,6 +56,19 @@ def test_payloads_are_shown_when_they_are_asked_for(call: Any) -> None:
         "moved_from": None,
     }  # fmt: skip
     assert "SECRET" in call("list", "--payload")[1]
+
+
+def test_a_date_that_pythons_calendar_does_not_have_is_shown_as_its_text(call: Any, quiet: Quiet) -> None:
+    shape = table_schema({"id": pa.int64(), "day": pa.date32()})
+    (data,) = changes(shape, insert(7), first=9).combine_chunks().to_batches()
+    far = pa.array([3_700_000], pa.int32()).view(pa.date32())
+    data = data.set_column(data.schema.get_field_index("day"), "day", far)
+    rows = ChangeBatch(schema=shape, data=data).completed()
+    cause = ValueUnfit("a value cannot be that of a partition", table=THINGS, hint="Mend it.")
+    Letters(quiet.settings.log.path, THINGS).write(shape, quiet.cursor.seq, pa.table(rows), [cause], [], there=True)
+    assert call("list")[0] == ExitCode.OK
+    letter = json.loads(call("list", "--payload", "--json")[1])["letters"][-1]
+    assert letter["payload"]["values"] == {"id": 7, "day": "12100-04-04"}
 
 
 def test_as_json_they_have_all_that_is_known(call: Any) -> None:

@@ -201,6 +201,24 @@ def test_a_date_that_pythons_calendar_does_not_have_is_its_text() -> None:
     assert to_json(first)["after"]["day"] == to_debezium(first)["after"]["day"] == "12100-04-04"
 
 
+def test_so_is_one_in_an_old_row_in_a_key_and_in_a_list() -> None:
+    def made(day: pa.DataType) -> TableSchema:
+        columns = {"id": day, "days": pa.list_(day), "n": pa.int64()}
+        return table_schema(columns, key=("id",), identity=Identity.FULL)
+
+    far, near = 3_700_000, 0
+    (data,) = changes(
+        made(pa.int32()), update(near, before={"id": near, "days": [far, None], "n": 1}),
+        *move(far, far + 1, unchanged=("n",)), update(near, days=[]),
+    ).combine_chunks().to_batches()  # fmt: skip
+    dated = made(pa.date32())
+    fields = pa.schema([dated.change_schema().field(name) for name in data.schema.names])
+    first, gone, come, last = ChangeBatch(schema=dated, data=data.cast(fields)).events()
+    assert first.before == {"id": date(1970, 1, 1), "days": ["12100-04-04", None], "n": 1}
+    assert (gone.kept_for, come.moved_from) == ({"id": "12100-04-05"}, {"id": "12100-04-04"})
+    assert (first.values["days"], last.values["days"], come.before) == (None, [], None)
+
+
 def test_in_our_own_form_absent_is_not_null() -> None:
     (event,) = events(SHOP, update(1, name=None, n=3, unchanged=("big",)))
     found = to_json(event)

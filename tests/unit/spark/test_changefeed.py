@@ -13,12 +13,15 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from tailrace.changelog.places import Place
+from tailrace.changelog.writer import LogWriter
 from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
 from tailrace.model.schema import Identity
+from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogView
-from tests.support.changes import SHOP, Change, delete, insert, move, truncate, update
+from tests.support.changes import SHOP, Change, delete, insert, move, table_schema, truncate, update
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.logs import KEYLESS_OTHER, Diary, quick_folder, seal
+from tests.support.windows import SOURCE, batch, window
 
 FULL = replace(SHOP, identity=Identity.FULL)
 NOTHING = {"name": None, "big": None, "n": None}
@@ -158,6 +161,17 @@ def test_a_feed_leads_from_state_to_state_whatever_happened(diary: Diary, sealed
         assert len({key for kind, key, *_ in mine if kind == "update_postimage"}) == sum(
             kind == "update_preimage" for kind, *_ in mine
         )
+
+
+def test_a_key_may_be_a_list_of_dates_that_pythons_calendar_does_not_have(tmp_path: Path) -> None:
+    days = table_schema({"id": pa.list_(pa.date32()), "n": pa.int32()}, identity=Identity.FULL)
+    writer = LogWriter(tmp_path / "log", SOURCE)
+    writer.append(window(0, 100, batch(days, insert([3_700_000], n=1), insert([None], n=2))))
+    writer.close()
+    made = frame(writer.path, table="public.things", shape="changelog")
+    (part,) = LogView(made).parts(Place(0), 1)
+    (found,) = read_part(made, part, made.fields)
+    assert found.column("n").to_pylist() == [1, 2]
 
 
 def test_the_time_is_one_for_a_version_and_never_goes_back(diary: Diary) -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import sqlite3
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,6 +106,16 @@ def test_a_database_says_where_the_metadata_is(tmp_path: Path) -> None:
     database(file, f"file:{write(path / 't', 7)}")
     assert catalog.metadata(path / "t") == {"format-version": 7}
     assert catalog.metadata(path / "other") is None
+
+
+@pytest.mark.parametrize("written", ["u:s3cr%zzet@127.0.0.1", "127.0.0.1:s3cret/x@127.0.0.1"])
+def test_a_password_that_was_not_encoded_is_not_shown_nor_by_what_caused_the_error(
+    tmp_path: Path, written: str
+) -> None:
+    catalog = Catalog(kind="jdbc", root=tmp_path, uri=f"jdbc:postgresql://{written}:1/none")
+    with pytest.raises(TableUnusable, match="does not say where") as caught:
+        catalog.metadata(tmp_path / "public" / "t")
+    assert "s3c" not in "".join(traceback.format_exception(caught.value, limit=0))
 
 
 def test_a_database_that_does_not_answer_is_an_error(tmp_path: Path) -> None:

@@ -227,6 +227,14 @@ def test_what_does_not_show_who_asks_is_told_without_a_secret(
     assert said in refused(server, **properties)
 
 
+def test_an_address_where_no_catalog_is_is_an_error_and_never_a_new_table(server: Server) -> None:
+    server.good = {"t0ken"}
+    assert look(server, "other", token="t0ken") is None
+    server.uri += "/elsewhere"
+    server.respond = lambda *_: (404, "default backend - 404")  # type: ignore[method-assign] # as a gateway does
+    assert "HTTP 404" in refused(server, token="t0ken")
+
+
 def test_a_server_that_hangs_up_or_an_address_that_is_none_is_told_without_a_secret(server: Server) -> None:
     for uri in ("http://us:s3cret@127.0.0.1", "http://127.0.0.1:1/s3cret"):
         server.uri = uri

@@ -100,7 +100,7 @@ def test_not_a_number_is_one_in_any_float() -> None:
     assert (str(made[0]), faults) == ("nan", ())
 
 
-@pytest.mark.parametrize("value", [1.5, Decimal("1.5"), "1.5", 2**31, True])
+@pytest.mark.parametrize("value", [1.5, Decimal("1.5"), "1.5", 2**31, True, Decimal("1e999999999")])
 def test_a_value_that_is_set_is_not_cut_off(value: Decimal | float | str | bool) -> None:
     given = Decimal(str(value)) if isinstance(value, float) else value
     with pytest.raises(ConfigError, match="a value is none of the type int32"):

@@ -22,7 +22,7 @@ from tailrace.capture.postgres import wire
 from tailrace.capture.postgres.connect import explain, explain_text, text_as_it_is
 from tailrace.capture.postgres.copy_binary import PRINTED, BinaryRows, kind_of
 from tailrace.capture.postgres.text import text_of
-from tailrace.capture.postgres.values import Bytes
+from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError
 from tailrace.model.schema import TableSchema
 
@@ -149,7 +149,16 @@ def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
     After the last the server has said that there are no more.
     """
     source = wire.Wire(connection)
-    buffer, state = np.empty(BATCH_BYTES * 2, np.uint8), np.zeros(wire.STATE_SIZE, np.int64)
+    state = np.zeros(wire.STATE_SIZE, np.int64)
+    try:
+        yield from _drained(source, state, deadline)
+    finally:
+        source.let_go(state)
+    _finish(connection)
+
+
+def _drained(source: wire.Wire, state: Ints, deadline: float) -> Iterator[tuple[Bytes, int]]:
+    buffer = np.empty(BATCH_BYTES * 2, np.uint8)
     while True:
         before = int(state[wire.BYTES])
         why = source.drain_copy(buffer, state, BATCH_BYTES)
@@ -160,7 +169,6 @@ def _pieces(connection: PGconn, deadline: float) -> Iterator[tuple[Bytes, int]]:
             yield buffer, int(state[wire.BYTES])
             state[wire.BYTES] = 0
         if why == wire.ENDED:
-            _finish(connection)
             return
         if why == wire.BROKEN:
             raise SourceUnreachable("the connection broke during a load", hint="The load is started again.")

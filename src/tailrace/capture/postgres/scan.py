@@ -16,17 +16,16 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 from psycopg import sql
 
 from tailrace.capture.base import ScanPiece
 from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.keys import key_texts
 from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader
-from tailrace.errors import SourceRewritten, TableUnpublished, TailraceError, Unsupported
+from tailrace.errors import SourceError, SourceRewritten, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
@@ -52,6 +51,7 @@ class Cursor:
     """Where the rows of the table under way lay."""
     leaf: int | None = None
     key: tuple[str, ...] = ()
+    """The columns that the rows of the partition came in the order of."""
     after: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +87,11 @@ class Barrier:
             self._noted = self._source.begin_chunks(self._given_up.is_set)
         except TailraceError as error:
             self._failure = error
+        except Exception as error:  # the thread's boundary: whoever asks would wait for ever
+            self._failure = SourceError(
+                f"the wait for open transactions failed: {type(error).__name__}",
+                hint="Read the tables again; if it comes back, report it.",
+            )
 
     def passed(self) -> Noted | None:
         """What chunks are compared with; None while it waits."""
@@ -133,11 +138,13 @@ class PostgresScan:
         """Plan first, so that a table that is rewritten before the snapshot is told by its files."""
         for _ in range(ALTERED_MAX):
             plans = {table: self._planned(table) for table in self._cursor.tables}
-            exact = self._source.snapshot().__enter__()
+            # Ours at once: it holds back the server's clean-up until it is closed, whatever comes of the question.
+            exact = self._exact = self._source.snapshot().__enter__()
             now = self._source.describe(plans)
             if all(table in now and same_version(plan.schema, now[table]) for table, plan in plans.items()):
-                self._exact, self._plans, self.start = exact, plans, exact.point
+                self._plans, self.start = plans, exact.point
                 return
+            self._exact = None
             exact.__exit__()
         raise SourceRewritten("a table is altered again and again", hint="Read it when nobody alters it.")
 
@@ -161,11 +168,12 @@ class PostgresScan:
         if cursor.where is not None:
             self._source.refuse_condition(plan.schema, cursor.where)  # also where it is resumed: nothing gets it stuck
         files = tuple((leaf.oid, leaf.file) for leaf in plan.leaves)
-        key = tuple(name for name, _ in _key(plan, plan.chunks[0])) if plan.chunks else ()
-        if cursor.after is not None and (files != cursor.files or key != cursor.key):
+        # A partition that has grown may be cut by now, and then its rows come in the order of the index.
+        keys = {chunk.leaf.oid: _names(plan, chunk) for chunk in plan.chunks}
+        if cursor.after is not None and (files != cursor.files or keys.get(cursor.leaf or 0) != cursor.key):
             log.warning("a table was changed while it was read: it is read again", extra={"table": str(table)})
-            cursor = replace(cursor, leaf=None, after=None)
-        self._plan, self._cursor = plan, replace(cursor, files=files, key=key)
+            cursor = replace(cursor, leaf=None, key=(), after=None)
+        self._plan, self._cursor = plan, replace(cursor, files=files)
         begun = cursor.leaf if cursor.leaf is not None else -1
         self._todo = deque(chunk for chunk in plan.chunks if chunk.leaf.oid >= begun)
         if not self._todo:
@@ -235,7 +243,9 @@ class PostgresScan:
         else:
             data, self._ahead = batch, next(self._rows, None)
         last = self._ahead is None and not self._todo
-        cursor, names = replace(self._cursor, leaf=chunk.leaf.oid), [name for name, _ in _key(plan, chunk)]
+        cursor, names = self._cursor, _names(plan, chunk)
+        if cursor.leaf != chunk.leaf.oid:
+            cursor = replace(cursor, leaf=chunk.leaf.oid, key=names, after=None)
         following = replace(cursor, at=cursor.at + 1, files=(), leaf=None, key=(), after=None)
 
         def record(rows: int) -> Mapping[str, Any]:
@@ -298,22 +308,11 @@ def _key(plan: Plan, chunk: Chunk) -> tuple[tuple[str, str], ...]:
     return chunk.key or tuple((name, types[name]) for name in plan.schema.key)
 
 
+def _names(plan: Plan, chunk: Chunk) -> tuple[str, ...]:
+    return tuple(name for name, _ in _key(plan, chunk))
+
+
 def _text(scalar: pa.Scalar) -> str:
-    """What the server reads as this very value of the key's type."""
-    kind = scalar.type
-    if pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        return _moment(int(scalar.value), "D" if pa.types.is_date(kind) else "us", zoned=getattr(kind, "tz", None))
-    value = scalar.as_py()
-    if isinstance(value, bytes):
-        return "\\x" + value.hex()
-    return value.isoformat() if isinstance(value, time) else str(value)
-
-
-def _moment(count: int, unit: Literal["D", "us"], *, zoned: str | None) -> str:
-    """A date or a time, in any year: Python's calendar has those from 1 to 9999 alone."""
-    if count == int(np.datetime64("0001-01-01", unit).astype(np.int64)):
-        return "-infinity"  # it may stand for that; what is between the two rather comes twice than never
-    said = str(np.datetime64(count, unit)).replace("T", " ")
-    year, rest = said[: said.index("-", 1)], said[said.index("-", 1) :]
-    rest += "+00" if zoned else ""
-    return f"{year}{rest}" if int(year) > 0 else f"{1 - int(year):04}{rest} BC"
+    """What the server reads as the value; of what it may stand for the least: what is between the two rather comes
+    twice than never."""
+    return key_texts(scalar)[0]

@@ -11,6 +11,7 @@ that the noted snapshot did not see, over chunks read in any order at any time a
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from tailrace.capture.postgres.connect import command, connect, connect_replicat
 from tailrace.capture.postgres.copy import copy_marked, copy_rows
 from tailrace.capture.postgres.copy_binary import CTID
 from tailrace.capture.postgres.facts import AS_BYTES
+from tailrace.capture.postgres.keys import key_texts
 from tailrace.capture.postgres.preflight import horizon
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
@@ -375,14 +377,15 @@ class SnapshotReader:
     def rows_of(self, schema: TableSchema, keys: pa.Table) -> Iterator[pa.RecordBatch]:
         """The rows with these keys, as far as they are there."""
         types = {column.name: column.source_type for column in schema.columns}
-        names = keys.schema.names
-        values = sql.SQL(", ").join(
-            sql.SQL("({})").format(
-                sql.SQL(", ").join(sql.Literal(row[name]) + sql.SQL(f"::{types[name]}") for name in names)
-            )
-            for row in keys.to_pylist()
+        names, numbers = keys.schema.names, range(keys.num_columns)
+        asked = [texts for key in zip(*keys.columns, strict=True) for texts in itertools.product(*map(key_texts, key))]
+        # As arrays, however many there are: of a list of as many conditions the server's stack would overflow.
+        wanted = sql.SQL("({}) in (select {} from unnest({}) as asked({}))").format(
+            sql.SQL(", ").join(map(sql.Identifier, names)),
+            sql.SQL(", ").join(sql.SQL(f"asked.k{n}::{types[name]}") for n, name in enumerate(names)),
+            sql.SQL(", ").join(sql.Literal([texts[n] for texts in asked]) + sql.SQL("::text[]") for n in numbers),
+            sql.SQL(", ").join(sql.SQL(f"k{n}") for n in numbers),
         )
-        wanted = sql.SQL("({}) in ({})").format(sql.SQL(", ").join(map(sql.Identifier, names)), values)
         yield from self._copied(schema, None, wanted.as_string(self._connection))
 
     def _copied(

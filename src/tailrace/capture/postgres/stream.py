@@ -216,6 +216,7 @@ class PostgresStream:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
+        self._wire.let_go(self._filling.state)
         try:
             if self._failure is None:
                 self._report()

@@ -186,6 +186,14 @@ def drain_copy(libpq: Ints, connection: Word, b: Bytes, state: Ints, bytes_max: 
         state[MESSAGES] += 1
 
 
+@kernel
+def let_go(libpq: Ints, state: Ints) -> None:
+    """Free the message that found no room: nobody comes for it any more."""
+    if state[PENDING] != 0:
+        _call(libpq[2], state[PENDING], 0, 0)
+        state[PENDING] = 0
+
+
 class Wire:
     """A connection in copy mode, seen by the compiled loops."""
 
@@ -205,6 +213,10 @@ class Wire:
     def drain_copy(self, b: Bytes, state: Ints, bytes_max: int) -> int:
         return int(drain_copy(self._libpq, self._pointer, b, state, bytes_max))
 
+    def let_go(self, state: Ints) -> None:
+        """The last call: what was taken from the connection and not handed on is freed."""
+        let_go(self._libpq, state)
+
 
 def warm() -> None:
     """Compile the loops: a connection that was never opened has nothing to say."""
@@ -212,3 +224,4 @@ def warm() -> None:
     b, starts, state = np.empty(64, np.uint8), np.zeros(8, np.int64), np.zeros(STATE_SIZE, np.int64)
     connection.drain_messages(b, starts, state, 64)
     connection.drain_copy(b, state, 64)
+    connection.let_go(state)
