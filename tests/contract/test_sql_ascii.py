@@ -19,6 +19,7 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tests.support.benches import Streams, take
+from tests.support.databases import database
 
 DATABASE = "plain_bytes"
 TABLE = TableId("public", "notes")
@@ -26,8 +27,6 @@ TABLE = TableId("public", "notes")
 
 class Scene:
     def __init__(self, server: EmbeddedPostgres) -> None:
-        with server.connect(autocommit=True) as admin:
-            admin.execute(f"create database {DATABASE} encoding 'SQL_ASCII' template template0 locale 'C'")
         self.server = server
         # What psycopg sends is bytes as they are: the server has no encoding to check them by.
         self.connection = psycopg.connect(server.url(DATABASE), autocommit=True, client_encoding="SQL_ASCII")
@@ -68,12 +67,11 @@ class Scene:
 
 @pytest.fixture
 def scene(server: EmbeddedPostgres) -> Iterator[Scene]:
-    made = Scene(server)
-    yield made
-    made.capture(replaced=False).drop()
-    made.connection.close()
-    with server.connect(autocommit=True) as admin:
-        admin.execute(f"drop database {DATABASE} with (force)")
+    with database(server, DATABASE, "encoding 'SQL_ASCII' template template0 locale 'C'"):
+        made = Scene(server)
+        yield made
+        made.capture(replaced=False).drop()
+        made.connection.close()
 
 
 def test_what_is_utf8_arrives_as_it_is(scene: Scene) -> None:
