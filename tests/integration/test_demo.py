@@ -68,7 +68,10 @@ def test_the_demo_survives_a_killed_capture_and_ends_green(folder: Path) -> None
 
 @pytest.mark.parametrize("after_seconds", [0.3, 4.0, 14.0])
 def test_ctrl_c_is_clean_at_any_moment(folder: Path, after_seconds: float) -> None:
+    # A shell has what it starts in the background ignore the signal, and so would whatever is started from here.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     running = start_demo(folder)
+    signal.signal(signal.SIGINT, before)
     try:
         time.sleep(after_seconds)
         os.killpg(running.process.pid, signal.SIGINT)
