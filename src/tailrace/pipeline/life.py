@@ -200,9 +200,11 @@ class Lives:
 
     def __init__(
         self, log_reader: ChangeLog, layout: Layout, policies_of: Callable[[TableId], Policies] = lambda _: POLICIES,
-        value_of: ValueOf = no_value,
+        value_of: ValueOf = no_value, *, until: Lsn | None = None,
     ) -> None:  # fmt: skip
         self.log = log_reader
+        self._until = until
+        """What the log lacks after this counts for nothing, since no table is to come there."""
         self.index = LogIndex(log_reader)
         self.seeds = Seeds(log_reader.path)
         self._recorded: tuple[float, list[Seed]] | None = None
@@ -451,7 +453,7 @@ class Lives:
         begins = [gap.start for gap in self._gaps() if gap.end > here]
         comings = self.log.published().comings
         begins += [coming.since for coming in comings if coming.table == life.table and coming.since > here]
-        return min(begins, default=None)
+        return min(filter(self._counts, begins), default=None)
 
     def needs_all(self, life: TableLife) -> bool:
         """Whether nothing but a load of the whole table will do."""
@@ -459,7 +461,10 @@ class Lives:
         return life.state is TableState.NEW or life.refresh is not None or owed or self.misses(life)
 
     def _gaps(self) -> list[Gap]:
-        return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
+        return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit and self._counts(gap.start)]
+
+    def _counts(self, lacking_from: Lsn) -> bool:
+        return self._until is None or lacking_from < self._until
 
     def lacks(self, life: TableLife) -> bool:
         """Whether changes are missing after where the table stands."""

@@ -129,7 +129,7 @@ class _Rebuild:
         self._settings, self._log, self._table, self._to, self._maker = settings, log, table, to, maker
         # How the source writes values is known without asking it.
         value_of = open_source(settings, log.log_id).value_of
-        self._lives = Lives(log, settings.tables.layout, settings.tables.policies_of, value_of)
+        self._lives = Lives(log, settings.tables.layout, settings.tables.policies_of, value_of, until=to)
         self._place = settings.tables.layout.place(table, log.log_id)
         self._seeds = KeptSeeds(settings.tables.path, log.log_id).of(table)
         self._whole_after = ZERO
@@ -220,7 +220,7 @@ class _Rebuild:
             return mixed
         if (gone := self._index.lacks_after(self._lives.numbers(life), cursor.seq, cursor.position)) is not None:
             return f"the log no longer holds the changes after it ({gone.why})"
-        if self._lives.misses(life):
+        if not life.once and self._lives.lacks_from(life) is not None:
             return "changes after it were never captured"
         letters = Letters(self._log.path, self._table)
         first = letters.first

@@ -19,8 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
+from tailrace.changelog.published import announce
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
@@ -176,6 +178,20 @@ def test_a_change_of_shape_that_only_a_load_brings_is_refused(quiet: Quiet, call
     assert (code, quiet.table.version()) == (ExitCode.TABLE, before)
     assert "the log alone does not bring the table over a change of its shape" in err
     assert "hint: Run `tailrace snapshot FILE TABLE`" in err
+
+
+@pytest.mark.parametrize("lacking", ["discarded", "made_again"])
+def test_a_position_before_what_the_log_lacks_is_reached(quiet: Quiet, call: Any, lacking: str) -> None:
+    path, position = quiet.settings.log.path, quiet.diary.writer.position
+    if lacking == "discarded":
+        record_gap(path, Gap(commit=quiet.diary.writer.commit + 1, start=position, end=Lsn(position.value + 10)))
+    else:
+        announce(path, [(THINGS, 77)], Lsn(position.value + 5))
+    quiet.commit(update(1, n=7))
+    code, _, err = call("public.things", "--to", str(quiet.diary.writer.position))
+    assert (code, "changes after it were never captured" in err) == (ExitCode.LOG, True), err
+    rebuilt(call, "--to", str(position))
+    assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 44, 5: 5}, position)
 
 
 def test_a_table_without_a_key_is_rebuilt_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
