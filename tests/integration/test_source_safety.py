@@ -13,6 +13,8 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ConfigError, SourceRefused
 from tailrace.model.schema import TableId
+from tailrace.pipeline.capturing import Capturing
+from tailrace.pipeline.settings import load_settings
 from tailrace.spark.option_values import in_options
 from tests.support.pipelines import Pipeline, eventually, execute
 
@@ -146,3 +148,17 @@ def test_who_is_stopped_while_a_slot_waits_for_others_leaves_none(database: str,
             running.end()
         assert eventually(lambda: count(SLOT_IS_MADE) == 0)
         assert count(SLOTS) == 0
+
+
+def test_what_nobody_foresaw_beside_a_capture_ends_it_and_is_told(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    capturing = Capturing(load_settings(Pipeline(tmp_path, database).file), until_caught_up=False)
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(capturing.source, "publish_new", broken)
+    with pytest.raises(ZeroDivisionError):
+        capturing.run(lambda: False)

@@ -50,7 +50,7 @@ from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
 from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
-from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
+from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table, as_ours
 from tailrace.spark.wake import Wake
 from tailrace.tables.delta import UNCOMMITTED
 from tailrace.tables.forms import TableMode
@@ -59,7 +59,6 @@ from tailrace.tables.staging import discard
 log = logging.getLogger(__name__)
 
 REREAD_SECONDS_MAX = 60.0
-NEWLINE = "\n"
 RETRY_SECONDS = 0.5
 SOURCE_SECONDS = 5.0
 """Until rows are asked for again of a source that did not answer."""
@@ -243,10 +242,7 @@ class Applying:
             except Exception as error:  # the thread's boundary: the pipeline must hear of it
                 if self._stopping.is_set():  # Spark was ended under it
                     return
-                self._failure = TableFailed(
-                    f"unexpected {type(error).__name__}: {str(error).strip().partition(NEWLINE)[0][:300]}",
-                    hint=f"See {self.spark_log}; if it comes back, report it.",
-                )
+                self._failure = as_ours(error)
 
         thread = threading.Thread(target=guarded, daemon=True)
         with self._threading:

@@ -232,12 +232,20 @@ class Capturing:
             if time.monotonic() >= checked_at + CHECK_SECONDS:
                 self.log.check()
                 checked_at = time.monotonic()
+            if broken:
+                raise broken[0]
             return stopping()
 
+        def guarded(work: Callable[[threading.Event], None]) -> None:
+            try:
+                work(ended)
+            except Exception as error:  # the thread's boundary: nothing must end without a word
+                broken.append(error)
+
         self._keeper.start()
-        ended = threading.Event()
+        ended, broken = threading.Event(), list[Exception]()
         for work, name in ((self._publish_until, "tailrace-publish"), (self._note_until, "tailrace-note")):
-            threading.Thread(target=work, args=(ended,), name=name, daemon=True).start()
+            threading.Thread(target=guarded, args=(work,), name=name, daemon=True).start()
         try:
             self.runtime.run(self.sink, stopping_or_taken_over)
         finally:

@@ -264,5 +264,5 @@ def _settle(
     for bundle in letters.open(seq, only=set(map(int, causes))):
         said = [causes[str(number)] for number in bundle.seqs]
         errors = [kind_of(one["code"])(one["message"], hint=one["hint"], **one["fields"]) for one in said]
-        letters.write(bundle.shape, seq, bundle.changes, errors, [])
+        letters.write(bundle.shape, seq, bundle.changes, errors, [], origin=bundle.origin)
     letters.tidy(seq)

@@ -8,6 +8,8 @@ import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog.letters import Bundle, Letters
+from tailrace.changelog.letters import Origin as LetterOrigin
+from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import ZERO
 from tailrace.spark.load_letters import LoadLetters
@@ -15,6 +17,8 @@ from tailrace.spark.redelivery import DeliverWork, RereadWork, _keep, deliver_le
 from tailrace.tables.forms import Form, Origin, TableMode
 from tests.support.changes import SHOP, record_batches, update
 from tests.support.quiet import THINGS, Quiet
+
+NOWHERE = SnapshotReader("postgresql://127.0.0.1:1/x", None, None)
 
 
 def lettered(folder: Path, form: str = "") -> Quiet:
@@ -29,8 +33,7 @@ def lettered(folder: Path, form: str = "") -> Quiet:
 
 def read(made: Quiet, seqs: list[int]) -> None:
     """What a reading leaves that saw these letters."""
-    nowhere = SnapshotReader("postgresql://127.0.0.1:1/x", None, None)
-    work = RereadWork(log=made.settings.log.path, shape=SHOP, expected=made.cursor, reader=nowhere)
+    work = RereadWork(log=made.settings.log.path, shape=SHOP, expected=made.cursor, reader=NOWHERE)
     _keep(work, pa.Table.from_pylist([{"id": 2, "n": 7}], pa.schema(SHOP.row_fields())), seqs, {})
 
 
@@ -92,3 +95,15 @@ def test_a_version_that_a_load_could_not_bring_has_the_table_s_number_and_comes_
     assert (deliver_letters(delivery(quiet)).letters, Letters(quiet.settings.log.path, THINGS).any) == (0, False)
     (row,) = [row for row in quiet.content() if row["id"] == 2]
     assert (row["n"], row["_seq"], row["_current"], row["_tx"] < 0) == (7, quiet.cursor.seq, True, True)
+
+
+def test_a_letter_that_fails_again_says_where_it_came_from(tmp_path: Path) -> None:
+    quiet = lettered(tmp_path)
+    mine, origin = Letters(quiet.settings.log.path, THINGS), LetterOrigin(seq=4, position="0/4")
+    (before,) = mine.open(quiet.cursor.seq)
+    mine.write(SHOP, quiet.cursor.seq, before.changes, [ValueUnfit("it is no number")], [], origin=origin)
+    work = RereadWork(log=quiet.settings.log.path, shape=SHOP, expected=quiet.cursor, reader=NOWHERE)
+    _keep(work, pa.schema(SHOP.row_fields()).empty_table(), [], {1: ValueUnfit("it still is none")})
+    assert deliver_letters(delivery(quiet)).letters == 1
+    (after,) = mine.open(quiet.cursor.seq)
+    assert (after.rows.column("_cause").to_pylist(), after.origin) == (["it still is none"], origin)
