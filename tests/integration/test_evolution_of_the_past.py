@@ -19,12 +19,15 @@ import pytest
 from psycopg.rows import dict_row
 
 from tailrace.changelog.reader import ChangeLog
+from tailrace.errors import TableUnusable
+from tailrace.pipeline import landing
 from tailrace.pipeline.carrying import carry_to
 from tailrace.pipeline.preview import ADDED_AGAIN, COMPARED, preview
 from tailrace.pipeline.report import TableEvolution, TableState
+from tailrace.spark.tasks import Outcome, RefreshWork
 from tests.integration.test_evolution import SETTLED_SECONDS_MAX, run, settled
 from tests.support.loads import Local, Scene, life, wait_for_state
-from tests.support.pipelines import eventually, execute
+from tests.support.pipelines import eventually, execute, lose_the_slot
 
 Row = dict[str, Any]
 MODES = {"h": "mode: history", "a": "mode: append", "s": "soft_delete: true"}
@@ -386,6 +389,39 @@ def test_a_load_that_is_owed_is_made_after_a_crash(database: str, tmp_path: Path
             for table, account in accounts.items():
                 account.alter(ALTERS["using"], in_source(database, table))
             assert_told(applying, accounts)
+
+
+def test_a_load_that_is_owed_for_what_was_lost_is_made_though_the_table_has_come_further(
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the log it goes past what the source had discarded, and only then it shows that the load cannot land."""
+    tables = make(database, "t")
+
+    def full(work: RefreshWork) -> Outcome:
+        return Outcome(table=work.schema.table, error=TableUnusable("the disk is full", hint="Make room."))
+
+    scene = Scene(tmp_path, database, mode="when_needed").tables_are(f"rules: {{{RULES}}}")
+    with scene, scene.loader() as applying:
+        accounts = begin(database, scene, applying, tables)
+        assert scene.settled(applying)
+    lose_the_slot(database)
+    for table in tables:  # nobody hears of it
+        run(database, table, "UPDATE {t} SET a = 77 WHERE id = 4; INSERT INTO {t} VALUES (7, 70)")
+    with scene:
+        for table, account in accounts.items():
+            run(database, table, "INSERT INTO {t} VALUES (8, 80)")
+            account.changes.append({"id": 8, "a": 80, "_op": "insert"})
+        scene.wait_for_capture()
+        with monkeypatch.context() as patched, scene.loader() as applying:
+            patched.setattr(landing, "refresh_table", full)
+            for table in tables:
+                wait_for_state(applying, table, TableState.FAILED)
+        with scene.loader() as applying:
+            assert settled(scene, applying, *tables)
+            for table, account in accounts.items():
+                account.alter(Altered(sql="", reads=True), in_source(database, table))
+            assert_told(applying, accounts)
+            assert_in_time(applying, "h_t")
 
 
 def test_a_person_who_has_a_stopped_table_loaded_keeps_the_past_where_it_can_be(database: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.logs import seal
-from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute, wait_for_free_slots
+from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute, lose_the_slot, wait_for_free_slots
 
 
 def test_modes(database: str, tmp_path: Path) -> None:
@@ -193,13 +193,6 @@ CHANGED = (
 )  # fmt: skip
 
 
-def lose_the_slot(url: str) -> None:
-    """Changes are made that no slot keeps."""
-    wait_for_free_slots(url)
-    drop = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = current_database()"
-    execute(url, drop, *CHANGED)
-
-
 @pytest.fixture
 def filled(database: str) -> str:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, v text)", "CREATE TABLE quiet (id int PRIMARY KEY)")
@@ -211,7 +204,7 @@ def test_a_lost_position_loads_every_table_again_and_tells_readers(filled: str, 
     scene = Scene(tmp_path, filled, mode="when_needed", modes={"public.quiet": "initial_only"})
     with scene, scene.loader() as applying:
         scene.assert_equal(applying, "t", "quiet")
-    lose_the_slot(filled)
+    lose_the_slot(filled, *CHANGED)
     execute(filled, "INSERT INTO quiet VALUES (1)")
     with scene:
         with scene.loader() as applying:
@@ -236,7 +229,7 @@ def test_tables_that_are_applied_when_the_position_is_lost_never_pass_over_it(fi
         scene.assert_equal(applying, "t", "quiet")
         before = len(applying.chunks)
         scene.__exit__()
-        lose_the_slot(filled)
+        lose_the_slot(filled, *CHANGED)
         with scene:
             execute(filled, "UPDATE t SET v = 'after' WHERE id = 40", "INSERT INTO quiet VALUES (1)")
             scene.assert_equal(applying, "t", "quiet")
@@ -257,7 +250,7 @@ def test_a_load_that_was_cut_off_before_the_position_was_lost_begins_anew(filled
         applying._stopping.set()
         gate.set()
     assert life(applying, "t").cursor is None
-    lose_the_slot(filled)
+    lose_the_slot(filled, *CHANGED)
     with scene, scene.loader() as applying:
         scene.assert_equal(applying, "t", "quiet")
         assert ("t", 0) in applying.chunks, "what was read before is read again"
@@ -302,7 +295,7 @@ def test_a_position_is_not_given_up_for_tables_that_are_not_loaded_by_themselves
     scene = Scene(tmp_path, filled, mode="when_needed", modes={"public.quiet": "schema_only"})
     with scene, scene.loader() as applying:
         scene.assert_equal(applying, "t")
-    lose_the_slot(filled)
+    lose_the_slot(filled, *CHANGED)
     with pytest.raises(PositionLost, match="the replication slot is gone"):
         Capturing(scene.settings, until_caught_up=True)
     assert not ChangeLog.open(scene.settings.log.path).gaps()

@@ -187,6 +187,13 @@ def wait_for_free_slots(url: str) -> None:
         assert eventually(lambda: not connection.execute(active).fetchall(), pause=0.02)
 
 
+def lose_the_slot(url: str, *changes: str) -> None:
+    """Changes are made that no slot keeps."""
+    wait_for_free_slots(url)
+    drop = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = current_database()"
+    execute(url, drop, *changes)
+
+
 def assert_log_is_whole(log: Path) -> None:
     """`_seq` is dense, no transaction stands in two commits, every transaction is whole."""
     reader = ChangeLog.open(log)

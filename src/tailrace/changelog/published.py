@@ -70,9 +70,17 @@ class Published:
         """A position that nothing of the table is missing after; None: nothing is missing at all."""
         return self._last.get(table)
 
+    def again(self, table: TableId) -> Lsn | None:
+        """The same, where the very table was in it before; None: it never came back."""
+        return self._again.get(table)
+
     @cached_property
     def _last(self) -> dict[TableId, Lsn]:
         return {coming.table: coming.since for coming in self.comings if coming.since > ZERO}
+
+    @cached_property
+    def _again(self) -> dict[TableId, Lsn]:
+        return {coming.table: coming.since for coming in self.comings if coming.kind in (Kind.AGAIN, Kind.MOVED)}
 
 
 def read_published(log: LogPath) -> Published:

@@ -24,7 +24,13 @@ from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
-from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little, stops_at_another
+from tailrace.pipeline.standing import (
+    lost_identity,
+    refuse_ahead,
+    refuse_lost_identity,
+    saw_too_little,
+    stops_at_another,
+)
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
@@ -43,6 +49,7 @@ TRIMMED_HINT = (
     "Run `tailrace snapshot FILE TABLE`: the table is loaded anew. `log.retention` and `log.max_bytes` say "
     "for how long the log waits for a table."
 )
+NOT_PUBLISHED = "its changes were not published for a while"
 RECALL_SECONDS = 5.0
 RETRIES_MAX = 7
 """Of a table whose failure may pass by itself, before it counts as failed."""
@@ -386,6 +393,8 @@ class Lives:
             return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
+        if pending and self._notice_coming(life):
+            return None
         if (step := self._seen_step(life, reached, pending)) is not None:
             return self._stepped(life, step)
         taken: list[Slice] = []
@@ -475,6 +484,17 @@ class Lives:
         if lacking := self.lacks(life):
             self.load_anew(life, "the source had discarded changes before they were read")
         return lacking
+
+    def _notice_coming(self, life: TableLife) -> bool:
+        """Whether the table must not take what came once it was published again; then it is loaded anew. Another one
+        that was made under its name its shape tells of."""
+        assert life.cursor is not None, "a table that takes anything"
+        since = self.log.published().again(life.table)
+        out = since is not None and life.cursor.position < since and self._counts(since)
+        if not out or life.once or lost_identity(life):
+            return False
+        self.load_anew(life, NOT_PUBLISHED)
+        return True
 
     def _refuse_trimmed(self, life: TableLife) -> bool:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from tailrace.pipeline.life import TableLife
 
 
+def lost_identity(life: TableLife) -> bool:
+    """Whether the source publishes only inserts of it by now. Then it stops, and is not loaded."""
+    return life.insert_only and life.shape is not None and life.shape.identity is not Identity.NONE
+
+
 def refuse_lost_identity(life: TableLife, source: SourceTable | None) -> None:
     """A mirror that was fed by updates cannot go on without them as if nothing had happened."""
     if source is None or source.identity is not Identity.NONE or life.shape is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,12 +12,12 @@ import pytest
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.published import announce, confirm
 from tailrace.model.position import Lsn
-from tailrace.model.schema import TableId, TableSchema
+from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline import shapewatch
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.shapewatch import ShapeWatch
-from tests.support.changes import SHOP
+from tests.support.changes import SHOP, update
 from tests.support.quiet import Quiet
 
 
@@ -73,3 +74,23 @@ def test_so_it_is_though_somebody_is_applying_to_it_at_that_moment(quiet: Quiet)
     assert life.state is TableState.REFRESHING
     lives.stretch(life, lives.index.commit)
     assert life.state is TableState.REFRESHING
+
+
+def test_what_comes_once_it_is_published_again_is_not_taken_before_it_is_loaded(quiet: Quiet) -> None:
+    """Nobody would remember, if the process ended before the next look, that the table lacks what came before."""
+    lives, life, _ = watched(quiet)
+    come_in_again(quiet)
+    quiet.commit(update(1, n=2))
+    assert lives.stretch(life, lives.grow()) is None
+    assert (life.state, life.refresh) == (TableState.REFRESHING, "its changes were not published for a while")
+
+
+@pytest.mark.parametrize(("identity", "state"), [("none", TableState.REFRESHING), ("key", TableState.CATCHING_UP)])
+def test_one_that_publishes_inserts_alone_is_loaded_too_but_not_one_that_has_come_to_that(
+    quiet: Quiet, identity: str, state: TableState
+) -> None:
+    _, life, watch = watched(quiet)
+    life.insert_only, life.shape = True, replace(SHOP, identity=Identity(identity))
+    come_in_again(quiet)
+    watch.look()
+    assert life.state is state
