@@ -324,6 +324,7 @@ def test_a_partition_column_that_is_dropped_or_renamed_stops_the_table_as_it_is(
     for recast in (gone, renamed):
         with pytest.raises(TableUnusable, match="no such column to be partitioned by") as refused:
             table.table.evolve(recast, table.cursor(table.seq))
+        assert "`columns: {its name now: name}`" in refused.value.hint
         assert "partition_by" in refused.value.hint
     assert table.content() == ordered(ROWS)
 
@@ -426,6 +427,13 @@ def test_a_column_that_no_table_can_be_partitioned_by_is_refused_before_anything
 def test_a_table_needs_a_column_besides_those_of_its_partitions(made: Any) -> None:
     with pytest.raises(TableUnusable, match="must have a column"):
         made(Form(partition_by=("a", "b")), [], KEYLESS)
+
+
+def test_a_column_is_not_a_partition_by_both_of_its_names(made: Any, tmp_path: Path) -> None:
+    with pytest.raises(TableUnusable, match="by one column twice") as refused:
+        made(Form(columns=(("name", "title"),), partition_by=("title", "title")), [])
+    assert refused.value.fields["column"] == "title"
+    assert not (tmp_path / "t").exists()
 
 
 def test_an_odd_name_is_given_another(made: Any) -> None:

@@ -651,6 +651,8 @@ _EXAMPLES = {
     "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
     "tables.partition_by": "`partition_by: [region]`",
     "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
+    "tables.name": "`name: gold/sales`",
+    "tables.columns": "`columns: {cust: customer_id}`",
     "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
     "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
     "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
@@ -695,7 +697,7 @@ def _keys(loc: Loc) -> list[str]:
 
 
 def _example(loc: Loc) -> str:
-    if loc[:2] == ("tables", "rules") and dotted(("tables", *loc[3:4])) in _EXAMPLES:
+    if loc[:2] == ("tables", "rules") and loc[3:] and dotted(("tables", *loc[3:4])) in _EXAMPLES:
         loc = ("tables", *loc[3:4])  # what all tables take, some take too
     while dotted(loc) not in _EXAMPLES:
         loc = loc[:-1]

@@ -39,8 +39,8 @@ DAY_MICROS = 86_400_000_000
 _NAMEABLE = re.compile(r"\w[\w .-]*")
 
 _OTHER_HINT = (
-    "Choose other columns in `partition_by`, in `tables` or for this table in `tables.rules`; `[]` is none. A table "
-    "that is there is then loaded anew: `tailrace snapshot FILE TABLE`."
+    "Choose other columns in `partition_by`, in `tables` or for this table in `tables.rules`; `[]` is none. Of a table "
+    "that is there all that it holds is then replaced: `tailrace snapshot FILE TABLE`."
 )
 _MISFIT_HINT = (
     "An empty text is null to Delta's readers, a folder's name has at most 255 bytes, and years go from 1 to 9999. "
@@ -54,7 +54,17 @@ def refuse_columns(stored: TableSchema, names: Sequence[str]) -> None:
     columns = {column.name: column for column in stored.columns}
     for name in names:
         if name not in columns:
-            raise _refused("the table has no such column to be partitioned by", stored, name)
+            raise TableUnusable(
+                "the table has no such column to be partitioned by", table=stored.table, column=name,
+                hint=f"If the source calls it otherwise now, write `columns: {{its name now: {name}}}` for the table "
+                f"in `tables.rules` and start again: it goes on with all that it holds. {_OTHER_HINT}",
+            )  # fmt: skip
+        if names.count(name) > 1:
+            # Once as the source calls it, and once as the lake does.
+            raise TableUnusable(
+                "the table would be partitioned by one column twice", table=stored.table, column=name,
+                hint="Name it once in `partition_by`: as at the source, or as `columns` calls it in the lake.",
+            )  # fmt: skip
         if not _can_name(columns[name].type):
             raise _refused("a table cannot be partitioned by a column of this type", stored, name)
         if not _NAMEABLE.fullmatch(name):

@@ -17,6 +17,7 @@ NAME_BYTES_MAX = 255
 """What ext4, XFS, APFS and NTFS allow for one name."""
 
 TEMPLATE = "{schema}/{table}"
+_LOG = "_delta_log"
 _PLACE = re.compile(r"\{(schema|table|pipeline)\}")
 UNUSABLE = re.compile(r"%[0-9A-Fa-f]{2}|[\[\]\\^|]")
 """What delta-rs cannot have in a path; `folder` finds a way for tables, but not for a whole lake."""
@@ -63,6 +64,11 @@ def _folder(folder: str, table: TableId) -> str:
         size = len(folder.encode())
     except UnicodeEncodeError as exc:
         raise TableUnusable("the name is not valid Unicode", table=table, hint=_RENAME) from exc
+    if folder == _LOG:
+        raise TableUnusable(
+            "a folder of this name is Delta's own: the one around it would be a table", table=table, folder=folder,
+            hint="Give the table another name in the lake: `tables.names`, or `name:` in `tables.rules`.",
+        )  # fmt: skip
     if not folder:
         raise TableUnusable("a table or schema without a name has no folder", table=table, hint=_RENAME)
     if size > NAME_BYTES_MAX:

@@ -141,6 +141,19 @@ def test_a_mistake_is_told_with_its_line_and_remedy(
     assert problem.hint
 
 
+@pytest.mark.parametrize(
+    ("said", "example"),
+    [
+        ("[append]", 'rules: {"public.orders": '), ('{"a.b": append}', 'rules: {"public.orders": '),
+        ('{"a.b": {mode: 3}}', "mode: mirror"), ('{"a.b": {name: [x]}}', "name: gold/sales"),
+        ('{"a.b": {columns: [x]}}', "columns: {cust: "),
+    ],
+)  # fmt: skip
+def test_the_example_is_of_what_was_written_wrong(tmp_path: Path, said: str, example: str) -> None:
+    (problem,) = check_settings(write(tmp_path, f"rules: {said}"), environment={})
+    assert f"For example: `{example}" in problem.hint
+
+
 def test_all_that_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
     file = write(
         tmp_path, "mode: history", "soft_delete: true", "deletion_vectors: true", "rules:",

@@ -54,6 +54,14 @@ def test_a_name_that_makes_no_folder_is_refused_with_a_hint(name: str) -> None:
     assert "Rename" in refused.value.hint
 
 
+@pytest.mark.parametrize("table", [TableId("public", "_delta_log"), TableId("_delta_log", "t")])
+def test_a_name_that_would_make_a_table_of_the_folder_around_it_is_refused(table: TableId) -> None:
+    with pytest.raises(TableUnusable, match="Delta's own") as refused:
+        table_path(ROOT, table)
+    assert "`name:`" in refused.value.hint
+    assert table_path(ROOT, table, "log/of_{table}") == ROOT / "log" / f"of_{table.name}"
+
+
 @pytest.mark.parametrize("name", ["x" * 255, "/" * 85])
 def test_a_name_of_255_bytes_is_a_folder(name: str) -> None:
     assert len(table_path(ROOT, TableId("public", name)).name.encode()) == 255
