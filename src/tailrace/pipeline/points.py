@@ -94,7 +94,7 @@ def _as_it_is_now(layout: Layout, log_id: str, point: Point) -> Point:
 
 def tables_at(
     spark: SparkSession, file: str | Path, *, time: str | datetime | None = None, position: str | Lsn | None = None,
-    tables: Iterable[TableId | str] | None = None,
+    tables: Iterable[TableId | str] | TableId | None = None,
 ) -> TablesAt:  # fmt: skip
     """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
     and for such with deletion vectors or column mapping.
@@ -111,12 +111,12 @@ def tables_at(
     return TablesAt(found, point)
 
 
-def chosen(point: Point, tables: Iterable[TableId | str] | None) -> Point:
+def chosen(point: Point, tables: Iterable[TableId | str] | TableId | None) -> Point:
     """The point with these tables alone, or with all; each has a name that is no other's. One may be given as
     `schema.table`."""
     wanted = set(point.versions) | set(point.missing)
     if tables is not None:
-        given = {tables} if isinstance(tables, str) else set(tables)
+        given = _named(tables)
         asked = {table for table in wanted if table in given or str(table) in given}
         if unknown := given - asked - set(map(str, asked)):
             names = ", ".join(sorted(table if isinstance(table, str) else _in_parts(table) for table in unknown))
@@ -133,6 +133,18 @@ def chosen(point: Point, tables: Iterable[TableId | str] | None) -> Point:
         point, versions={table: version for table, version in point.versions.items() if table in wanted},
         missing={table: absence for table, absence in point.missing.items() if table in wanted},
     )  # fmt: skip
+
+
+def _named(tables: object) -> set[TableId | str]:
+    named = set[TableId | str]()
+    for table in tables if isinstance(tables, Iterable) and not isinstance(tables, str) else (tables,):
+        if not isinstance(table, str | TableId):
+            raise ConfigError(
+                "`tables` does not name tables", found=type(table).__name__,
+                hint="Give a list of texts or of `TableId`: `tables=[\"public.orders\"]`.",
+            )  # fmt: skip
+        named.add(table)
+    return named
 
 
 def _in_parts(table: TableId) -> str:

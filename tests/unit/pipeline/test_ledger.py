@@ -8,6 +8,7 @@ import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -262,3 +263,14 @@ def test_a_table_is_chosen_by_its_name_as_well() -> None:
     alike = replace(point(1), versions=dict.fromkeys((A, *TWINS), 7))
     with pytest.raises(ConfigError, match=r"`a\.b\.c` names two tables"):
         chosen(alike, ["a.b.c"])
+
+
+@pytest.mark.parametrize("given", [5, [5], [B, None], [b"public.b"]], ids=ascii)
+def test_what_is_no_table_cannot_be_chosen(given: Any) -> None:
+    with pytest.raises(ConfigError, match="`tables` does not name tables") as refused:
+        chosen(MISSED[1], given)
+    assert "`TableId`" in refused.value.hint
+
+
+def test_one_table_need_not_stand_in_a_list() -> None:
+    assert chosen(MISSED[1], B) == chosen(MISSED[1], [B])
