@@ -523,7 +523,14 @@ def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made
 def test_two_columns_of_one_name_are_refused(made: Any) -> None:
     with pytest.raises(TableUnusable, match="would have one name") as refused:
         made(Form(columns=(("big", "NAME"),)))
+    assert refused.value.hint.startswith("Give one of them another name")
     assert "columns:" in refused.value.hint
+
+
+def test_a_column_that_has_the_marks_name_is_told_of_the_mark(made: Any) -> None:
+    with pytest.raises(TableUnusable, match="has the name of one that the table's form adds") as refused:
+        made(Form(soft_delete=True, mark=engines.MARK, columns=(("big", engines.MARK),)))
+    assert "`soft_delete`" in refused.value.hint
 
 
 def test_a_folder_of_another_source_table_is_never_written(open_table: OpenTable, tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ _OF_APPEND = (*METADATA, change.UNCHANGED)
 _OF_HISTORY = (VALID_FROM, VALID_TO, CURRENT, change.SEQ, change.TX)
 
 _COLLISION_HINT = (
-    "Leave the name out of `tables.metadata`, choose another `mode`, or give the column another name in "
-    "`tables.rules` (`columns:`)."
+    "Leave the name out of `tables.metadata`, do without `soft_delete` or choose another `mode`, whichever adds it; or "
+    "give the source's column another name in `tables.rules` (`columns:`)."
 )
+_TWINS_HINT = "Give one of them another name in `tables.rules` (`columns:`); case makes no difference."
 _KEYLESS_HINT = "Give the table a primary key or a replica identity with one, or use `mode: append`, or a plain mirror."
 
 
@@ -110,11 +111,10 @@ class Form:
         taken: set[str] = set()
         for column in (*own, *self.added):
             if column.name.lower() in taken:
-                what = "a column has the name of one that the table's form adds"
-                raise TableUnusable(
-                    what if column in self.added else "two columns of the lake table would have one name",
-                    table=schema.table, column=column.name, hint=_COLLISION_HINT,
-                )  # fmt: skip
+                what, hint = "two columns of the lake table would have one name", _TWINS_HINT
+                if column in self.added:
+                    what, hint = "a column has the name of one that the table's form adds", _COLLISION_HINT
+                raise TableUnusable(what, table=schema.table, column=column.name, hint=hint)
             taken.add(column.name.lower())
         key = () if self.mode is TableMode.APPEND else tuple(map(self.name_of, schema.key))
         stored = replace(schema, columns=(*own, *self.added), key=key, facts=None)
