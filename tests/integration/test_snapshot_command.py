@@ -17,7 +17,9 @@ from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
 from tailrace.pipeline import loading
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.status import measure
 from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
+from tailrace.spark.tasks import ChunkWork
 from tailrace.tables.delta import DeltaRsTable
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
@@ -250,6 +252,44 @@ def test_a_load_is_paused_and_resumed_and_stopped(filled: str, tmp_path: Path) -
             scene.assert_equal(applying, "things")
             assert len(applying.chunks) < total
     assert not list((tmp_path / "changes" / "seed").glob("*/plan.json"))
+
+
+def told(scene: Scene, applying: Local) -> str | None:
+    """Why the table stands still, as `tailrace run` sees it a few times a second."""
+    (table,) = measure(scene.settings, applying.lives, applying._source, None).tables
+    return table.reason
+
+
+def test_a_table_that_has_failed_says_why_also_after_a_load_of_it_was_stopped(filled: str, tmp_path: Path) -> None:
+    things = TableId("public", "things")
+    with Scene(tmp_path, filled).tables_are("evolution: {rename: stop}") as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        execute(filled, "ALTER TABLE things RENAME pad TO other", "UPDATE things SET x = 1 WHERE id = 1")
+        wait_for_state(applying, "things", TableState.FAILED)
+        applying.before = once(lambda: stop(scene), at=4)
+        ask(scene, "public.things")
+        assert eventually(lambda: things in applying.loading._loads)
+        wait_for_state(applying, "things", TableState.FAILED)
+        assert told(scene, applying) == "schema-changed"
+
+
+def test_a_table_that_fails_while_it_is_loaded_again_says_why(database: str, tmp_path: Path) -> None:
+    execute(database, "CREATE TABLE things (id int PRIMARY KEY, x text, pad text)", FILL)
+    said = list[str | None]()
+
+    def look(work: ChunkWork) -> None:
+        if work.chunk.number == 2:
+            execute(database, "UPDATE things SET x = '' WHERE id = 1")
+            wait_for_state(applying, "things", TableState.FAILED)
+        elif work.chunk.number == 4:
+            said.append(told(scene, applying))
+
+    with Scene(tmp_path, database).tables_are("partition_by: [x]") as scene, scene.loader() as applying:
+        scene.assert_equal(applying, "things")
+        applying.before = look
+        ask(scene, "public.things")
+        assert eventually(lambda: bool(said))
+        assert said == ["value-unfit"]
 
 
 def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class Beginning:
                 life.gone = True
                 life.fail(SourceTableMissing("the table is not there", table=life.table, hint=_GONE_HINT))
             elif life.gone and life.table in there and life.state is TableState.FAILED:
-                life.gone, life.error, life.state, life.failures = False, None, TableState.NEW, 0
+                life.gone, life.state, life.error, life.failures = False, TableState.NEW, None, 0
         for table, source in there.items():
             if (known := self._lives.tables.get(table)) is not None:
                 known.see(source)
@@ -281,8 +281,8 @@ class Beginning:
         except TailraceError as error:
             self._failed(life, error)
             return
-        life.moved(cursor, schema)
         life.state = TableState.CATCHING_UP
+        life.moved(cursor, schema)
 
     def _fed(self, waiting: Waiting) -> Waiting:
         """Those that are published."""

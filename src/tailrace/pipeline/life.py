@@ -91,6 +91,8 @@ class TableLife:
     refresh: str | None = None
     """Why the table must be loaded anew although the log has all that it lacks."""
     error: TailraceError | None = None
+    """What it fails at or waits for. Others look without the lock, and one that has failed always says why: so this is
+    set before that state, and cleared after it."""
     failures: int = 0
     failed_at: float = 0.0
     """Of the monotonic clock."""
@@ -138,6 +140,12 @@ class TableLife:
             log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         else:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
+
+    def fall_back(self, state: TableState, error: TailraceError | None) -> None:
+        """Be what it was before a load that came to nothing; what it stood still for then it stands still for again."""
+        if state.broken:
+            self.error = error
+        self.state = state
 
     def wait(self, error: TailraceError, seconds: float) -> None:
         """What it needs cannot be had now, however often that is; the table is left alone for a while."""
@@ -251,9 +259,9 @@ class Lives:
         """Look anew where a failed table stands, as at a start."""
         with life.lock:
             life.see(source)
+            life.state = TableState.NEW
             life.error, life.failures, life.refresh, life.announced, life.gone = None, 0, None, None, False
             life.not_before = 0.0
-            life.state = TableState.NEW
             self._stand(life, source)
 
     def _stand(self, life: TableLife, source: SourceTable | None) -> None:

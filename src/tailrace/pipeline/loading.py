@@ -89,7 +89,7 @@ class Loading:
         self._replans: dict[TableId, int] = {}
         self._landed: dict[TableId, Seed] = {}
         """Loads whose replay is not over."""
-        self._was: dict[TableId, TableState] = {}
+        self._was: dict[TableId, tuple[TableState, TailraceError | None]] = {}
         """What tables go back to that a person holds back."""
         self._again: dict[TableId, tuple[int, float]] = {}
         """Loads of tables that go on meanwhile and that failed: how often, and when the next is due."""
@@ -219,7 +219,8 @@ class Loading:
             if load is not None and not load.reading:
                 self._hold_back(load, hold)
             if life is not None and life.state in (TableState.NEW, TableState.SEEDING, TableState.REFRESHING):
-                self._was[table] = load.state_before if load is not None else life.state
+                before = (load.state_before, load.stopped_by) if load is not None else (life.state, life.error)
+                self._was[table] = before
                 life.state = TableState.PAUSED
         for wish in wishes:
             if held.get(wish.table) is Hold.STOPPED and wish.table not in self._loads and not self._beginning:
@@ -227,8 +228,8 @@ class Loading:
                 self._lift(wish.table)
         for table, life in list(self._lives.tables.items()):
             if table not in held and life.state is TableState.PAUSED:
-                was = self._was.pop(table, TableState.NEW)
-                life.state = TableState.SEEDING if table in self._loads else was
+                was = self._was.pop(table, (TableState.NEW, None))
+                life.fall_back(*((TableState.SEEDING, None) if table in self._loads else was))
 
     def _hold_back(self, load: Load, hold: Hold) -> None:
         """The source's clean-up must not wait for a person: only chunks that need no snapshot of before are kept."""
@@ -307,7 +308,8 @@ class Loading:
         tries = load.tries[chunk.number] = load.tries.get(chunk.number, 0) + 1
         passing = error.remedy is Remedy.RETRY
         if passing and (isinstance(error, SourceUnreachable) or tries < CHUNK_TRIES_MAX):
-            load.life.error = error
+            if not load.life.state.broken:
+                load.life.error = error
             load.not_before = time.monotonic() + pause(tries)
             log.warning("chunk tried again", extra={"table": str(load.life.table), "code": error.code})
         elif self._drop(load):
@@ -352,7 +354,8 @@ class Loading:
         table = load.life.table
         self._replans[table] = self._replans.get(table, 0) + 1
         log.warning("load begins again", extra={"table": str(table), "reason": error.message})
-        load.life.error = error
+        if not load.life.state.broken:
+            load.life.error = error
         if self._replans[table] > REPLANS_MAX:
             self._fail(load.life, TableFailed(
                 "the table is rewritten again and again while it is loaded", table=table,
@@ -414,10 +417,10 @@ class Loading:
                 self._kept.keep(life, seed.id)
                 if seed.wish is not None:
                     self._seeds.fulfil(seed.wish)
-                life.moved(landed, seed.plan.schema)
-                life.loaded_at = read_by
                 over = life.once and passed <= cursor.position
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
+                life.moved(landed, seed.plan.schema)
+                life.loaded_at = read_by
                 life.last_load = load.done()
                 life.rows_loaded = life.last_load.rows
                 life.replay = seed.id if passed > cursor.position else None

@@ -177,7 +177,7 @@ class UnderWay:
             del self.loads[life.table]
             life.loading = life.load = None
             if life.state is TableState.SEEDING:
-                life.state = load.state_before
+                life.fall_back(load.state_before, load.stopped_by)
             return True
 
     def tell(self, load: Load, status: LoadStatus) -> None:

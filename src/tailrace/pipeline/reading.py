@@ -81,7 +81,9 @@ class Reading:
                 return
             if outcome.staged is not None:
                 load.staged[chunk.number] = outcome.staged
-                load.life.error, load.tries = None, {}
+                load.tries = {}
+                if not load.life.state.broken:  # else that is what it stands still for
+                    load.life.error = None
                 return
             load.todo.appendleft(chunk)
         assert outcome.error is not None, "neither staged nor failed"

@@ -108,7 +108,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
         if cursor is None
         else (cursor.position if pending else max(cursor.position, lives.index.position))
     )
-    state = life.state
+    state, error = life.state, life.error  # in this order: what has failed has its error by then
     again = state is TableState.SEEDING and cursor is not None
     if again or (life.load is not None and state.going_on):
         state = TableState.REFRESHING
@@ -123,8 +123,8 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
     return TableStatus(
         schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
         path=str(life.place.path), mode=str(life.place.form),
-        reason=life.error.code if life.error else None, detail=life.error.headline if life.error else None,
-        hint=life.error.hint if life.error else None, note=" ".join(note for note in notes if note) or None,
+        reason=error.code if error else None, detail=error.headline if error else None,
+        hint=error.hint if error else None, note=" ".join(note for note in notes if note) or None,
         dead_letters=letters,
         rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
         rows_loaded=life.rows_loaded, load_rows_estimated=life.rows_estimated,
