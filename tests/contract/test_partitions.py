@@ -329,6 +329,17 @@ def test_a_partition_column_that_is_dropped_or_renamed_stops_the_table_as_it_is(
     assert table.content() == ordered(ROWS)
 
 
+def test_a_value_at_rest_that_would_become_a_partitions_is_refused_with_the_way_out(made: Any) -> None:
+    rows: list[dict[str, Any]] = [*ROWS, {"id": 9, "name": "n", "big": "", "n": 9}]
+    table = made(MIRROR, rows)
+    id_, name, _, n = SHOP.columns
+    recast = Recast(schema=replace(SHOP, columns=(id_, n, name)), renamed=(("big", "name"),))
+    with pytest.raises(ValueUnfit, match="cannot be that of a partition") as refused:
+        table.table.evolve(recast, table.cursor(table.seq))
+    assert "mend it, then `tailrace snapshot FILE TABLE`" in refused.value.hint
+    assert table.content() == ordered(rows)
+
+
 def test_a_truncate_and_rows_of_other_partitions_after_it(made: Any) -> None:
     table = made(MIRROR)
     table.apply(tx(1, truncate(), insert(9, name="new/one")), tx(2, insert(10, name="n 1")))

@@ -45,7 +45,9 @@ _OTHER_HINT = (
 _MISFIT_HINT = (
     "An empty text is null to Delta's readers, a folder's name has at most 255 bytes, and years go from 1 to 9999. "
     "Mend the row at the source, or choose other columns in `partition_by`. `tables.on_bad_row: dead-letter` lets a "
-    "table that is loaded go on without such changes."
+    "table that is loaded go on without such changes. If the lake table itself has the value, in a column that is to "
+    "be the partition's now: mend it, then `tailrace snapshot FILE TABLE`; one that keeps the past is begun anew "
+    "beside it, by another `name` in `tables.rules`."
 )
 
 
