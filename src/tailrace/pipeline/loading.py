@@ -475,20 +475,20 @@ class Loading:
             shown = life.error if life.state.broken else error  # what it stands still for tells how it can be loaded
             life.error, life.failures, life.failed_at = shown, min(life.failures + 1, 5), time.monotonic()
             return
-        if error.remedy is not Remedy.RETRY:
-            self._forget_wishes(life.table)
         waits = (TableState.NEW, TableState.SEEDING, TableState.REFRESHING)
         unloaded = life.cursor is None or life.state in waits or life.state.broken
         if unloaded or life.refresh is not None:  # it goes no further without the load
             life.fail(error)
+            if error.remedy is not Remedy.RETRY:
+                self._forget_wishes(life.table)
             return
         failures = self._again.get(life.table, (0, 0.0))[0] + 1
         self._again[life.table] = (failures, time.monotonic() + pause(failures))
+        life.trouble = f"It could not be loaded again: {error.headline}. {error.hint}"
         if failures >= CHUNK_TRIES_MAX or error.remedy is not Remedy.RETRY:
             del self._again[life.table]
             self._always.discard(life.table)
-            self._forget_wishes(life.table)
-        life.trouble = f"It could not be loaded again: {error.headline}. {error.hint}"
+            self._forget_wishes(life.table)  # last: who has asked for it finds why it came to nothing
         said = {"table": str(life.table), "code": error.code, "reason": error.headline, "hint": error.hint}
         log.error("table not loaded again", extra=said)
 
