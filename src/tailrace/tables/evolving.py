@@ -115,9 +115,20 @@ def _answers(
     if found.rewritten or _unknown(found):
         why = "its rows were written anew" if found.rewritten else "it is not known what became of its rows"
         yield "rewrite", policies.rewrite, why
+    if policies.rename is Policy.STOP and (pair := _perhaps_renamed(old, new, found)) is not None:
+        yield "rename", policies.rename, f"{pair[0]} may have been renamed to {pair[1]}"
     for item in found.changes:
         if answer := _answer(old, new, item, policies, form):
             yield answer
+
+
+def _perhaps_renamed(old: TableSchema, new: TableSchema, found: Evolution) -> tuple[str, str] | None:
+    """A column that went and one of its type that came, where no number says that they are two."""
+    if old.facts and new.facts:
+        return None
+    went = [item for item in found.changes if item.kind is Kind.DROP]
+    came = [item for item in found.changes if item.kind is Kind.ADD]
+    return next(((str(a.column), str(b.column)) for a in went for b in came if a.was == b.now), None)
 
 
 def _unknown(found: Evolution) -> bool:

@@ -130,6 +130,20 @@ def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, sa
     assert "Set it otherwise and start again" in found.hint
 
 
+@pytest.mark.parametrize(
+    ("new", "stops"),
+    [((ID, (2, "x", pa.int32()), B), True), ((ID, (2, "x", pa.int64()), B), False), ((ID, A, B), False)],
+)
+def test_what_may_be_a_renamed_column_stops_too_where_nothing_is_known_of_it(
+    new: tuple[tuple[int, str, pa.DataType], ...], stops: bool
+) -> None:
+    unknown = replace(shape(*new, file=6), facts=None)
+    found = planned(unknown, Policies(rename=STOP))
+    assert isinstance(found, SchemaChanged) is stops
+    assert not stops or "a may have been renamed to x" in found.headline
+    assert isinstance(planned(unknown), Refresh | None)
+
+
 def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
     found = planned(shape(ID, A, B, name="other"))
     assert isinstance(found, SchemaChanged)
