@@ -101,6 +101,7 @@ FUNCTIONS: dict[str, tuple[int, int, Callable[..., Value]]] = {
     "day": (1, 1, lambda moment: pc.day(moment)),
 }
 """How many arguments each takes, at least and at most, and what it does."""
+_GIVEN_TEXTS = ("replace", "starts_with", "ends_with", "contains", "matches")
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Value, Value], Value]] = {
     ast.Eq: pc.equal, ast.NotEq: pc.not_equal, ast.Lt: pc.less, ast.LtE: pc.less_equal, ast.Gt: pc.greater,
@@ -247,6 +248,8 @@ def _check_call(node: ast.Call) -> None:
     least, most, _ = FUNCTIONS[node.func.id]
     if not least <= len(node.args) <= most:
         raise _Wrong(f"`{node.func.id}` takes {least if least == most else f'{least} to {most}'} arguments")
+    if node.func.id in _GIVEN_TEXTS and any(map(_is_none, node.args[1:])):
+        raise _Wrong(f"what `{node.func.id}` is given must be a text, not None")
     if node.func.id == "matches" and isinstance(regex := node.args[1], ast.Constant):
         try:
             pc.match_substring_regex(pa.array([""]), str(regex.value))

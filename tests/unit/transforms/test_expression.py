@@ -138,7 +138,7 @@ def test_decimals_of_any_size_stand_beside_each_other(text: str, wanted: list[An
 @pytest.mark.parametrize("text", [
     "", "x +", "__import__('os')", "x.y", "[a for a in b]", "lambda: 1", "x[0]", "f(x=1)", "open('a')", "upper()",
     "x ** 2", "x := 1", "f'{x}'", "b'x' == x", "1j", "col(x)", "x" * 5000, "*x", "matches(x, '(')",
-    "x > 1e99999999999999999999", "x > 1e999999999", "x < -1e-999999999",
+    "x > 1e99999999999999999999", "x > 1e999999999", "x < -1e-999999999", "matches(x, None)", "replace(x, 'a', None)",
 ])  # fmt: skip
 def test_what_is_not_of_the_language_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="an expression cannot be used"):
