@@ -129,7 +129,7 @@ class TableLife:
         """What the source says of it now."""
         self.note, self.insert_only = source.identity_note, source.identity is Identity.NONE
 
-    def fail(self, error: TailraceError) -> None:
+    def fail(self, error: TailraceError, *, told: bool = True) -> None:
         """Stop the table, unless the failure may pass by itself and has not come too often."""
         self.error = error
         self.failures += 1
@@ -137,8 +137,9 @@ class TableLife:
         passing = error.remedy is Remedy.RETRY
         if not passing or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
-            log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
-        else:
+            if told:
+                log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
+        elif told:
             log.warning("table tried again", extra={"table": str(self.table), "code": error.code})
 
     def fall_back(self, state: TableState, error: TailraceError | None) -> None:
@@ -215,9 +216,11 @@ class Lives:
 
     def __init__(
         self, log_reader: ChangeLog, layout: Layout, policies_of: Callable[[TableId], Policies] = lambda _: POLICIES,
-        value_of: ValueOf = no_value, *, until: Lsn | None = None,
+        value_of: ValueOf = no_value, *, until: Lsn | None = None, tells: bool = True,
     ) -> None:  # fmt: skip
         self.log = log_reader
+        self._tells = tells
+        """Whether what becomes of tables is logged; who only looks shows it himself."""
         self._until = until
         """What the log lacks after this counts for nothing, since no table is to come there."""
         self.index = LogIndex(log_reader)
@@ -281,7 +284,7 @@ class Lives:
                 life.state = TableState.LOADED if over else TableState.CATCHING_UP
                 refuse_ahead(life, self.log)
         except TailraceError as error:
-            life.fail(error)
+            life.fail(error, told=self._tells)
 
     def look_again(self, life: TableLife) -> None:
         """Go by what the table's own commit says, if nobody heard how far the last task came. Whoever calls holds the
@@ -516,7 +519,8 @@ class Lives:
             gone_to=gone.commit, why=gone.why, hint=TRIMMED_HINT,
         )  # fmt: skip
         life.state = TableState.NEEDS_SNAPSHOT
-        log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
+        if self._tells:
+            log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
         return True
 
     def replays_what_is_to_come(self, life: TableLife) -> bool:
@@ -567,7 +571,7 @@ class Lives:
         if isinstance(step, Refresh):
             self.load_anew(life, step.why)
         else:
-            life.fail(step)
+            life.fail(step, told=self._tells)
         return None
 
     def load_anew(self, life: TableLife, why: str) -> None:
@@ -575,4 +579,5 @@ class Lives:
         life.refresh, life.announced, life.state = why, None, TableState.REFRESHING
         if life.rereads:  # its mode says that it is not loaded by itself
             life.needs_snapshot()
-        log.info("table must be loaded anew", extra={"table": str(life.table), "why": why})
+        if self._tells:
+            log.info("table must be loaded anew", extra={"table": str(life.table), "why": why})

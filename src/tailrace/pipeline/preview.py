@@ -40,7 +40,7 @@ def preview(settings: PipelineSettings) -> tuple[TableEvolution, ...]:
     Nothing is touched."""
     log = ChangeLog.open(settings.log.path)
     source = open_source_of(settings, log)
-    lives = Lives(log, settings.tables.layout)
+    lives = Lives(log, settings.tables.layout, tells=False)
     lives.grow()
     there = {table.table: table for table in source.tables()}
     gone = {shape.table for shape in _known(log) if settings.has(shape.table)} - there.keys()

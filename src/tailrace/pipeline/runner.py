@@ -132,7 +132,7 @@ def _watched(settings: PipelineSettings, observer: Observer, capturing: Capturin
     source = capturing.source
 
     def watch() -> None:
-        lives, lag = Lives(ChangeLog.open(settings.log.path), settings.tables.layout), SourceWatch(source)
+        lives, lag = Lives(ChangeLog.open(settings.log.path), settings.tables.layout, tells=False), SourceWatch(source)
         for table in source.tables():
             lives.add(table.table, table)
         while not done.wait(TICK_SECONDS):

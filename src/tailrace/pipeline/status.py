@@ -182,7 +182,7 @@ def read_status(settings: PipelineSettings) -> PipelineStatus:
     except LogUnusable:
         return _not_started(settings)
     source = open_source_of(settings, log)
-    lives = Lives(log, settings.tables.layout, settings.tables.policies_of, source.value_of)
+    lives = Lives(log, settings.tables.layout, settings.tables.policies_of, source.value_of, tells=False)
     lives.grow()
     lag = SourceWatch(source).lag()
     noted = read_note(log.path)
