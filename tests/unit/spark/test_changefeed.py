@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,11 @@ from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogView
 from tests.support.changes import SHOP, Change, delete, insert, move, table_schema, truncate, update
 from tests.support.frames import frame, rows_of_parts, steps, stream
-from tests.support.logs import KEYLESS_OTHER, Diary, quick_folder, seal
+from tests.support.logs import KEYLESS_OTHER, Diary, seal
 from tests.support.windows import SOURCE, batch, window
 
 FULL = replace(SHOP, identity=Identity.FULL)
 NOTHING = {"name": None, "big": None, "n": None}
-
-
-@pytest.fixture
-def diary(tmp_path: Path) -> Iterator[Diary]:
-    with quick_folder(tmp_path) as folder:
-        made = Diary(folder / "log")
-        yield made
-        made.close()
 
 
 def feed(diary: Diary, table: str = "public.things", **options: object) -> list[tuple[Any, ...]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
@@ -21,15 +19,7 @@ from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
 from tests.support.changes import SHOP
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
-from tests.support.logs import OTHER, STEP, Diary, inserts, quick_folder, seal
-
-
-@pytest.fixture
-def diary(tmp_path: Path) -> Iterator[Diary]:
-    with quick_folder(tmp_path) as folder:
-        made = Diary(folder / "log")
-        yield made
-        made.close()
+from tests.support.logs import OTHER, STEP, Diary, inserts, seal
 
 
 def come(diary: Diary, schema: TableSchema = SHOP, *, relation: int | None = None, ahead: int = 0) -> Lsn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,21 +31,12 @@ from tests.support.logs import (
     WIDER,
     Diary,
     inserts,
-    quick_folder,
     seal,
     write_everything,
 )
 
 NARROWER = replace(SHOP, columns=SHOP.columns[:-1])
 LATER = 4e9
-
-
-@pytest.fixture
-def diary(tmp_path: Path) -> Iterator[Diary]:
-    with quick_folder(tmp_path) as folder:
-        made = Diary(folder / "log")
-        yield made
-        made.close()
 
 
 @pytest.mark.parametrize("sealed", ["not", "half", "all"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
@@ -18,20 +16,12 @@ from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
 from tests.support.changes import SHOP, insert, truncate
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
-from tests.support.logs import OTHER, WIDER, Diary, inserts, quick_folder, seal
+from tests.support.logs import OTHER, WIDER, Diary, inserts, seal
 
 THINGS = {"table": "public.things"}
 AWAY = replace(SHOP, table=TableId("public", "things_old"))
 CAME = replace(OTHER, table=SHOP.table)
 """Two tables are swapped: `things` is `things_old` now, and `other` is `things`."""
-
-
-@pytest.fixture
-def diary(tmp_path: Path) -> Iterator[Diary]:
-    with quick_folder(tmp_path) as folder:
-        made = Diary(folder / "log")
-        yield made
-        made.close()
 
 
 def ids(rows: Rows) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,9 @@ from tailrace.spark.stream_plain import PlainStreamReader
 from tailrace.spark.streaming import LogStream, Offset
 from tests.support.changes import SHOP, insert
 from tests.support.frames import frame
-from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, quick_folder, seal
+from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, seal
 
 ALL = ReadAllAvailable()
-
-
-@pytest.fixture
-def diary(tmp_path: Path) -> Iterator[Diary]:
-    with quick_folder(tmp_path) as folder:
-        made = Diary(folder / "log")
-        yield made
-        made.close()
 
 
 def reader(diary: Diary, capture: Any = None, **options: object) -> LogStreamReader:

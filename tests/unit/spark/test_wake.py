@@ -46,13 +46,6 @@ class Listener:
 
 
 @pytest.fixture
-def diary(tmp_path: Path) -> Iterator[Diary]:
-    made = Diary(tmp_path / "log")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def speaking(diary: Diary, tmp_path: Path) -> Iterator[Wake]:
     lives = Lives(ChangeLog.open(diary.path), Layout(root=tmp_path))
     stopping, made = threading.Event(), Wake(lambda done: lives.ahead(done).end, 0)
