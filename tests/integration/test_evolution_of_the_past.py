@@ -391,16 +391,19 @@ def test_a_load_that_is_owed_is_made_after_a_crash(database: str, tmp_path: Path
             assert_told(applying, accounts)
 
 
+@pytest.mark.parametrize("rewrite", ["refresh", "stop"])
 def test_a_load_that_is_owed_for_what_was_lost_is_made_though_the_table_has_come_further(
-    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rewrite: str
 ) -> None:
-    """By the log it goes past what the source had discarded, and only then it shows that the load cannot land."""
+    """By the log it goes past what the source had discarded, and only then it shows that the load cannot land. Nothing
+    was altered, so no policy is asked."""
     tables = make(database, "t")
 
     def full(work: RefreshWork) -> Outcome:
         return Outcome(table=work.schema.table, error=TableUnusable("the disk is full", hint="Make room."))
 
-    scene = Scene(tmp_path, database, mode="when_needed").tables_are(f"rules: {{{RULES}}}")
+    scene = Scene(tmp_path, database, mode="when_needed")
+    scene.tables_are(f"rules: {{{RULES}}}", f"evolution: {{rewrite: {rewrite}}}")
     with scene, scene.loader() as applying:
         accounts = begin(database, scene, applying, tables)
         assert scene.settled(applying)

@@ -15,6 +15,7 @@ from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
 from tailrace.errors import LogGap, PositionLost
 from tailrace.model.position import Lsn
+from tailrace.model.schema import TableId
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
@@ -299,3 +300,21 @@ def test_a_position_is_not_given_up_for_tables_that_are_not_loaded_by_themselves
     with pytest.raises(PositionLost, match="the replication slot is gone"):
         Capturing(scene.settings, until_caught_up=True)
     assert not ChangeLog.open(scene.settings.log.path).gaps()
+
+
+def test_a_table_that_is_made_later_and_never_loaded_begins_where_its_changes_do(database: str, tmp_path: Path) -> None:
+    """The log is behind the position that the table was published at."""
+    late = TableId("public", "late")
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
+    with Scene(tmp_path, database, mode="schema_only") as scene:
+        published = ChangeLog.open(scene.settings.log.path).published
+        execute(database, "CREATE TABLE late (id int PRIMARY KEY)", "INSERT INTO late VALUES (1)")
+        assert eventually(lambda: published().since(late) is not None, pause=0.01)
+        scene.stop_capture()
+        with scene.loader() as applying:
+            assert eventually(lambda: late in applying.lives.tables and life(applying, "late").cursor is not None)
+            since, cursor = published().since(late), life(applying, "late").cursor
+            assert since is not None
+            assert cursor is not None
+            assert cursor.position >= since
+        scene.begin_capture()

@@ -150,7 +150,8 @@ def test_who_is_stopped_while_a_slot_waits_for_others_leaves_none(database: str,
         assert count(SLOTS) == 0
 
 
-def test_what_nobody_foresaw_beside_a_capture_ends_it_and_is_told(
+@pytest.mark.timeout(60)
+def test_what_nobody_foresaw_beside_a_capture_ends_it(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")

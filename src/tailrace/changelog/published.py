@@ -71,7 +71,7 @@ class Published:
         return self._last.get(table)
 
     def again(self, table: TableId) -> Lsn | None:
-        """The same, where the very table was in it before; None: it never came back."""
+        """The same of a table that was in it before, and was out for a while; None: that never was."""
         return self._again.get(table)
 
     @cached_property
@@ -80,7 +80,7 @@ class Published:
 
     @cached_property
     def _again(self) -> dict[TableId, Lsn]:
-        return {coming.table: coming.since for coming in self.comings if coming.kind in (Kind.AGAIN, Kind.MOVED)}
+        return {coming.table: coming.since for coming in self.comings if coming.kind is Kind.AGAIN}
 
 
 def read_published(log: LogPath) -> Published:

@@ -425,7 +425,8 @@ class Applying:
         assert life.cursor is not None, "it takes something"
         assert life.shape is not None, "it takes something"
         if stretch.recast is not None:
-            log.info("table evolves", extra={"table": str(life.table), "how": "; ".join(stretch.recast.said)})
+            if said := "; ".join(stretch.recast.said):
+                log.info("table evolves", extra={"table": str(life.table), "how": said})
             return EvolveWork(
                 table=life.table, place=life.place, recast=stretch.recast, expected=life.cursor
             )

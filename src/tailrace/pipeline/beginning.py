@@ -263,8 +263,8 @@ class Beginning:
             _refuse_meeting(life, self._lives)
             plan = self._source.plan(life.table, Cut.PLACE, self._settings.chunk)
             self._lives.grow()
-            here = self._lives.cursor_at(self._lives.index.position)
             since = self._lives.since(life.table)
+            here = self._lives.cursor_at(max(self._lives.index.position, since or ZERO))
             begin = self._lives.cursor_at(since) if since is not None else Cursor(seq=0, commit=0, position=ZERO)
             cursor = begin if mode == "never" else here
             schema = plan.schema

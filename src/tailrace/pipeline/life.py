@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.changelog.gaps import Gap
 from tailrace.changelog.index import LogIndex, Slice
+from tailrace.changelog.published import Published
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
@@ -24,13 +25,7 @@ from tailrace.model.policies import POLICIES, Policies
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
-from tailrace.pipeline.standing import (
-    lost_identity,
-    refuse_ahead,
-    refuse_lost_identity,
-    saw_too_little,
-    stops_at_another,
-)
+from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little, stops_at_another
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.base import Cursor
 from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
@@ -137,6 +132,7 @@ class TableLife:
         passing = error.remedy is Remedy.RETRY
         if not passing or self.failures > RETRIES_MAX:
             self.state = TableState.FAILED
+            self.error = error  # whoever found it whole a moment ago may have cleared it
             if told:
                 log.error("table failed", extra={"table": str(self.table), "code": error.code, "reason": error.message})
         elif told:
@@ -222,7 +218,9 @@ class Lives:
         self._tells = tells
         """Whether what becomes of tables is logged; who only looks shows it himself."""
         self._until = until
-        """What the log lacks after this counts for nothing, since no table is to come there."""
+        """What the source had discarded after this counts for nothing, since no table is to come there."""
+        self._read_published: tuple[int, Published] | None = None
+        """And up to which commit that is whole."""
         self.index = LogIndex(log_reader)
         self.seeds = Seeds(log_reader.path)
         self._recorded: tuple[float, list[Seed]] | None = None
@@ -303,7 +301,7 @@ class Lives:
         except TailraceError as error:
             life.fail(error)
             return
-        if cursor != before:  # it was done after all
+        if cursor != before and not life.state.broken:  # it was done after all
             life.error, life.failures = None, 0
         life.stands(cursor, shape)
         life.doubted_until = 0.0 if over else until
@@ -404,7 +402,7 @@ class Lives:
             return None
         reached = self.index.position  # before we look what there is up to it
         pending = self.pending(life, self.index.commit)
-        if pending and self._notice_coming(life):
+        if pending and self._notice_coming(life, pending):
             return None
         if (step := self._seen_step(life, reached, pending)) is not None:
             return self._stepped(life, step)
@@ -471,9 +469,10 @@ class Lives:
         assert life.cursor is not None, "a table that was loaded"
         here = life.cursor.position
         begins = [gap.start for gap in self._gaps() if gap.end > here]
-        comings = self.log.published().comings
-        begins += [coming.since for coming in comings if coming.table == life.table and coming.since > here]
-        return min(filter(self._counts, begins), default=None)
+        came = [coming.since for coming in self.log.published().comings if coming.table == life.table]
+        # When it went out is not known; it has no rows from there to just before it came back.
+        begins += [Lsn(since.value - 1) for since in came if since > here]
+        return min(begins, default=None)
 
     def needs_all(self, life: TableLife) -> bool:
         """Whether nothing but a load of the whole table will do."""
@@ -481,10 +480,8 @@ class Lives:
         return life.state is TableState.NEW or life.refresh is not None or owed or self.misses(life)
 
     def _gaps(self) -> list[Gap]:
-        return [gap for gap in self.log.gaps() if gap.commit <= self.index.commit and self._counts(gap.start)]
-
-    def _counts(self, lacking_from: Lsn) -> bool:
-        return self._until is None or lacking_from < self._until
+        known = [gap for gap in self.log.gaps() if gap.commit <= self.index.commit]
+        return known if self._until is None else [gap for gap in known if gap.start < self._until]
 
     def lacks(self, life: TableLife) -> bool:
         """Whether changes are missing after where the table stands."""
@@ -496,16 +493,26 @@ class Lives:
             self.load_anew(life, "the source had discarded changes before they were read")
         return lacking
 
-    def _notice_coming(self, life: TableLife) -> bool:
+    def _notice_coming(self, life: TableLife, pending: list[Slice]) -> bool:
         """Whether the table must not take what came once it was published again; then it is loaded anew. Another one
-        that was made under its name its shape tells of."""
+        that was made under its name its shape tells of, and so does a lost identity, for which it stops."""
         assert life.cursor is not None, "a table that takes anything"
-        since = self.log.published().again(life.table)
-        out = since is not None and life.cursor.position < since and self._counts(since)
-        if not out or life.once or lost_identity(life):
+        assert life.shape is not None, "a table that takes anything"
+        since = self._published().again(life.table)
+        if since is None or life.cursor.position >= since or life.once:
+            return False
+        schemas = {self.log.schemas.get(item.table, item.schema).schema for item in pending}
+        if life.shape.identity is not Identity.NONE and any(one.identity is Identity.NONE for one in schemas):
             return False
         self.load_anew(life, NOT_PUBLISHED)
         return True
+
+    def _published(self) -> Published:
+        """When tables came into the publication, as far as the index goes: it is written down before their rows."""
+        commit = self.index.commit
+        if self._read_published is None or self._read_published[0] < commit:
+            self._read_published = (commit, self.log.published())
+        return self._read_published[1]
 
     def _refuse_trimmed(self, life: TableLife) -> bool:
         """Whether the log no longer holds what the table lacks; then it says so, and takes nothing."""

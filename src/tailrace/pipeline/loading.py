@@ -433,7 +433,9 @@ class Loading:
             return
         except TailraceError as error:
             if isinstance(error, WAITED_FOR):
-                load.landing, life.error = False, error  # all is staged: only the last look is missing
+                load.landing = False  # all is staged: only the last look is missing
+                if not life.state.broken:
+                    life.error = error
                 return
             if self._drop(load):
                 self._fail(life, error)

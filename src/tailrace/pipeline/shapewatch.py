@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import TailraceError
+from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import NOT_PUBLISHED, Announced, Lives, TableLife
 from tailrace.pipeline.standing import lost_identity, stops_at_another
@@ -27,6 +28,8 @@ class ShapeWatch:
         self._lives = lives
         self._seen: dict[TableId, tuple[str, TableSchema]] = {}
         """What each table's definition, and the lake table's shape, were when they were last compared."""
+        self._since: dict[TableId, Lsn | None] = {}
+        """From where on nothing of each table is missing, when it was last looked up."""
         self._due = 0.0
         self.tried = False
         """Whether the tables that are there at a start have been looked at, or the source does not answer."""
@@ -50,18 +53,23 @@ class ShapeWatch:
 
     def _notice_gaps(self, tables: Collection[TableId]) -> None:
         """Tables that were not published for a while, e.g. without an identity: what was written then was not told."""
-        for life in [self._lives.tables[table] for table in tables]:
-            # What the source had discarded whoever applies notices.
-            if not self._lives.misses(life) or self._lives.lacks(life) or lost_identity(life) or self._stops(life):
+        published = self._lives.log.published()
+        since = {table: published.since(table) for table in tables}
+        for table in since.keys() & self._since.keys():
+            life = self._lives.tables[table]
+            # One that has lost its identity is published otherwise since, and stops for that.
+            if since[table] == self._since[table] or lost_identity(life) or self._stops(life):
                 continue
             # Whoever is applying to it would call it live again, and it would be neither loaded nor applied to.
             if not life.lock.acquire(blocking=False):
-                continue  # it is noticed at the next look
+                since[table] = self._since[table]  # so that it is noticed at the next look
+                continue
             try:
-                if self._lives.misses(life) and life.state.going_on:
+                if self._lives.misses(life):  # else it was loaded since
                     self._lives.load_anew(life, NOT_PUBLISHED)
             finally:
                 life.lock.release()
+        self._since = since
 
     def _stops(self, life: TableLife) -> bool:
         """Whether that is so because the table was made again, and it is to stop for that."""

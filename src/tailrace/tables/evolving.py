@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -65,6 +65,7 @@ _RENAMED_HINT = (
     "Under its new name it is a table of its own, loaded by itself if the settings match it. This lake table stays as "
     "it is: exclude the old name in `source.exclude`, or rename the table back and run `tailrace snapshot FILE TABLE`."
 )
+_OWED = "a load of it did not land"
 Step = Recast | Refresh | SchemaChanged
 """What comes next for a table: the last is the error that it stops with."""
 ValueOf = Callable[[Column, str], pa.Scalar | None]
@@ -86,12 +87,15 @@ def plan(
         return _stop(old, f"renamed to {new.table}", _RENAMED_HINT)
     if new.identity is Identity.NONE and old.identity is not Identity.NONE and new.relation == old.relation:
         return _stop(old, "updates and deletes are no longer told, for want of a replica identity", IDENTITY_HINT)
+    # No policy is for a load that is owed: it was begun before, and did not land.
+    owed = old.facts is not None and old.facts.owed
+    old = replace(old, facts=replace(old.facts, owed=False)) if old.facts and owed else old
     found = evolve(old, new)
     answers = list(_answers(old, new, found, policies, form))
     for kind, policy, why in answers:
         if policy is Policy.STOP:
             return _stop(old, why, f"`evolution.{kind}` is `stop` for it. {_ALLOW_HINT}")
-    if again := [why for _, policy, why in answers if policy is Policy.REFRESH]:
+    if again := [why for _, policy, why in answers if policy is Policy.REFRESH] + [_OWED] * owed:
         return Refresh(schema=new, why="; ".join(dict.fromkeys(again)))
     return _recast(new, found, policies, value_of)
 

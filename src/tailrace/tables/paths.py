@@ -64,7 +64,7 @@ def _folder(folder: str, table: TableId) -> str:
         size = len(folder.encode())
     except UnicodeEncodeError as exc:
         raise TableUnusable("the name is not valid Unicode", table=table, hint=_RENAME) from exc
-    if folder == _LOG:
+    if folder.lower() == _LOG:
         raise TableUnusable(
             "a folder of this name is Delta's own: the one around it would be a table", table=table, folder=folder,
             hint="Give the table another name in the lake: `tables.names`, or `name:` in `tables.rules`.",

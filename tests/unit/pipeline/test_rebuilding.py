@@ -22,7 +22,7 @@ from deltalake import DeltaTable
 from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
-from tailrace.changelog.published import announce
+from tailrace.changelog.published import announce, confirm
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.cli.main import main
@@ -180,18 +180,31 @@ def test_a_change_of_shape_that_only_a_load_brings_is_refused(quiet: Quiet, call
     assert "hint: Run `tailrace snapshot FILE TABLE`" in err
 
 
-@pytest.mark.parametrize("lacking", ["discarded", "made_again"])
-def test_a_position_before_what_the_log_lacks_is_reached(quiet: Quiet, call: Any, lacking: str) -> None:
+def refused_at(quiet: Quiet, call: Any, position: Lsn) -> bool:
+    code, _, err = call("public.things", "--to", str(position))
+    return bool(code == ExitCode.LOG and "changes after it were never captured" in err)
+
+
+def test_a_position_before_what_the_source_had_discarded_is_reached(quiet: Quiet, call: Any) -> None:
     path, position = quiet.settings.log.path, quiet.diary.writer.position
-    if lacking == "discarded":
-        record_gap(path, Gap(commit=quiet.diary.writer.commit + 1, start=position, end=Lsn(position.value + 10)))
-    else:
-        announce(path, [(THINGS, 77)], Lsn(position.value + 5))
+    record_gap(path, Gap(commit=quiet.diary.writer.commit + 1, start=position, end=Lsn(position.value + 10)))
     quiet.commit(update(1, n=7))
-    code, _, err = call("public.things", "--to", str(quiet.diary.writer.position))
-    assert (code, "changes after it were never captured" in err) == (ExitCode.LOG, True), err
+    assert refused_at(quiet, call, quiet.diary.writer.position)
+    assert refused_at(quiet, call, Lsn(position.value + 1))
     rebuilt(call, "--to", str(position))
     assert (quiet.ns(), quiet.cursor.position) == ({1: 1, 4: 44, 5: 5}, position)
+
+
+def test_a_table_that_was_out_of_the_publication_is_not_rebuilt_while_nobody_knows_since_when(
+    quiet: Quiet, call: Any
+) -> None:
+    path, position, tables = quiet.settings.log.path, quiet.diary.writer.position, [(THINGS, SHOP.relation or 0)]
+    confirm(path, tables, Lsn(1))
+    announce(path, tables, Lsn(position.value + 150))
+    quiet.diary.commit()
+    quiet.commit(update(1, n=7))
+    assert refused_at(quiet, call, quiet.diary.writer.position)
+    assert refused_at(quiet, call, Lsn(position.value + 100)), "it may have been out by then"
 
 
 def test_a_table_without_a_key_is_rebuilt_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

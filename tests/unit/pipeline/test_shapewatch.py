@@ -17,7 +17,7 @@ from tailrace.pipeline import shapewatch
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.shapewatch import ShapeWatch
-from tests.support.changes import SHOP, update
+from tests.support.changes import SHOP, insert, update
 from tests.support.quiet import Quiet
 
 
@@ -83,6 +83,16 @@ def test_what_comes_once_it_is_published_again_is_not_taken_before_it_is_loaded(
     quiet.commit(update(1, n=2))
     assert lives.stretch(life, lives.grow()) is None
     assert (life.state, life.refresh) == (TableState.REFRESHING, "its changes were not published for a while")
+
+
+def test_a_table_that_lost_its_identity_is_not_loaded_for_it_but_stops(quiet: Quiet) -> None:
+    """Nobody has looked at the source since."""
+    lives, life, _ = watched(quiet)
+    come_in_again(quiet)
+    quiet.commit(insert(9, n=9), schema=replace(SHOP, identity=Identity.NONE))
+    assert lives.stretch(life, lives.grow()) is None
+    assert life.error is not None
+    assert (life.state, life.error.code) == (TableState.FAILED, "schema-changed")
 
 
 @pytest.mark.parametrize(("identity", "state"), [("none", TableState.REFRESHING), ("key", TableState.CATCHING_UP)])

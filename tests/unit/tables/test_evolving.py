@@ -131,8 +131,7 @@ def test_a_policy_of_stop_stops_and_names_itself(new: TableSchema, kind: str, sa
 
 
 @pytest.mark.parametrize(
-    ("new", "stops"),
-    [((ID, (2, "x", pa.int32()), B), True), ((ID, (2, "x", pa.int64()), B), False), ((ID, A, B), False)],
+    ("new", "stops"), [((ID, (2, "x", pa.int32()), B), True), ((ID, (2, "x", pa.int64()), B), False)]
 )
 def test_what_may_be_a_renamed_column_stops_too_where_nothing_is_known_of_it(
     new: tuple[tuple[int, str, pa.DataType], ...], stops: bool
@@ -141,7 +140,14 @@ def test_what_may_be_a_renamed_column_stops_too_where_nothing_is_known_of_it(
     found = planned(unknown, Policies(rename=STOP))
     assert isinstance(found, SchemaChanged) is stops
     assert not stops or "a may have been renamed to x" in found.headline
-    assert isinstance(planned(unknown), Refresh | None)
+    assert isinstance(planned(unknown), Refresh)
+
+
+def test_a_load_that_is_owed_is_made_whatever_the_policies_say_but_what_came_since_is_theirs() -> None:
+    assert OLD.facts is not None
+    owed = replace(OLD, facts=replace(OLD.facts, owed=True))
+    assert planned(OLD, Policies(rewrite=STOP), old=owed) == Refresh(schema=OLD, why="a load of it did not land")
+    assert isinstance(planned(shape(ID, A, B, file=6, stamp=2), Policies(rewrite=STOP), old=owed), SchemaChanged)
 
 
 def test_a_table_that_is_renamed_stops_under_its_old_name() -> None:
