@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -110,6 +110,14 @@ def processes(driver: subprocess.Popen[bytes], *words: str) -> list[int]:
     return found
 
 
+def kill(victims: list[int]) -> bool:
+    """Whether there were any."""
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(victims)
+
+
 @contextmanager
 def writing(url: str) -> Iterator[list[int]]:
     """Somebody who inserts all the time; the ids that were committed."""
@@ -168,10 +176,8 @@ def test_every_row_is_written_once_whatever_is_killed(
         assert processes(driver, "python_streaming_source_runner"), "the source has a process of its own"
         assert processes(driver, "tailrace.pipeline.beside"), "and so has its capture"
         if killed:
-            victims = processes(driver, *killed)
-            assert victims, "there is something to kill"
-            for pid in victims:
-                os.kill(pid, signal.SIGKILL)
+            # Spark may just be starting it anew.
+            assert eventually(lambda: kill(processes(driver, *killed)), pause=0.02), "there is something to kill"
             time.sleep(3)  # what survives goes on
         else:
             driver.kill()
