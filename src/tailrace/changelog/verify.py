@@ -318,7 +318,8 @@ class _Verifier:
         numbers, whole = Numbers(), True
         pieces = [self._path / piece.file for piece in header.big]
         missing = {place for place, piece in enumerate(pieces, 1) if not files.is_there(piece)}
-        files.size_of(path)  # a commit's own file goes before its pieces
+        if missing:
+            self._refuse_replaced(header.commit, path)
         for body in header.bodies:
             if body.piece in missing:
                 self._note(pieces[body.piece - 1], "rows of a large transaction are missing")
@@ -328,6 +329,8 @@ class _Verifier:
                 seqs = self._log.batch(header, body).data.column(change.SEQ).to_numpy()
             except _UNREADABLE as error:
                 files.size_of(path)
+                if body.piece and not files.is_there(pieces[body.piece - 1]):
+                    self._refuse_replaced(header.commit, path)
                 self._note_error(path, error)
                 whole = False
                 continue
@@ -341,6 +344,14 @@ class _Verifier:
         for piece in pieces:
             with suppress(FileNotFoundError):
                 self._count(files.size_of(piece))
+
+    def _refuse_replaced(self, commit: int, path: LogPath) -> None:
+        """Raise FileNotFoundError if the commit was sealed or trimmed since we looked; its pieces go before its own
+        file."""
+        files.size_of(path)
+        self._look()
+        if self._covering(commit) is not None or commit <= self._gone_now().commit:
+            raise FileNotFoundError(path)
 
     # Seals.
 

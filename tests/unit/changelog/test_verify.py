@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog import cold, contents, format, records, verify
+from tailrace.changelog import cold, contents, files, format, records, verify
 from tailrace.changelog.contents import Numbers
-from tailrace.changelog.files import below
+from tailrace.changelog.files import LogPath, below
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.keeper import Keeping, keep
 from tailrace.changelog.reader import ChangeLog
@@ -395,6 +395,26 @@ def test_a_link_that_leads_nowhere_or_is_missing_is_found_and_made_anew(
 
 
 # --- beside others -----------------------------------------------------------------------------------------
+
+
+def test_a_large_transaction_of_which_a_cleaning_has_removed_the_first_files_has_no_flaw(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary, there = Diary(quick), files.is_there
+    large_transaction(diary, [inserts(1)], [inserts(2)])
+    diary.commit()
+
+    def cleaned(path: LogPath) -> bool:
+        if path.parent.parent.name == "big":
+            monkeypatch.setattr(files, "is_there", there)
+            with Sealer(quick, limits=Limits(commits=1)) as sealer:
+                sealer.seal()
+            shutil.rmtree(quick / "big")
+        return there(path)
+
+    monkeypatch.setattr(files, "is_there", cleaned)
+    found = verify.verify(quick)
+    assert (found.flaws, found.rows) == ((), 2)
 
 
 def test_a_log_that_is_written_sealed_and_trimmed_meanwhile_has_no_flaw(quick: Path) -> None:
