@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -119,6 +119,15 @@ class TableSchema:
         """Whether rows of both can stand in one mirror table."""
         mine = [(column.name, column.type) for column in self.columns]
         return mine == [(column.name, column.type) for column in other.columns] and self.key == other.key
+
+    @property
+    def owed(self) -> bool:
+        """Of a lake table: whether it lacks a load that was begun and has not landed."""
+        return self.facts is not None and self.facts.owed
+
+    def with_owed(self, owed: bool) -> TableSchema:
+        """The same, owed a load or not; without facts it cannot say so."""
+        return replace(self, facts=replace(self.facts, owed=owed)) if self.facts else self
 
     def same_as(self, other: TableSchema) -> bool:
         """Whether the shape is the same, and so is what the catalogue told of it."""

@@ -31,12 +31,8 @@ def bring_to(lives: Lives, load: Load, point: Lsn, take: Take) -> None:
     life, schema, asked = load.life, load.seed.plan.schema, load.seed.wish is not None
     lives.look_again(life)
     if (end := told_to(lives, load, point)) is not None:
-        if (lacks := lives.lacks_from(life)) is not None:
-            owing = _owing(life, schema)
-            if owing is not None:
-                take(life, owing)
-            elif not _owes(life.shape):
-                end = min(end, lacks)  # there is nothing that it could say it with
+        if (lacks := lives.lacks_from(life)) is not None and lacks < end and not _says_owed(life, schema, take):
+            end = lacks
         while (stretch := _next_stretch(lives, life, end, schema, asked=asked)) is not None:
             try:
                 take(life, stretch)
@@ -68,18 +64,15 @@ def told_to(lives: Lives, load: Load, point: Lsn) -> Lsn | None:
     return point if lacks is None else min(point, lacks)
 
 
-def _owing(life: TableLife, known: TableSchema) -> Stretch | None:
-    """Has a table say itself that a load is owed, before it goes past what the log lacks: the load may not land."""
+def _says_owed(life: TableLife, known: TableSchema, take: Take) -> bool:
+    """Have the table say itself that a load is owed, before it goes past what the log lacks: the load may not land.
+    False: it cannot, for want of facts."""
     assert life.cursor is not None, "a table that was loaded"
     assert life.shape is not None, "a table that was loaded"
-    facts = known.facts if life.shape.facts is None and life.shape == known else life.shape.facts
-    if facts is None or facts.owed:
-        return None
-    return Stretch((), life.cursor, Recast(schema=replace(life.shape, facts=replace(facts, owed=True))))
-
-
-def _owes(shape: TableSchema | None) -> bool:
-    return shape is not None and shape.facts is not None and shape.facts.owed
+    shape = known if life.shape.facts is None and life.shape == known else life.shape
+    if not shape.owed and shape.facts is not None:
+        take(life, Stretch((), life.cursor, Recast(schema=shape.with_owed(True))))
+    return shape.facts is not None
 
 
 def _next_stretch(

@@ -476,7 +476,7 @@ class Lives:
 
     def needs_all(self, life: TableLife) -> bool:
         """Whether nothing but a load of the whole table will do."""
-        owed = life.shape is not None and life.shape.facts is not None and life.shape.facts.owed
+        owed = life.shape is not None and life.shape.owed
         return life.state is TableState.NEW or life.refresh is not None or owed or self.misses(life)
 
     def _gaps(self) -> list[Gap]:

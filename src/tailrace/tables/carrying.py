@@ -46,7 +46,7 @@ def carry(
             return _stop(old, f"retyped {', '.join(lost)}, of the key, to what cannot hold it")
     drops = policies.drop is Policy.APPLY
     return Recast(
-        schema=replace(new, facts=replace(new.facts, owed=True) if new.facts else None),
+        schema=new.with_owed(True),
         added=tuple(str(item.column) for item in found.changes if item.kind is Kind.ADD),
         renamed=tuple(pair for pair in renamed.items() if pair[1] not in aside),
         filled=_filled(after, found, value_of),
@@ -59,7 +59,7 @@ def _comparable(old: TableSchema, new: TableSchema) -> tuple[TableSchema, TableS
     """Both, with what tells which column is which: of a table that was made again only the name does."""
     if old.relation != new.relation:
         return replace(old, facts=None), replace(new, facts=None)
-    return replace(old, facts=replace(old.facts, owed=False) if old.facts else None), new
+    return old.with_owed(False), new
 
 
 def _filled(new: TableSchema, found: Evolution, value_of: ValueOf) -> tuple[tuple[str, pa.Scalar], ...]:

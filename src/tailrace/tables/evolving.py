@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -88,8 +88,7 @@ def plan(
     if new.identity is Identity.NONE and old.identity is not Identity.NONE and new.relation == old.relation:
         return _stop(old, "updates and deletes are no longer told, for want of a replica identity", IDENTITY_HINT)
     # No policy is for a load that is owed: it was begun before, and did not land.
-    owed = old.facts is not None and old.facts.owed
-    old = replace(old, facts=replace(old.facts, owed=False)) if old.facts and owed else old
+    owed, old = old.owed, old.with_owed(False)
     found = evolve(old, new)
     answers = list(_answers(old, new, found, policies, form))
     for kind, policy, why in answers:
