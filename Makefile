@@ -25,6 +25,7 @@ setup: ## Make .venv, install everything into it, find or get Java, compile the 
 check: setup ## Lint, types and the arrows between packages (ruff, mypy, import-linter)
 	@failed=; \
 	.venv/bin/ruff check . || failed="$$failed ruff"; \
+	.venv/bin/ruff format --check --quiet . || failed="$$failed format (mend: .venv/bin/ruff format .)"; \
 	.venv/bin/mypy || failed="$$failed mypy"; \
 	.venv/bin/lint-imports || failed="$$failed import-linter"; \
 	if [ -n "$$failed" ]; then echo "check: failed:$$failed" >&2; exit 1; fi; \

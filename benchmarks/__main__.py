@@ -92,9 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{bench.name:<18}{_title(bench)}" for bench in BENCHES))
         return EXIT_REACHED
     chosen = [
-        bench for bench in BENCHES
-        if options.name == bench.name or (options.name == ALL and bench not in ASKED_FOR)
-    ]  # fmt: skip
+        bench for bench in BENCHES if options.name == bench.name or (options.name == ALL and bench not in ASKED_FOR)
+    ]
     results = _run(chosen, options.rounds, options.scale, options.write)
     for _, result in results:
         print(report.summary(result))
@@ -110,14 +109,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "name", nargs="?", choices=[*(bench.name for bench in BENCHES), ALL], help="the bench to run"
-    )
+    what.add_argument("name", nargs="?", choices=[*(bench.name for bench in BENCHES), ALL], help="the bench to run")
     what.add_argument("--list", action="store_true", help="name the benches")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on a line of its own")
-    parser.add_argument(
-        "--rounds", type=_positive, default=ROUNDS, help=f"rounds to measure (default {ROUNDS})"
-    )
+    parser.add_argument("--rounds", type=_positive, default=ROUNDS, help=f"rounds to measure (default {ROUNDS})")
     parser.add_argument(
         "--scale", type=_fraction, default=1.0, help="shrink the work for a quick try (default 1: in full)"
     )

@@ -34,15 +34,7 @@ import numpy as np
 from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
-from benchmarks.windows import (
-    DELETED,
-    INSERTED,
-    SOURCE,
-    UPDATED,
-    changes_window,
-    rows_of_table,
-    table_schemas,
-)
+from benchmarks.windows import DELETED, INSERTED, SOURCE, UPDATED, changes_window, rows_of_table, table_schemas
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
 from tailrace.changelog.writer import LogWriter
@@ -89,13 +81,18 @@ class Apply:
                     raise BenchError(f"the table could not be made: {exc}", hint="Is the disk full?") from exc
                 for engine in engines:
                     found = _measure(folder, engine, size, rounds)
-                    cells.append(Cell(
-                        name=_cell(engine, size), unit="changes/s", must_reach=RATE_TIMES_MIN, costs=False,
-                        pairs=tuple(
-                            Pair(ours=changes / took["ours"]["wall"], peer=changes / took["peer"]["wall"])
-                            for took in found["rounds"]
-                        ),
-                    ))  # fmt: skip
+                    cells.append(
+                        Cell(
+                            name=_cell(engine, size),
+                            unit="changes/s",
+                            must_reach=RATE_TIMES_MIN,
+                            costs=False,
+                            pairs=tuple(
+                                Pair(ours=changes / took["ours"]["wall"], peer=changes / took["peer"]["wall"])
+                                for took in found["rounds"]
+                            ),
+                        )
+                    )
                     if engine == "delta-rs":
                         told[_cell(engine, size)] = [
                             [round(took[side]["cpu"], 2) for side in ("ours", "peer")] for took in found["rounds"]

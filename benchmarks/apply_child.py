@@ -66,9 +66,14 @@ class Ours:
         assert life.cursor is not None, "it is loaded"
         assert life.shape is not None, "it is loaded"
         work = ApplyWork(
-            table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
-            expected=life.cursor, cursor=stretch.cursor,
-        )  # fmt: skip
+            table=life.table,
+            log=self._log.path,
+            place=life.place,
+            slices=stretch.slices,
+            shape=life.shape,
+            expected=life.cursor,
+            cursor=stretch.cursor,
+        )
         outcome = self._run(work)
         if outcome.error is not None:
             raise outcome.error
@@ -91,9 +96,7 @@ class DeltaRsByHand:
         last = changes.take(changes.num_rows - 1 - from_the_end)
         values = {name: f"s.{name}" for name in self._columns}
         (
-            self._table.merge(
-                last, predicate="t.id = s.id", source_alias="s", target_alias="t", streamed_exec=False
-            )
+            self._table.merge(last, predicate="t.id = s.id", source_alias="s", target_alias="t", streamed_exec=False)
             .when_matched_delete(f"s.{change.OP} = 'delete'")
             .when_matched_update(values, f"s.{change.OP} <> 'delete'")
             .when_not_matched_insert(values, f"s.{change.OP} <> 'delete'")

@@ -26,9 +26,7 @@ class BareSource(DataSource):
             return from_arrow_schema(pa.ipc.open_file(file).schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 # Spark's name
-        return BareReader(
-            self.options["file"], int(self.options["times"]), int(self.options["partitions"])
-        )
+        return BareReader(self.options["file"], int(self.options["times"]), int(self.options["partitions"]))
 
 
 class BareReader(DataSourceStreamReader):

@@ -42,9 +42,7 @@ class Debezium:
         """Make the environment where it is missing or holds another version."""
         java = shutil.which("java")
         if java is None:
-            raise BenchError(
-                "no java on the PATH", hint="Debezium needs one: apt-get install openjdk-17-jre-headless"
-            )
+            raise BenchError("no java on the PATH", hint="Debezium needs one: apt-get install openjdk-17-jre-headless")
         if not _is_installed():
             _install()
         version = subprocess.run([java, "-version"], capture_output=True, text=True, check=True).stderr
@@ -64,12 +62,7 @@ class Debezium:
             try:
                 # The engine writes a folder `logs` where it is started.
                 done = subprocess.run(
-                    command,
-                    cwd=ENVIRONMENT,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    timeout=DRAIN_SECONDS_MAX,
-                    check=False,
+                    command, cwd=ENVIRONMENT, stdout=subprocess.PIPE, stderr=log, timeout=DRAIN_SECONDS_MAX, check=False
                 )
             except subprocess.TimeoutExpired as exc:
                 raise BenchError("Debezium did not deliver the backlog", hint=f"Its log is {LOG}.") from exc
@@ -107,8 +100,6 @@ def _install() -> None:
         for command in (make, install):
             subprocess.run(command, check=True, stdout=sys.stderr, timeout=INSTALL_SECONDS_MAX)
     except subprocess.SubprocessError as exc:
-        raise BenchError(
-            f"could not install {REQUIREMENT}", hint="Is PyPI reachable? Details stand above."
-        ) from exc
+        raise BenchError(f"could not install {REQUIREMENT}", hint="Is PyPI reachable? Details stand above.") from exc
     (ENVIRONMENT / ".gitignore").write_text("*\n")
     (ENVIRONMENT / "installed").write_text(REQUIREMENT)

@@ -87,13 +87,12 @@ class EndToEnd:
             name=self.name,
             peer_name="limit",
             cells=(
-                Cell(
-                    name=KEEPS_UP, unit="changes/s", must_reach=self.limits.get(KEEPS_UP), pairs=rates,
-                    costs=False,
-                ),
+                Cell(name=KEEPS_UP, unit="changes/s", must_reach=self.limits.get(KEEPS_UP), pairs=rates, costs=False),
                 *(
                     Cell(
-                        name=which, unit="s", must_reach=self.limits.get(which),
+                        name=which,
+                        unit="s",
+                        must_reach=self.limits.get(which),
                         pairs=tuple(Pair(ours=took[which], peer=limit) for took in found),
                     )
                     for which, limit in LIMIT_SECONDS.items()
@@ -107,7 +106,7 @@ class EndToEnd:
                 "rounds": [{name: round(value, 2) for name, value in took.items()} for took in found],
             },
             scale=scale,
-        )  # fmt: skip
+        )
 
     def _round(self, number: int, rows: int, rate: int, seconds: int) -> dict[str, float]:
         with ours.new_folder() as folder, EmbeddedPostgres(settings=SETTINGS) as server:
@@ -121,10 +120,12 @@ class EndToEnd:
             with running(folder / "pipeline", server.url(), TABLES, load_seconds_max=LOAD_SECONDS_MAX) as lake:
                 progress(f"{rate:,} changes/s for {seconds} s")
                 found: dict[str, float] = ours.run_child(
-                    "benchmarks.steady_load", server.url(), str(lake / "public"),
+                    "benchmarks.steady_load",
+                    server.url(),
+                    str(lake / "public"),
                     *map(str, (TABLES, rows, rate, seconds, LATE_SECONDS_MAX)),
                     seconds_max=seconds + 2 * LATE_SECONDS_MAX,
-                )  # fmt: skip
+                )
                 if found["unseen"] == 0:
                     _check(server, lake / "public")
         found["asked"] = float(rate // CHANGES_PER_TRANSACTION * CHANGES_PER_TRANSACTION)

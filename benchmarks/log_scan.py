@@ -55,13 +55,9 @@ class LogScan:
                 table = _make_log(folder / "log", commits)
             except TailraceError as exc:
                 raise BenchError(f"the log could not be made: {exc}", hint="Is the disk full?") from exc
-            found = ours.run_child(
-                "benchmarks.scan_child", str(folder), table, str(rounds), seconds_max=SECONDS_MAX
-            )
+            found = ours.run_child("benchmarks.scan_child", str(folder), table, str(rounds), seconds_max=SECONDS_MAX)
         if found["rows"] != rows:
-            raise BenchError(
-                f"the cold files hold {found['rows']} of {rows} rows", hint="Look for lost rows."
-            )
+            raise BenchError(f"the cold files hold {found['rows']} of {rows} rows", hint="Look for lost rows.")
         described["versions"] |= found["versions"]
         return CellsResult(
             name=self.name,
@@ -71,9 +67,7 @@ class LogScan:
                     name=CELL,
                     unit="rows/s",
                     must_reach=RATE_TIMES_MIN,
-                    pairs=tuple(
-                        Pair(ours=rows / took["ours"], peer=rows / took["peer"]) for took in found["seconds"]
-                    ),
+                    pairs=tuple(Pair(ours=rows / took["ours"], peer=rows / took["peer"]) for took in found["seconds"]),
                     costs=False,
                 ),
             ),

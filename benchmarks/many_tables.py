@@ -75,9 +75,7 @@ class ManyTables:
         return CellsResult(
             name=self.name,
             peer_name=_cell(TABLES_FEW),
-            cells=(
-                Cell(name=_cell(TABLES_MANY), unit="ms", must_reach=1 / COST_TIMES_MAX, pairs=tuple(pairs)),
-            ),
+            cells=(Cell(name=_cell(TABLES_MANY), unit="ms", must_reach=1 / COST_TIMES_MAX, pairs=tuple(pairs)),),
             machine=described,
             setup={
                 "ours": SUBJECT,
@@ -113,9 +111,7 @@ def _fill(server: EmbeddedPostgres, databases: dict[str, int], rows: int) -> str
 class _Pipeline:
     """One database, its pipeline's folder, and which batch is next."""
 
-    def __init__(
-        self, folder: Path, server: EmbeddedPostgres, database: str, tables: int, rows: int
-    ) -> None:
+    def __init__(self, folder: Path, server: EmbeddedPostgres, database: str, tables: int, rows: int) -> None:
         self._folder, self._server, self._database = folder, server, database
         self._tables, self._rows = tables, rows
         self._number = 0

@@ -138,8 +138,7 @@ class Result:
             "spread": {"min": round(low, 4), "max": round(high, 4)},
             "cpu_seconds": self.cpu_seconds(),
             "rounds": [
-                {"ratio": round(r.ratio, 4), "ours": r.ours.as_json(), "peer": r.peer.as_json()}
-                for r in self.rounds
+                {"ratio": round(r.ratio, 4), "ours": r.ours.as_json(), "peer": r.peer.as_json()} for r in self.rounds
             ],
             "scale": self.scale,
             "peer_name": self.peer_name,

@@ -81,9 +81,7 @@ def run_child(
             check=False,
         )
     except subprocess.TimeoutExpired as exc:
-        raise BenchError(
-            f"{module} did not end within {seconds_max:.0f} s", hint="Run it alone and look."
-        ) from exc
+        raise BenchError(f"{module} did not end within {seconds_max:.0f} s", hint="Run it alone and look.") from exc
     if done.returncode != 0:
         raise BenchError(f"{module} ended with code {done.returncode}", hint="Its own message stands above.")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -119,8 +117,11 @@ def running(*arguments: str, said: Path) -> Iterator[subprocess.Popen[bytes]]:
     with said.open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tailrace", *arguments],
-            cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-        )  # fmt: skip
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+        )
     try:
         yield process
         if process.poll() is not None:

@@ -86,10 +86,16 @@ class TimedLog(LogWriter):
 def drain(job: Job) -> tuple[int, float]:
     """Capture the slot up to `job.until_lsn` into a new log; return the rows that are durable in it, and the
     seconds from the first of them to the last."""
-    capture = PostgresCapture(PostgresSettings(
-        url=job.url, wanted=lambda _: True, slot=job.slot, slot_create=False,
-        publication=job.publication, publication_create=False,
-    ))  # fmt: skip
+    capture = PostgresCapture(
+        PostgresSettings(
+            url=job.url,
+            wanted=lambda _: True,
+            slot=job.slot,
+            slot_create=False,
+            publication=job.publication,
+            publication_create=False,
+        )
+    )
     log = TimedLog(job.log_folder, identify(job.url))
     begin = capture.prepare(None)
     assert begin is not None, "a new log has a beginning"

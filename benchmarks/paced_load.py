@@ -29,9 +29,7 @@ def main() -> int:
     begin = time.monotonic() + 0.5
     took: list[float] = []
     work = [
-        threading.Thread(
-            target=_load, args=(connection, place, connections, tables, rate, seconds, begin, took)
-        )
+        threading.Thread(target=_load, args=(connection, place, connections, tables, rate, seconds, begin, took))
         for place, connection in enumerate(opened)
     ]
     for thread in work:
@@ -47,9 +45,15 @@ def main() -> int:
 
 
 def _load(
-    connection: psycopg.Connection[tuple[object, ...]], place: int, step: int, tables: int, rate: int, seconds: int,
-    begin: float, took: list[float],
-) -> None:  # fmt: skip
+    connection: psycopg.Connection[tuple[object, ...]],
+    place: int,
+    step: int,
+    tables: int,
+    rate: int,
+    seconds: int,
+    begin: float,
+    took: list[float],
+) -> None:
     for number in range(place, rate * seconds, step):
         ahead = begin + number / rate - time.monotonic()
         if ahead > 0:

@@ -79,7 +79,10 @@ class PgCopy:
             peer_name="the peer",
             cells=tuple(
                 Cell(
-                    name=_cell(peer), unit="rows/s", must_reach=least, costs=False,
+                    name=_cell(peer),
+                    unit="rows/s",
+                    must_reach=least,
+                    costs=False,
                     pairs=tuple(Pair(ours=of[peer][0].rate, peer=of[peer][1].rate) for of in pairs),
                 )
                 for peer, least in RATE_TIMES_MIN.items()
@@ -93,7 +96,7 @@ class PgCopy:
                 "psql_startup_seconds": round(startup, 4),
             },
             scale=scale,
-        )  # fmt: skip
+        )
 
 
 def _cell(peer: str) -> str:
@@ -132,8 +135,11 @@ def _psql(server: EmbeddedPostgres, command: str, rows: int) -> Measured:
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run(
         [str(server.bin / "psql"), "--no-psqlrc", "--dbname", server.url(DATABASE, USER), "--command", command],
-        capture_output=True, text=True, timeout=SECONDS_MAX, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_MAX,
+        check=False,
+    )
     wall, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode != 0 or (rows and done.stdout.strip() != f"COPY {rows}"):
         raise BenchError(f"psql failed: {done.stderr.strip() or done.stdout.strip()}", hint="See the server's log.")

@@ -116,17 +116,13 @@ def _measure(workloads: dict[str, Workload], rounds: int) -> tuple[list[dict[str
         return measured, str(ask(admin, "show server_version"))
 
 
-def _cost(
-    server: EmbeddedPostgres, admin: Admin, name: str, number: int, backlog: Backlog, logs: ExitStack
-) -> float:
+def _cost(server: EmbeddedPostgres, admin: Admin, name: str, number: int, backlog: Backlog, logs: ExitStack) -> float:
     target = target_of(server, f"{name}_{number}", publication=name)
     run, _ = logs.enter_context(ours.drained(target.url, target.slot, target.publication, backlog.end_lsn))
     wait_until_released(admin, target.slot)
     check_confirmed(admin, target.slot, backlog)
     if run.rows != backlog.rows:
-        raise BenchError(
-            f"the log has {run.rows} of {backlog.rows} rows", hint="Look for lost or repeated changes."
-        )
+        raise BenchError(f"the log has {run.rows} of {backlog.rows} rows", hint="Look for lost or repeated changes.")
     cost = run.cpu_seconds / run.rows * 1e6
     progress(f"round {number}, {name}: {cost:.3f} CPU-seconds per million, {run.rate:,.0f} rows/s")
     return cost

@@ -78,11 +78,15 @@ class PgSnapshot:
             peer_name="spark.read.jdbc",
             cells=(
                 Cell(
-                    name=WALL, unit="s", must_reach=TIMES_MIN[WALL],
+                    name=WALL,
+                    unit="s",
+                    must_reach=TIMES_MIN[WALL],
                     pairs=tuple(Pair(ours=mine.wall_seconds, peer=peer.wall_seconds) for mine, peer in found),
                 ),
                 Cell(
-                    name=CPU, unit="CPU-seconds", must_reach=TIMES_MIN[CPU],
+                    name=CPU,
+                    unit="CPU-seconds",
+                    must_reach=TIMES_MIN[CPU],
                     pairs=tuple(Pair(ours=mine.cpu_seconds, peer=peer.cpu_seconds) for mine, peer in found),
                 ),
             ),
@@ -94,7 +98,7 @@ class PgSnapshot:
                 "cold_wall_seconds": [round(run.wall_seconds, 2) for run in warm],
             },
             scale=scale,
-        )  # fmt: skip
+        )
 
 
 class Loader:
@@ -134,9 +138,13 @@ def loader(side: str, server: EmbeddedPostgres, jar: Path | None = None) -> Iter
         command = [sys.executable, "-m", "benchmarks.pg_snapshot_child", side, server.url(DATABASE, USER), scratch]
         with said.open("wb") as log:
             process = subprocess.Popen(
-                [*command, *([str(jar)] if jar else [])], cwd=ours.REPOSITORY, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            )  # fmt: skip
+                [*command, *([str(jar)] if jar else [])],
+                cwd=ours.REPOSITORY,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
         try:
             yield Loader(process, said)
         finally:

@@ -71,10 +71,13 @@ def main() -> int:
     side, url, scratch, *jar = sys.argv[1:]
     load: Callable[[Source, Asked, Plan], int] = {"ours": _ours, "jdbc": _jdbc}[side]
     jvm = Jvm(
-        "bench", Path(scratch), Path(scratch) / "spark.log", master=f"local[{TASKS}]",
+        "bench",
+        Path(scratch),
+        Path(scratch) / "spark.log",
+        master=f"local[{TASKS}]",
         java_options=JDBC_JAVA if jar else None,
         settings=JDBC_SETTINGS | {"spark.driver.extraClassPath": jar[0]} if jar else None,
-    )  # fmt: skip
+    )
     try:
         source = Source(jvm.open_session(), url)
         source.spark.dataSource.register(StagedSink)
@@ -93,15 +96,20 @@ def _measure(load: Callable[[Source, Asked, Plan], int], source: Source, asked: 
     rows = load(source, asked, plan)
     wall, cpu = time.perf_counter() - wall, _tree_cpu_seconds() - cpu
     return {
-        "rows": rows, "wall_seconds": wall, "cpu_seconds": cpu, "memory_peak_bytes": _worker_peak_bytes(),
+        "rows": rows,
+        "wall_seconds": wall,
+        "cpu_seconds": cpu,
+        "memory_peak_bytes": _worker_peak_bytes(),
         "parts": len(plan.chunks),
-    }  # fmt: skip
+    }
 
 
 def _capture(url: str, publication: str) -> PostgresCapture:
-    return PostgresCapture(PostgresSettings(
-        url=url, wanted=lambda _: True, slot="unused", publication=publication, publication_create=False,
-    ))  # fmt: skip
+    return PostgresCapture(
+        PostgresSettings(
+            url=url, wanted=lambda _: True, slot="unused", publication=publication, publication_create=False
+        )
+    )
 
 
 def _plan(url: str, asked: Asked) -> Plan:
@@ -117,11 +125,17 @@ def _ours(source: Source, asked: Asked, _: Plan) -> int:
         Seeds(log).begin(seed)
         works = [
             ChunkWork(
-                schema=plan.schema, chunk=chunk, reader=snapshot.reader(SECONDS_MAX), condition=None, lake=lake,
-                log=log, seed=seed.id, progress=asked.folder / f"progress-{chunk.number}",
+                schema=plan.schema,
+                chunk=chunk,
+                reader=snapshot.reader(SECONDS_MAX),
+                condition=None,
+                lake=lake,
+                log=log,
+                seed=seed.id,
+                progress=asked.folder / f"progress-{chunk.number}",
             )
             for chunk in plan.chunks
-        ]  # fmt: skip
+        ]
         outcomes = source.spark.sparkContext.parallelize(works, len(works)).map(load_chunk).collect()
     files: list[StagedFile] = []
     for outcome in outcomes:
@@ -138,12 +152,13 @@ def _jdbc(source: Source, asked: Asked, plan: Plan) -> int:
     given = psycopg.conninfo.conninfo_to_dict(source.url)
     frame = source.spark.read.jdbc(
         f"jdbc:postgresql://{given['host']}:{given['port']}/{given['dbname']}",
-        f"public.{asked.table}", column="id", lowerBound=1, upperBound=asked.rows + 1,
+        f"public.{asked.table}",
+        column="id",
+        lowerBound=1,
+        upperBound=asked.rows + 1,
         numPartitions=len(plan.chunks),
-        properties={
-            "user": str(given["user"]), "fetchsize": str(FETCH_ROWS), "driver": "org.postgresql.Driver",
-        },
-    )  # fmt: skip
+        properties={"user": str(given["user"]), "fetchsize": str(FETCH_ROWS), "driver": "org.postgresql.Driver"},
+    )
 
     answers = asked.folder / "staged"
     answers.mkdir(parents=True)
@@ -207,9 +222,7 @@ def _worker_peak_bytes() -> int:
     """The most memory that one of the Python workers has held so far."""
     tree = _tree()
     daemons = {pid for pid in tree if b"spark.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    return max(
-        (memory_peak_bytes(pid) or 0 for pid in daemons if int(tree[pid][1]) in daemons), default=0
-    )
+    return max((memory_peak_bytes(pid) or 0 for pid in daemons if int(tree[pid][1]) in daemons), default=0)
 
 
 if __name__ == "__main__":

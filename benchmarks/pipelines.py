@@ -41,9 +41,7 @@ def running(folder: Path, url: str, tables: int, *, load_seconds_max: float) -> 
         yield lake
 
 
-def _wait_until_live(
-    process: subprocess.Popen[bytes], log: Path, tables: int, seconds_max: float, said: Path
-) -> None:
+def _wait_until_live(process: subprocess.Popen[bytes], log: Path, tables: int, seconds_max: float, said: Path) -> None:
     begun, deadline = time.time(), time.monotonic() + seconds_max
     states: Counter[str] = Counter()
     while states["live"] != tables:

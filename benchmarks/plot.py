@@ -47,13 +47,9 @@ def figures(lines: Iterable[str]) -> list[Figure]:
     """Those of a table's lines that must reach something."""
     found = []
     for line in lines:
-        name, peer, _, _, ratio, _, must_reach, _ = (
-            cell.strip() for cell in line.strip().strip("|").split("|")
-        )
+        name, peer, _, _, ratio, _, must_reach, _ = (cell.strip() for cell in line.strip().strip("|").split("|"))
         if must_reach != "–":
-            found.append(
-                Figure(name=name, peer=peer, ratio=float(ratio.strip("*")), must_reach=float(must_reach))
-            )
+            found.append(Figure(name=name, peer=peer, ratio=float(ratio.strip("*")), must_reach=float(must_reach)))
     return found
 
 

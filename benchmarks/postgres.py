@@ -284,9 +284,7 @@ def wait_until_released(admin: Admin, slot: str) -> None:
             time.sleep(5 * POLL_SECONDS)
             return
         time.sleep(POLL_SECONDS)
-    raise BenchError(
-        f"slot {slot} is still in use", hint="The run left a connection open; see which process holds it."
-    )
+    raise BenchError(f"slot {slot} is still in use", hint="The run left a connection open; see which process holds it.")
 
 
 def _ended_backends_cpu_seconds(admin: Admin) -> float | None:
@@ -309,9 +307,7 @@ def ask(admin: Admin, query: str, parameters: list[Any] | None = None) -> Any:
     """Give the one value that the query answers with."""
     row = admin.execute(query.encode(), parameters).fetchone()
     if row is None:
-        raise BenchError(
-            f"the server gave no answer to: {query}", hint="Is the embedded server still running?"
-        )
+        raise BenchError(f"the server gave no answer to: {query}", hint="Is the embedded server still running?")
     return row[0]
 
 

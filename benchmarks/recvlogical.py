@@ -48,13 +48,9 @@ class PgRecvlogical:
         cpu_before = _ended_children_cpu_seconds()
         started = time.perf_counter()
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=DRAIN_SECONDS_MAX, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DRAIN_SECONDS_MAX, check=False)
         except subprocess.TimeoutExpired as exc:
-            raise BenchError(
-                "pg_recvlogical did not reach the backlog's end", hint="See the server's log."
-            ) from exc
+            raise BenchError("pg_recvlogical did not reach the backlog's end", hint="See the server's log.") from exc
         wall = time.perf_counter() - started
         if done.returncode != 0:
             raise BenchError(f"pg_recvlogical failed: {done.stderr.strip()}", hint="See the server's log.")

@@ -101,8 +101,10 @@ def _overview_line(name: str, peer_name: str, figure: Cell | Result) -> str:
 
 
 def _held_to(cell: Cell) -> str:
-    return "held to nothing" if cell.must_reach is None else (
-        f"must reach {_limit(cell.must_reach)}: {_verdict(cell.reached)}"
+    return (
+        "held to nothing"
+        if cell.must_reach is None
+        else (f"must reach {_limit(cell.must_reach)}: {_verdict(cell.reached)}")
     )
 
 
@@ -111,9 +113,7 @@ def _limit(must_reach: float | None) -> str:
 
 
 def _section(bench: Bench, result: Outcome) -> str:
-    setup = [
-        f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items() if value is not None
-    ]
+    setup = [f"{name.replace('_', ' ')}: {value}" for name, value in result.setup.items() if value is not None]
     return "\n\n".join(
         (
             f"## {bench.name}",

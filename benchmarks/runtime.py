@@ -50,9 +50,7 @@ class Runtime:
 
     about: str
     name: str = "runtime"
-    limits: dict[str, float] = field(
-        default_factory=lambda: {_cell(HELD, kind): 1.0 for kind in ("memory", "file")}
-    )
+    limits: dict[str, float] = field(default_factory=lambda: {_cell(HELD, kind): 1.0 for kind in ("memory", "file")})
 
     def run(self, rounds: int, scale: float) -> CellsResult:
         """Measure every cell in every round."""
@@ -70,7 +68,8 @@ class Runtime:
                 pairs.setdefault(EVENTS_CELL, []).append(Pair(ours=rate, peer=PROMISED))
                 progress(f"round {number}, {EVENTS_CELL}: {rate:,.0f} rows/s")
         return CellsResult(
-            name=self.name, peer_name="promised",
+            name=self.name,
+            peer_name="promised",
             cells=tuple(
                 Cell(name=name, unit="rows/s", must_reach=self.limits.get(name), pairs=tuple(found), costs=False)
                 for name, found in pairs.items()
@@ -82,7 +81,7 @@ class Runtime:
                 "rows_a_round": {str(size): scaled(rows, scale) for size, rows in ROWS.items()},
             },
             scale=scale,
-        )  # fmt: skip
+        )
 
 
 def _cell(size: int, kind: str) -> str:

@@ -67,9 +67,7 @@ class Seal:
         return CellsResult(
             name=self.name,
             peer_name="capture",
-            cells=(
-                Cell(name=CELL, unit="rows/s", must_reach=RATE_TIMES_MIN, pairs=tuple(pairs), costs=False),
-            ),
+            cells=(Cell(name=CELL, unit="rows/s", must_reach=RATE_TIMES_MIN, pairs=tuple(pairs), costs=False),),
             machine=described,
             setup={"ours": SUBJECT, "workload": workload.title, "transport": f"TCP {server.host}"},
             scale=scale,

@@ -61,11 +61,15 @@ class SnapshotGrowth:
             peer_name="1 M rows, or limit",
             cells=(
                 Cell(
-                    name=COST, unit="s per million", must_reach=1 / COST_TIMES_MAX,
+                    name=COST,
+                    unit="s per million",
+                    must_reach=1 / COST_TIMES_MAX,
                     pairs=tuple(Pair(ours=_seconds(of["many"]), peer=_seconds(of["few"])) for of in found),
                 ),
                 Cell(
-                    name=MEMORY, unit="MiB", must_reach=1.0,
+                    name=MEMORY,
+                    unit="MiB",
+                    must_reach=1.0,
                     pairs=tuple(Pair(ours=_peak_mib(of["many"]), peer=MEMORY_MIB_MAX) for of in found),
                 ),
             ),
@@ -76,7 +80,7 @@ class SnapshotGrowth:
                 "transport": f"TCP {EmbeddedPostgres.host}",
             },
             scale=scale,
-        )  # fmt: skip
+        )
 
 
 def _fill(admin: Admin, name: str, rows: int) -> None:

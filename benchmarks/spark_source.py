@@ -35,7 +35,7 @@ CELLS: dict[str, float | None] = {
     "1 partition": RATE_TIMES_MIN, "2 partitions": RATE_TIMES_MIN, "sealed, 1 partition": None,
     "sealed, 2 partitions": None,
 }  # fmt: skip
-SUBJECT = "a typed stream of format(\"cdc\") from the log to noop"
+SUBJECT = 'a typed stream of format("cdc") from the log to noop'
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,13 @@ class SparkSource:
             except TailraceError as exc:
                 raise BenchError(f"the log could not be made: {exc}", hint="Is the disk full?") from exc
             found = ours.run_child(
-                "benchmarks.spark_source_child", str(folder), str(schema.table), str(commits), str(rounds),
+                "benchmarks.spark_source_child",
+                str(folder),
+                str(schema.table),
+                str(commits),
+                str(rounds),
                 seconds_max=SECONDS_MAX,
-            )  # fmt: skip
+            )
         if found["rows"] != [rows]:
             raise BenchError(f"{found['rows']} of {rows} rows came", hint="Look for lost rows.")
         described["versions"] |= found["versions"]
@@ -76,7 +80,10 @@ class SparkSource:
             peer_name="bare Python source",
             cells=tuple(
                 Cell(
-                    name=name, unit="rows/s", must_reach=limit, costs=False,
+                    name=name,
+                    unit="rows/s",
+                    must_reach=limit,
+                    costs=False,
                     pairs=tuple(
                         Pair(ours=rows / took["ours"], peer=rows / took["peer"]) for took in found["seconds"][name]
                     ),
@@ -86,7 +93,7 @@ class SparkSource:
             machine=described,
             setup={"ours": SUBJECT, "workload": f"{rows:,} changes of one table of 8 columns in {commits} commits"},
             scale=scale,
-        )  # fmt: skip
+        )
 
 
 BENCH = SparkSource(about=__doc__)

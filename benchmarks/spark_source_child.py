@@ -73,10 +73,14 @@ def _write_batch(folder: Path, table: str) -> None:
 def _stream(spark: SparkSession, folder: Path, format_name: str, options: dict[str, str]) -> tuple[int, float]:
     """The rows of the one micro-batch, and the seconds it took."""
     query = (
-        spark.readStream.format(format_name).options(**options).load()
-        .writeStream.format("noop").trigger(availableNow=True)
-        .option("checkpointLocation", str(folder / f"checkpoint-{uuid.uuid4().hex}")).start()
-    )  # fmt: skip
+        spark.readStream.format(format_name)
+        .options(**options)
+        .load()
+        .writeStream.format("noop")
+        .trigger(availableNow=True)
+        .option("checkpointLocation", str(folder / f"checkpoint-{uuid.uuid4().hex}"))
+        .start()
+    )
     if not query.awaitTermination(SECONDS_MAX):
         raise TimeoutError("the stream did not end")
     (progress,) = [found for found in query.recentProgress if found["numInputRows"]]

@@ -30,7 +30,7 @@ LIMIT_MS = 400.0
 ROWS = 100
 SECONDS_MAX = 1_200.0
 CELLS: dict[str, float | None] = {"p50": 1.0, "p99": None, "p50, collected": None}
-SUBJECT = "tailrace capture and readStream.format(\"cdc\"): commit at the source to foreachBatch"
+SUBJECT = 'tailrace capture and readStream.format("cdc"): commit at the source to foreachBatch'
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,22 @@ class SparkTrigger:
             peer_name="limit",
             cells=tuple(
                 Cell(
-                    name=name, unit="ms", must_reach=limit,
+                    name=name,
+                    unit="ms",
+                    must_reach=limit,
                     pairs=tuple(Pair(ours=found[name], peer=LIMIT_MS) for found in measured),
                 )
                 for name, limit in CELLS.items()
             ),
             machine=described,
             setup={
-                "ours": SUBJECT, "workload": f"{rows} one-row transactions, one after the other", "rounds": measured,
+                "ours": SUBJECT,
+                "workload": f"{rows} one-row transactions, one after the other",
+                "rounds": measured,
                 "transport": f"TCP {EmbeddedPostgres.host}",
             },
             scale=scale,
-        )  # fmt: skip
+        )
 
     def _round(self, number: int, rows: int) -> dict[str, float]:
         with (
@@ -76,9 +80,13 @@ class SparkTrigger:
             admin.execute("create table t (id bigint primary key, state text, amount numeric(12, 2))")
             with ours.capturing(folder, server.url()) as (log, _):
                 found: dict[str, float] = ours.run_child(
-                    "benchmarks.spark_trigger_child", server.url(), str(log), str(rows), str(folder),
+                    "benchmarks.spark_trigger_child",
+                    server.url(),
+                    str(log),
+                    str(rows),
+                    str(folder),
                     seconds_max=SECONDS_MAX,
-                )  # fmt: skip
+                )
         progress(f"round {number}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.items()))
         return found
 

@@ -64,10 +64,7 @@ class Keys:
         border = int(self.newest * (1 - NEWEST_SHARE))
         count = UPDATES + DELETES
         newest = round(count * NEWEST_OF_OLD)
-        return [
-            *self._some(border, self.newest - KEPT, newest),
-            *self._some(0, border, count - newest),
-        ]
+        return [*self._some(border, self.newest - KEPT, newest), *self._some(0, border, count - newest)]
 
     def _some(self, after: int, to: int, count: int) -> list[int]:
         found: list[int] = []
@@ -140,11 +137,19 @@ def _load(
     work = [
         threading.Thread(
             target=_load_table,
-            args=(connection, table, tables, Keys(rows, newest - rows, np.random.default_rng(table)), begin,
-                  transactions, seconds, sent),
+            args=(
+                connection,
+                table,
+                tables,
+                Keys(rows, newest - rows, np.random.default_rng(table)),
+                begin,
+                transactions,
+                seconds,
+                sent,
+            ),
         )
         for table, connection in enumerate(opened)
-    ]  # fmt: skip
+    ]
     for thread in work:
         thread.start()
     for thread in work:
@@ -156,12 +161,16 @@ def _load(
 
 
 def _load_table(
-    connection: psycopg.Connection[tuple[object, ...]], table: int, step: int, keys: Keys, begin: float,
-    transactions: int, seconds: int, sent: Queue[Sent],
-) -> None:  # fmt: skip
-    insert, update, delete = (
-        statement.replace(b"{table}", b"t%d" % table) for statement in (INSERT, UPDATE, DELETE)
-    )
+    connection: psycopg.Connection[tuple[object, ...]],
+    table: int,
+    step: int,
+    keys: Keys,
+    begin: float,
+    transactions: int,
+    seconds: int,
+    sent: Queue[Sent],
+) -> None:
+    insert, update, delete = (statement.replace(b"{table}", b"t%d" % table) for statement in (INSERT, UPDATE, DELETE))
     for number in range(table, transactions, step):
         old = keys.old()
         first, last = keys.insert()
@@ -195,10 +204,14 @@ def _report(sent: list[Sent], sightings: list[tuple[int, float, int]], began: fl
     latencies += [time.time() - began] * unseen
     p50, p90, p99 = np.percentile(latencies, [50, 90, 99]).tolist()
     return {
-        "p50": p50, "p90": p90, "p99": p99, "max": max(latencies), "unseen": unseen,
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "max": max(latencies),
+        "unseen": unseen,
         "rate": (len(sent) - unseen) * CHANGES_PER_TRANSACTION / max(seen_last - began, 1e-3),
         "versions": len(sightings),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

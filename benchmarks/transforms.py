@@ -47,14 +47,17 @@ HASH = "hash"
 HASH_TIMES_MIN = 1.0
 SECRET = "42" * 32
 TABLE = TableSchema(
-    table=TableId("public", "people"), relation=1, key=("id",), identity=Identity.KEY,
+    table=TableId("public", "people"),
+    relation=1,
+    key=("id",),
+    identity=Identity.KEY,
     columns=(
         Column(name="id", source_type="bigint", type=pa.int64()),
         Column(name="mail", source_type="text", type=pa.string()),
         Column(name="amount", source_type="numeric(12,2)", type=pa.decimal128(12, 2)),
         Column(name="country", source_type="text", type=pa.string()),
     ),
-)  # fmt: skip
+)
 RULES: dict[str, Rule] = {
     HASH: Sha256(columns=("mail",)),
     "mask": Mask(columns=("mail",), keep_last=4),
@@ -89,9 +92,13 @@ class TransformsBench:
             for name, pairs in found.items()
         )
         return CellsResult(
-            name=self.name, peer_name="plain pyarrow", cells=cells, machine=described,
-            setup={"ours": "TransformPlan.apply", "workload": f"{scaled(ROWS, 1.0):,} changes a batch"}, scale=scale,
-        )  # fmt: skip
+            name=self.name,
+            peer_name="plain pyarrow",
+            cells=cells,
+            machine=described,
+            setup={"ours": "TransformPlan.apply", "workload": f"{scaled(ROWS, 1.0):,} changes a batch"},
+            scale=scale,
+        )
 
 
 def make_batch(rows: int) -> ChangeBatch:

@@ -41,11 +41,14 @@ def table_schemas(tables: int) -> list[TableSchema]:
     """So many tables of one shape."""
     return [
         TableSchema(
-            table=TableId("public", f"orders_{number}"), relation=16384 + number, columns=COLUMNS, key=("id",),
+            table=TableId("public", f"orders_{number}"),
+            relation=16384 + number,
+            columns=COLUMNS,
+            key=("id",),
             identity=Identity.KEY,
         )
         for number in range(tables)
-    ]  # fmt: skip
+    ]
 
 
 def window(schemas: list[TableSchema], start: Lsn, first_id: int, rows_per_table: int) -> Window:
@@ -57,14 +60,21 @@ def window(schemas: list[TableSchema], start: Lsn, first_id: int, rows_per_table
     batches = []
     for place, schema in enumerate(schemas):
         mine = [column.slice(place * rows_per_table, rows_per_table) for column in columns]
-        batches.append(ChangeBatch(
-            schema=schema, data=pa.RecordBatch.from_arrays(mine, schema=_fields(schema)),
-            ends=(place, place + (rows_per_table - 1) * len(schemas)),
-        ))  # fmt: skip
+        batches.append(
+            ChangeBatch(
+                schema=schema,
+                data=pa.RecordBatch.from_arrays(mine, schema=_fields(schema)),
+                ends=(place, place + (rows_per_table - 1) * len(schemas)),
+            )
+        )
     return Window(
-        start=start, end=end, transactions=rows_per_table, rows=rows, last_committed_at=BEGAN_AT + first_id,
+        start=start,
+        end=end,
+        transactions=rows_per_table,
+        rows=rows,
+        last_committed_at=BEGAN_AT + first_id,
         batches=tuple(batches),
-    )  # fmt: skip
+    )
 
 
 def _columns(seqs: np.ndarray, end: Lsn, first_id: int) -> list[pa.Array]:
@@ -103,9 +113,7 @@ _STATUSES = pa.array(["new", "paid", "packed", "shipped", "delivered", "returned
 _WORDS_MAX = 5_000
 
 
-def long_window(
-    schema: TableSchema, start: Lsn, first_id: int, rows: int, random: np.random.Generator
-) -> Window:
+def long_window(schema: TableSchema, start: Lsn, first_id: int, rows: int, random: np.random.Generator) -> Window:
     """A window of one table: 70 % inserts, 20 % updates of older rows, 10 % deletes."""
     operations = random.choice(3, rows, p=[0.7, 0.2, 0.1])
     fresh = first_id + np.arange(rows)
@@ -114,9 +122,13 @@ def long_window(
 
 
 def changes_window(
-    schema: TableSchema, start: Lsn, first_seq: int, operations: np.ndarray, ids: np.ndarray,
+    schema: TableSchema,
+    start: Lsn,
+    first_seq: int,
+    operations: np.ndarray,
+    ids: np.ndarray,
     random: np.random.Generator,
-) -> Window:  # fmt: skip
+) -> Window:
     """A window of these changes to one table; of a deleted row there is nothing but the key."""
     rows = len(ids)
     seqs = np.arange(rows)
@@ -142,9 +154,13 @@ def changes_window(
     ]
     data = pa.RecordBatch.from_arrays(columns, schema=_fields(schema))
     return Window(
-        start=start, end=Lsn(int(ends[-1])), transactions=int(transactions[-1]) + 1, rows=rows,
-        last_committed_at=int(times[-1]), batches=(ChangeBatch(schema=schema, data=data),),
-    )  # fmt: skip
+        start=start,
+        end=Lsn(int(ends[-1])),
+        transactions=int(transactions[-1]) + 1,
+        rows=rows,
+        last_committed_at=int(times[-1]),
+        batches=(ChangeBatch(schema=schema, data=data),),
+    )
 
 
 def rows_of_table(schema: TableSchema, rows: int, random: np.random.Generator) -> Iterator[pa.RecordBatch]:

@@ -81,9 +81,7 @@ def main() -> int:
             code, last = try_break(item)
             right = (code == 0) == (item.lesson == "none")
             wrong += not right
-            print(
-                f"lesson {item.lesson}: {item.what}: exit {code}, {'as it should' if right else 'WRONG'}: {last}"
-            )
+            print(f"lesson {item.lesson}: {item.what}: exit {code}, {'as it should' if right else 'WRONG'}: {last}")
     return 1 if wrong else 0
 
 

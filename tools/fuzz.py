@@ -79,9 +79,14 @@ def _attacked(target: str, seconds: int) -> bool:
     with log.open("wb") as file:
         try:
             code = subprocess.run(
-                command, cwd=ROOT, env=Engine.INTERPRETED.environment(), stdout=file, stderr=file, check=False,
+                command,
+                cwd=ROOT,
+                env=Engine.INTERPRETED.environment(),
+                stdout=file,
+                stderr=file,
+                check=False,
                 timeout=seconds + GRACE_SECONDS,
-            ).returncode  # fmt: skip
+            ).returncode
         except subprocess.TimeoutExpired:
             code = -1
     said = log.read_text(errors="replace")
@@ -121,9 +126,14 @@ def _keep(target: str) -> None:
 
     kept = CORPUS / target
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.reach", target, str(kept), str(WORK / target)], cwd=ROOT, check=True,
-        env=Engine.INTERPRETED.environment(), capture_output=True, text=True, timeout=KEEP_SECONDS_MAX,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.fuzz.reach", target, str(kept), str(WORK / target)],
+        cwd=ROOT,
+        check=True,
+        env=Engine.INTERPRETED.environment(),
+        capture_output=True,
+        text=True,
+        timeout=KEEP_SECONDS_MAX,
+    )
     new = [Path(line) for line in done.stdout.splitlines() if not Path(line).is_relative_to(kept)]
     for path in new:
         data = path.read_bytes()

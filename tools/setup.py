@@ -48,9 +48,7 @@ def main() -> int:
             _note("installed", install)
             _note("warm", "")
             say(f"installed in {time.monotonic() - started:.0f} s")
-        kernels = _key(
-            path for path in sorted((ROOT / "src").rglob("*.py")) if b"@kernel" in path.read_bytes()
-        )
+        kernels = _key(path for path in sorted((ROOT / "src").rglob("*.py")) if b"@kernel" in path.read_bytes())
         if _noted("warm") != kernels:
             started = time.monotonic()
             _run([PYTHON, "-c", WARM], "the kernels could not be compiled")
@@ -84,10 +82,7 @@ def _note(name: str, key: str) -> None:
 def _works(python: Path) -> bool:
     question = "import sys; sys.exit(sys.version_info < (3, 11) or sys.prefix == sys.base_prefix)"
     try:
-        return (
-            subprocess.run([python, "-c", question], capture_output=True, timeout=60, check=False).returncode
-            == 0
-        )
+        return subprocess.run([python, "-c", question], capture_output=True, timeout=60, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
 
@@ -100,10 +95,7 @@ def _make_venv() -> None:
         return
     say(f"making .venv with Python {sys.version.split()[0]}")
     if uv := shutil.which("uv"):
-        _run(
-            [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, VENV],
-            "uv could not make .venv",
-        )
+        _run([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, VENV], "uv could not make .venv")
         return
     base = getattr(sys, "_base_executable", sys.executable)
     if _try([base, "-m", "venv", VENV]):
@@ -219,10 +211,7 @@ def _run(command: Sequence[str | Path], failure: str) -> None:
     """Run; what it prints is shown, and a failure ends the set-up."""
     done = subprocess.run(command, check=False, cwd=ROOT, timeout=COMMAND_SECONDS_MAX)
     if done.returncode:
-        fail(
-            f"{failure} (exit code {done.returncode})",
-            "The lines above say why; then run `make setup` again.",
-        )
+        fail(f"{failure} (exit code {done.returncode})", "The lines above say why; then run `make setup` again.")
 
 
 def say(text: str) -> None:

@@ -69,13 +69,7 @@ if TYPE_CHECKING:
     from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
     from tailrace.state.feeding import RecordedStream
     from tailrace.state.histories import FileSchemaHistory
-    from tailrace.state.history import (
-        MemorySchemaHistory,
-        Retention,
-        SchemaEvent,
-        SchemaHistory,
-        SchemaVersion,
-    )
+    from tailrace.state.history import MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory, SchemaVersion
     from tailrace.transforms import rules
     from tailrace.transforms.plan import Applied, Letter, TransformPlan, Unmatched
     from tailrace.transforms.rules import KeySource, Rule, Transforms
@@ -299,6 +293,7 @@ def __getattr__(name: str) -> Any:
             raise
         raise ImportError(
             f"`tailrace.{name}` needs the package `{missing}`, which is not installed: `pip install tailrace` brings "
-            "all that pipelines need", name=missing,
-        ) from error  # fmt: skip
+            "all that pipelines need",
+            name=missing,
+        ) from error
     return getattr(home, name)

@@ -17,9 +17,7 @@ from tailrace.errors import ConfigError
 def require_whole(what: str, value: object, *, least: int) -> int:
     """The value, if it is a whole number from the least on."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ConfigError(
-            f"`{what}` is not a whole number", found=type(value).__name__, hint=f"Give {least} or more."
-        )
+        raise ConfigError(f"`{what}` is not a whole number", found=type(value).__name__, hint=f"Give {least} or more.")
     found = operator.index(value)
     if found < least:
         raise ConfigError(f"`{what}` is too small", found=found, hint=f"Give {least} or more.")
@@ -48,9 +46,11 @@ def require_methods(what: str, value: object, methods: tuple[str, ...], hint: st
     lacking = [name for name in methods if not callable(getattr(value, name, None))]
     if lacking or isinstance(value, type):
         raise ConfigError(
-            f"`{what}` cannot be used as one", found=getattr(value, "__name__", type(value).__name__),
-            lacks=", ".join(lacking) or "to be made: it is a class", hint=hint,
-        )  # fmt: skip
+            f"`{what}` cannot be used as one",
+            found=getattr(value, "__name__", type(value).__name__),
+            lacks=", ".join(lacking) or "to be made: it is a class",
+            hint=hint,
+        )
 
 
 def require_function(what: str, value: object, hint: str) -> None:
@@ -63,7 +63,8 @@ def folder_named(given: str | os.PathLike[str], what: str) -> Path:
     """The folder, if one is named. An empty text would be the one that the program happens to run in."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ConfigError(
-            f"no folder is named for {what}", found=type(given).__name__,
-            hint="Give its path: `\"state/shop\"`; `\".\"` for the one that the program runs in.",
-        )  # fmt: skip
+            f"no folder is named for {what}",
+            found=type(given).__name__,
+            hint='Give its path: `"state/shop"`; `"."` for the one that the program runs in.',
+        )
     return Path(given)

@@ -15,16 +15,7 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tests.contract.conftest import HELD_BACK_SECONDS
-from tests.support.benches import (
-    COME_SECONDS_MAX,
-    Bench,
-    PostgresBench,
-    Streams,
-    keys,
-    quiet_window,
-    rows_of,
-    take,
-)
+from tests.support.benches import COME_SECONDS_MAX, Bench, PostgresBench, Streams, keys, quiet_window, rows_of, take
 
 # --- order -------------------------------------------------------------------------------------------------
 
@@ -153,9 +144,7 @@ def test_what_is_confirmed_reaches_the_source(bench: Bench, streams: Streams) ->
     assert bench.confirmed() == window.end
 
 
-def test_a_position_before_what_was_confirmed_is_lost_and_that_is_said(
-    bench: Bench, streams: Streams
-) -> None:
+def test_a_position_before_what_was_confirmed_is_lost_and_that_is_said(bench: Bench, streams: Streams) -> None:
     bench.write(("items", 1))
     stream = streams.open(bench.begin)
     take(stream, bench.begin, 1, confirm=True)

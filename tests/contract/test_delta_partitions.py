@@ -45,8 +45,10 @@ def test_the_values_stand_in_the_log_and_in_the_folders_and_not_in_the_files(mad
     table.apply(tx(1, update(1, name=None, n=7, unchanged=BIG)))
     names = table.table.files()
     assert {str(Path(name).parent) for name in names} == {
-        "name=n%200/n=2", "name=n%201/n=3", "name=__HIVE_DEFAULT_PARTITION__/n=7",
-    }  # fmt: skip
+        "name=n%200/n=2",
+        "name=n%201/n=3",
+        "name=__HIVE_DEFAULT_PARTITION__/n=7",
+    }
     assert {own_columns(table.folder / name, "name", "n") for name in names} == {("id", "big")}
     commit = (table.folder / "_delta_log" / f"{1:020d}.json").read_text().splitlines()
     (add,) = [action["add"] for action in map(json.loads, commit) if "add" in action]

@@ -41,9 +41,12 @@ def test_under_full_the_whole_old_row_comes_and_the_key_is_read_from_the_catalog
     told = scene.told()
     assert {(change.schema.key, change.schema.identity) for change in told} == {(("id",), Identity.FULL)}
     assert [change.short for change in told] == [
-        ("insert", "t", "a", 1, 7), ("update", "t", "b", 1, 7), ("delete", "t", "b", 1, 7), ("insert", "t", "b", 2, 7),
+        ("insert", "t", "a", 1, 7),
+        ("update", "t", "b", 1, 7),
+        ("delete", "t", "b", 1, 7),
+        ("insert", "t", "b", 2, 7),
         ("delete", "t", "b", 2, 7),
-    ]  # fmt: skip
+    ]
     assert told[1].event.before == {"v": "a", "id": 1, "w": 7}
     assert told[3].event.moved_from == {"id": 1}
     for gone, row in ((told[2].event, {"v": "b", "id": 1, "w": 7}), (told[4].event, {"v": "b", "id": 2, "w": 7})):
@@ -53,19 +56,27 @@ def test_under_full_the_whole_old_row_comes_and_the_key_is_read_from_the_catalog
 
 def test_the_columns_of_an_index_can_be_the_identity(scene: Scene) -> None:
     follow(
-        scene, "create table t (id int primary key, a int not null, v text, b text not null)",
-        "create unique index t_ab on t (b, a) include (v)", "alter table t replica identity using index t_ab",
-    )  # fmt: skip
+        scene,
+        "create table t (id int primary key, a int not null, v text, b text not null)",
+        "create unique index t_ab on t (b, a) include (v)",
+        "alter table t replica identity using index t_ab",
+    )
     scene.run(
-        "insert into t values (1, 1, 'v', 'k')", "update t set id = 5", "update t set a = 2", "delete from t",
+        "insert into t values (1, 1, 'v', 'k')",
+        "update t set id = 5",
+        "update t set a = 2",
+        "delete from t",
         "insert into t values (2, 3, 'w', 'l')",
-    )  # fmt: skip
+    )
     told = scene.told()
     assert {change.schema.key for change in told} == {("a", "b")}
     assert [change.short for change in told[:5]] == [
-        ("insert", "t", 1, 1, "v", "k"), ("update", "t", 5, 1, "v", "k"), ("delete", "t", None, 1, None, "k"),
-        ("insert", "t", 5, 2, "v", "k"), ("delete", "t", None, 2, None, "k"),
-    ]  # fmt: skip
+        ("insert", "t", 1, 1, "v", "k"),
+        ("update", "t", 5, 1, "v", "k"),
+        ("delete", "t", None, 1, None, "k"),
+        ("insert", "t", 5, 2, "v", "k"),
+        ("delete", "t", None, 2, None, "k"),
+    ]
     assert told[3].event.moved_from == {"a": 1, "b": "k"}
     assert scene.agreed(told, "t") == [{"id": 2, "a": 3, "v": "w", "b": "l"}]
 
@@ -106,14 +117,20 @@ def test_a_keyless_table_under_full_keeps_equal_rows_apart(scene: Scene) -> None
     follow(scene, "create table t (a int, b text)", FULL)
     scene.run(
         "insert into t values (1, 'x'), (1, 'x'), (1, 'x'), (null, null)",
-        "delete from t where ctid = '(0,2)'", "update t set b = 'y' where ctid = '(0,1)'",
-        "update t set a = 0 where a is null", "insert into t default values", "delete from t where a is null",
-    )  # fmt: skip
+        "delete from t where ctid = '(0,2)'",
+        "update t set b = 'y' where ctid = '(0,1)'",
+        "update t set a = 0 where a is null",
+        "insert into t default values",
+        "delete from t where a is null",
+    )
     told = scene.told()
     assert [change.short for change in told[4:]] == [
-        ("delete", "t", 1, "x"), ("update", "t", 1, "y"), ("update", "t", 0, None), ("insert", "t", None, None),
+        ("delete", "t", 1, "x"),
+        ("update", "t", 1, "y"),
+        ("update", "t", 0, None),
+        ("insert", "t", None, None),
         ("delete", "t", None, None),
-    ]  # fmt: skip
+    ]
     x, nothing = {"a": 1, "b": "x"}, {"a": None, "b": None}
     assert [change.event.before for change in told[4:]] == [x, x, nothing, None, nothing]
     assert [to_json(told[at].event)["before"] for at in (4, 8)] == [x, nothing]
@@ -127,9 +144,10 @@ def test_a_keyless_table_under_full_keeps_equal_rows_apart(scene: Scene) -> None
 
 def test_an_identity_whose_index_was_dropped_is_none_at_the_next_start(scene: Scene) -> None:
     follow(
-        scene, "create table t (id int primary key, a int not null unique)",
+        scene,
+        "create table t (id int primary key, a int not null unique)",
         "alter table t replica identity using index t_a_key",
-    )  # fmt: skip
+    )
     assert where_published(scene) == {scene.name}
     scene.run("alter table t drop constraint t_a_key")
     (table,) = scene.capture.tables()
@@ -142,17 +160,25 @@ def test_an_identity_whose_index_was_dropped_is_none_at_the_next_start(scene: Sc
 def test_an_identity_that_changes_in_mid_stream_is_known_from_the_next_row_on(scene: Scene) -> None:
     follow(scene, "create table t (id int primary key, a int not null unique, v text)")
     scene.run(
-        "insert into t values (1, 10, 'v')", "update t set v = 'w'",
-        FULL, "update t set v = 'x'",
-        "alter table t replica identity using index t_a_key", "update t set a = 11",
-        "alter table t replica identity default", "update t set id = 2",
-    )  # fmt: skip
+        "insert into t values (1, 10, 'v')",
+        "update t set v = 'w'",
+        FULL,
+        "update t set v = 'x'",
+        "alter table t replica identity using index t_a_key",
+        "update t set a = 11",
+        "alter table t replica identity default",
+        "update t set id = 2",
+    )
     told = scene.told()
     assert [change.short for change in told] == [
-        ("insert", "t", 1, 10, "v"), ("update", "t", 1, 10, "w"), ("update", "t", 1, 10, "x"),
-        ("delete", "t", None, 10, None), ("insert", "t", 1, 11, "x"),
-        ("delete", "t", 1, None, None), ("insert", "t", 2, 11, "x"),
-    ]  # fmt: skip
+        ("insert", "t", 1, 10, "v"),
+        ("update", "t", 1, 10, "w"),
+        ("update", "t", 1, 10, "x"),
+        ("delete", "t", None, 10, None),
+        ("insert", "t", 1, 11, "x"),
+        ("delete", "t", 1, None, None),
+        ("insert", "t", 2, 11, "x"),
+    ]
     assert told[2].event.before == {"id": 1, "a": 10, "v": "w"}
     assert [change.event.moved_from for change in told if change.event.moved_from] == [{"a": 10}, {"id": 1}]
     assert [change.schema.key for change in told[2::2]] == [("id",), ("a",), ("id",)]
@@ -196,9 +222,11 @@ def test_a_key_on_other_columns_is_the_key_from_the_next_row_on(scene: Scene) ->
 def test_a_large_value_that_did_not_change_is_named_and_not_null(scene: Scene) -> None:
     follow(scene, "create table t (id int primary key, big text, small text, huge text)")
     scene.run(
-        f"insert into t values (1, {BIG}, 's', {BIG})", "update t set small = 'x'",
-        f"update t set huge = {BIG}", "update t set big = null",
-    )  # fmt: skip
+        f"insert into t values (1, {BIG}, 's', {BIG})",
+        "update t set small = 'x'",
+        f"update t set huge = {BIG}",
+        "update t set big = null",
+    )
     told = scene.told()
     assert [change.event.unchanged for change in told] == [(), ("big", "huge"), ("big",), ("huge",)]
     assert (told[1].values["big"], told[3].values["big"]) == (None, None)

@@ -221,9 +221,7 @@ def test_a_row_larger_than_a_part_still_arrives(postgres: PostgresBench, postgre
         f"insert into {postgres.schema}.items select g, repeat(g::text, 3000000) from generate_series(1, 8) g"
     )
     windows = take(stream, postgres.begin, 8)
-    assert [(row["id"], len(row["big"])) for row in rows_of(*windows)] == [
-        (n, 3_000_000) for n in range(1, 9)
-    ]
+    assert [(row["id"], len(row["big"])) for row in rows_of(*windows)] == [(n, 3_000_000) for n in range(1, 9)]
 
 
 def test_a_connection_that_breaks_between_two_parts_loses_nothing(
@@ -242,9 +240,7 @@ def test_a_connection_that_breaks_between_two_parts_loses_nothing(
     assert keys(*again) == list(range(LARGE))
 
 
-def test_what_could_not_be_decoded_is_not_read_over(
-    postgres: PostgresBench, postgres_streams: Streams
-) -> None:
+def test_what_could_not_be_decoded_is_not_read_over(postgres: PostgresBench, postgres_streams: Streams) -> None:
     """A table's shape is looked up while a window is decoded; here the connection for that breaks."""
     stream = postgres_streams.open(postgres.begin)
     postgres.execute(

@@ -58,9 +58,7 @@ def test_a_message_arrives_whether_it_is_part_of_a_transaction_or_not(
     assert outside["_committed_at"] >= inside["_committed_at"]
 
 
-def test_a_message_has_its_place_among_the_rows_of_its_transaction(
-    postgres: PostgresBench, listening: Streams
-) -> None:
+def test_a_message_has_its_place_among_the_rows_of_its_transaction(postgres: PostgresBench, listening: Streams) -> None:
     with postgres.connection.transaction():
         # Without savepoints: where one ends, the server itself gives a message after the row that follows it.
         postgres.execute(f"insert into {postgres.schema}.items values (1)")
@@ -131,5 +129,7 @@ def test_a_large_message_arrives_whole(postgres: PostgresBench, listening: Strea
     windows = take(listening.open(postgres.begin), postgres.begin, 4_003)
     assert windows[0].open
     assert messages(windows) == [
-        ("large", b"x" * 3_000_000, True), ("last", b"y", True), ("outside", b"z" * 3_000_000, False),
-    ]  # fmt: skip
+        ("large", b"x" * 3_000_000, True),
+        ("last", b"y", True),
+        ("outside", b"z" * 3_000_000, False),
+    ]

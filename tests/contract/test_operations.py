@@ -27,9 +27,11 @@ def test_inserts_updates_and_deletes_arrive_with_their_values(items: Scene) -> N
     )
     told = items.told()
     assert [change.short for change in told] == [
-        ("insert", "t", 1, "a", 1), ("insert", "t", 2, None, 2), ("update", "t", 1, "b", 1),
+        ("insert", "t", 1, "a", 1),
+        ("insert", "t", 2, None, 2),
+        ("update", "t", 1, "b", 1),
         ("delete", "t", 2, None, None),
-    ]  # fmt: skip
+    ]
     assert [change.event.seq for change in told] == sorted(change.event.seq for change in told)
     assert items.agreed(told, "t") == [{"id": 1, "name": "b", "n": 1}]
 
@@ -67,9 +69,7 @@ def test_an_insert_on_conflict_arrives_as_what_it_became(items: Scene) -> None:
         "insert into t values (1, 'x'), (2, 'b') on conflict (id) do update set name = excluded.name, n = t.n + 1",
         "insert into t values (1, 'y'), (3, 'c') on conflict do nothing",
     )
-    assert items.short()[1:] == [
-        ("update", "t", 1, "x", 1), ("insert", "t", 2, "b", 0), ("insert", "t", 3, "c", 0),
-    ]  # fmt: skip
+    assert items.short()[1:] == [("update", "t", 1, "x", 1), ("insert", "t", 2, "b", 0), ("insert", "t", 3, "c", 0)]
 
 
 def test_a_merge_arrives_as_what_it_did(items: Scene) -> None:
@@ -81,8 +81,10 @@ def test_a_merge_arrives_as_what_it_did(items: Scene) -> None:
     )
     told = items.told()
     assert sorted(change.short[:3] for change in told[2:]) == [
-        ("delete", "t", 2), ("insert", "t", 3), ("update", "t", 1),
-    ]  # fmt: skip
+        ("delete", "t", 2),
+        ("insert", "t", 3),
+        ("update", "t", 1),
+    ]
     assert [row["name"] for row in items.agreed(told, "t")] == ["x", "c"]
 
 
@@ -94,15 +96,21 @@ def test_what_triggers_and_foreign_keys_do_arrives_in_the_same_transaction(scene
         "create function note() returns trigger language plpgsql as "
         f"$$ begin insert into {scene.name}.trail values (tg_op || old.id); return old; end $$",
         "create trigger note after update or delete on child for each row execute function note()",
-        "insert into parent values (1), (2)", "insert into child values (10, 1), (20, 2)",
-    )  # fmt: skip
+        "insert into parent values (1), (2)",
+        "insert into child values (10, 1), (20, 2)",
+    )
     scene.follow()
     scene.run("update parent set id = 3 where id = 1", "delete from parent where id = 2")
     told = scene.told()
     assert [change.short for change in told] == [
-        ("delete", "parent", 1), ("insert", "parent", 3), ("update", "child", 10, 3), ("insert", "trail", "UPDATE10"),
-        ("delete", "parent", 2), ("delete", "child", 20, None), ("insert", "trail", "DELETE20"),
-    ]  # fmt: skip
+        ("delete", "parent", 1),
+        ("insert", "parent", 3),
+        ("update", "child", 10, 3),
+        ("insert", "trail", "UPDATE10"),
+        ("delete", "parent", 2),
+        ("delete", "child", 20, None),
+        ("insert", "trail", "DELETE20"),
+    ]
     assert len({change.event.transaction for change in told}) == 2
 
 
@@ -113,8 +121,8 @@ def test_a_truncate_of_several_tables_arrives_once_for_each(scene: Scene) -> Non
     scene.run("create table a (id int primary key)", "create table b (id int)", "create table c (id int primary key)")
     scene.follow("a", "b")
     scene.together(
-        "insert into a values (1)", "insert into b values (1)", "truncate a, b, c", "insert into a values (2)",
-    )  # fmt: skip
+        "insert into a values (1)", "insert into b values (1)", "truncate a, b, c", "insert into a values (2)"
+    )
     told = scene.told()
     assert sorted(change.short for change in told[2:4]) == [("truncate", "a"), ("truncate", "b")]
     assert told[4].short == ("insert", "a", 2)
@@ -162,8 +170,12 @@ def test_a_key_that_moves_twice_in_one_transaction_keeps_a_value_that_was_not_se
     told = items.told()
     moves = [(change.values["id"], change.event.moved_from, change.event.unchanged) for change in told]
     assert moves[1:] == [
-        (1, None, ()), (2, {"id": 1}, ("name",)), (2, None, ()), (3, {"id": 2}, ("name",)), (3, None, ("name",)),
-    ]  # fmt: skip
+        (1, None, ()),
+        (2, {"id": 1}, ("name",)),
+        (2, None, ()),
+        (3, {"id": 2}, ("name",)),
+        (3, None, ("name",)),
+    ]
     ((size,),) = items.ask("select length(name) from t")
     (row,) = items.agreed(told, "t")
     assert (row["id"], row["n"], len(row["name"])) == (3, 5, size)
@@ -207,9 +219,16 @@ def test_a_prepared_transaction_that_is_rolled_back_never_arrives(items: Scene) 
 
 def test_a_savepoint_that_is_rolled_back_leaves_nothing(items: Scene) -> None:
     items.together(
-        "insert into t values (1)", "savepoint a", "insert into t values (2)", "update t set n = 9",
-        "rollback to a", "insert into t values (3)", "savepoint b", "insert into t values (4)", "release b",
-    )  # fmt: skip
+        "insert into t values (1)",
+        "savepoint a",
+        "insert into t values (2)",
+        "update t set n = 9",
+        "rollback to a",
+        "insert into t values (3)",
+        "savepoint b",
+        "insert into t values (4)",
+        "release b",
+    )
     told = items.told()
     assert [change.values["id"] for change in told] == [1, 3, 4]
     assert {change.values["n"] for change in told} == {0}
@@ -232,8 +251,10 @@ def test_an_exception_block_leaves_what_it_did_not_undo(items: Scene) -> None:
         "exception when unique_violation then update t set name = 'there' where id = k; end; end loop; end $$",
     )
     assert items.short()[1:] == [
-        ("update", "t", 1, "there", 0), ("insert", "t", 2, "tried", 0), ("insert", "t", 3, "tried", 0),
-    ]  # fmt: skip
+        ("update", "t", 1, "there", 0),
+        ("insert", "t", 2, "tried", 0),
+        ("insert", "t", 3, "tried", 0),
+    ]
 
 
 def test_a_transaction_that_fails_or_is_rolled_back_leaves_nothing(items: Scene) -> None:
@@ -248,14 +269,15 @@ def test_what_was_replicated_from_elsewhere_arrives_like_anything_else(items: Sc
     items.run(f"select pg_replication_origin_create('{items.name}')")
     items.run(f"select pg_replication_origin_session_setup('{items.name}')")
     items.run(
-        "begin", "select pg_replication_origin_xact_setup('0/1', '2020-01-01')",
-        "insert into t values (1)", "update t set n = 1", "commit",
-    )  # fmt: skip
+        "begin",
+        "select pg_replication_origin_xact_setup('0/1', '2020-01-01')",
+        "insert into t values (1)",
+        "update t set n = 1",
+        "commit",
+    )
     items.run("select pg_replication_origin_session_reset()", f"select pg_replication_origin_drop('{items.name}')")
     items.run("insert into t values (2)")
-    assert items.short() == [
-        ("insert", "t", 1, None, 0), ("update", "t", 1, None, 1), ("insert", "t", 2, None, 0),
-    ]  # fmt: skip
+    assert items.short() == [("insert", "t", 1, None, 0), ("update", "t", 1, None, 1), ("insert", "t", 2, None, 0)]
 
 
 def test_transactions_that_overlap_arrive_in_the_order_of_their_commits(items: Scene) -> None:

@@ -77,9 +77,31 @@ def made(tmp_path: Path) -> Any:
 
 def texts(*more: str) -> list[Any]:
     odd = [
-        "a/b", "100%", "x=y", "a b", "c:d", "ünï💧", "new\nline", "tab\t", "back\\slash", "q'uo\"te", "a%2Fb", "..",
-        ".", "~*?[]{}|^", "null", "NULL", " lead", "trail ", "\x01", "#h?q", "2020-01-01", "001", "+", "true",
-    ]  # fmt: skip
+        "a/b",
+        "100%",
+        "x=y",
+        "a b",
+        "c:d",
+        "ünï💧",
+        "new\nline",
+        "tab\t",
+        "back\\slash",
+        "q'uo\"te",
+        "a%2Fb",
+        "..",
+        ".",
+        "~*?[]{}|^",
+        "null",
+        "NULL",
+        " lead",
+        "trail ",
+        "\x01",
+        "#h?q",
+        "2020-01-01",
+        "001",
+        "+",
+        "true",
+    ]
     return [*odd, *more, None]
 
 
@@ -122,9 +144,7 @@ def test_every_reader_finds_the_values_that_were_written(made: Any, kind: str, k
     )
     assert_read(table, kind, wanted)
     again(table, [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}], "again", 2000)
-    assert table.content() == ordered(
-        [{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}]
-    )
+    assert table.content() == ordered([{"id": 0, "p": others[0], "v": "y"}, {"id": 1, "p": others[1], "v": "other"}])
     table.apply(tx(2, truncate(), *(insert({"id": i, "p": p}, v="w") for i, p in enumerate(values))))
     assert_read(table, kind, ordered({"id": i, "p": p, "v": "w"} for i, p in enumerate(values)))
 
@@ -276,8 +296,12 @@ def test_a_history_by_what_is_current_reads_no_past(made: Any) -> None:
     with away(past):
         table.apply(tx(3000, delete(1)))
     assert table.tuples("id", "name", "_current") == [
-        (1, "b", False), (1, "n 1", False), (2, "b", True), (2, "n 0", False), (3, "n 1", True),
-    ]  # fmt: skip
+        (1, "b", False),
+        (1, "n 1", False),
+        (2, "b", True),
+        (2, "n 0", False),
+        (3, "n 1", True),
+    ]
 
 
 # --- loading, reading again, shape, upkeep -----------------------------------------------------------------
@@ -298,9 +322,12 @@ def test_a_table_of_any_form_is_read_again_evolves_and_is_looked_after(made: Any
     if form is MIRROR:
         assert table.content() == ordered(now)
     assert_partitioned(table)
-    columns = (*SHOP.columns[:2], Column(name="large", source_type="text", type=pa.string()),
-               Column(name="n", source_type="bigint", type=pa.int64()),
-               Column(name="extra", source_type="text", type=pa.string()))  # fmt: skip
+    columns = (
+        *SHOP.columns[:2],
+        Column(name="large", source_type="text", type=pa.string()),
+        Column(name="n", source_type="bigint", type=pa.int64()),
+        Column(name="extra", source_type="text", type=pa.string()),
+    )
     after = replace(SHOP, columns=columns)
     recast = Recast(schema=after, added=("extra",), renamed=(("big", "large"),), filled=(("extra", pa.scalar("e")),))
     rows = len(table.content())

@@ -33,9 +33,11 @@ class Shop:
         self.name = f"keys_{uuid.uuid4().hex[:12]}"
         self.connection = server.connect()
         self.run(f"create schema {self.name}")
-        self.capture = PostgresCapture(PostgresSettings(
-            url=server.url(), wanted=lambda table: table.schema == self.name, slot=self.name, publication=self.name,
-        ))  # fmt: skip
+        self.capture = PostgresCapture(
+            PostgresSettings(
+                url=server.url(), wanted=lambda table: table.schema == self.name, slot=self.name, publication=self.name
+            )
+        )
         self.capture.scan_chunk_bytes = 16_384
 
     def run(self, text: str) -> None:

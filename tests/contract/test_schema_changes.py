@@ -144,17 +144,17 @@ def test_a_rename_is_proven_by_the_columns_number(diary: Diary, changed: Changed
     assert found == [{"kind": "rename", "column": "b", "was": "a", "now": "b"}]
     swapped = changed(
         "alter table items add a int",
-        "alter table items rename a to c", "alter table items rename b to a", "alter table items rename c to b",
+        "alter table items rename a to c",
+        "alter table items rename b to a",
+        "alter table items rename c to b",
         "insert into items values (4)",
-    )  # fmt: skip
+    )
     assert [(change["kind"], change["column"]) for change in swapped] == [("rename", "a"), ("add", "b")]
 
 
 def test_a_column_that_is_dropped_and_added_under_its_name_is_another(diary: Diary, changed: Changed) -> None:
     changed("alter table items add a int", "insert into items values (2, 7)")
-    found = changed(
-        "alter table items drop a", "alter table items add a int default 9", "insert into items values (3)"
-    )
+    found = changed("alter table items drop a", "alter table items add a int default 9", "insert into items values (3)")
     assert [(change["kind"], change["column"]) for change in found] == [("drop", "a"), ("add", "a")]
     # Rows that come now may still be of the column before, so nobody knows what the others have.
     assert found[1]["at_rest"] == diary.records()[-1]["rewritten"] == "unknown"
@@ -164,9 +164,7 @@ def test_a_column_that_is_dropped_and_added_under_its_name_is_another(diary: Dia
 def test_a_new_type_is_told_with_whether_the_rows_were_written_anew(diary: Diary, changed: Changed) -> None:
     changed("alter table items add a varchar(5)", "insert into items values (2)")
     found = changed("alter table items alter a type varchar(9)", "insert into items values (3)")
-    assert found == [
-        {"kind": "retype", "column": "a", "was": "character varying(5)", "now": "character varying(9)"}
-    ]
+    assert found == [{"kind": "retype", "column": "a", "was": "character varying(5)", "now": "character varying(9)"}]
     assert diary.records()[-1]["rewritten"] is False
     (anew,) = changed("alter table items alter a type int using 1", "insert into items values (4)")
     assert (anew["kind"], anew["now"]) == ("retype", "integer")
@@ -205,10 +203,12 @@ def test_a_key_that_became_wider_later_is_not_that_of_rows_before(diary: Diary) 
     diary.run("alter table items add a int not null default 1", "insert into items values (2), (3)")
     diary.catch_up(2)
     diary.run(
-        "delete from items where id = 2", "update items set id = 33 where id = 3",
-        "alter table items drop constraint items_pkey", "alter table items add primary key (id, a)",
+        "delete from items where id = 2",
+        "update items set id = 33 where id = 3",
+        "alter table items drop constraint items_pkey",
+        "alter table items add primary key (id, a)",
         "insert into items values (4)",
-    )  # fmt: skip
+    )
     diary.catch_up(4)
     assert [record["key"] for record in diary.records()] == [["id"], ["id"], ["id", "a"]]
     rows = diary.rows_of(f"{diary.postgres.schema}.items")[-4:]
@@ -249,9 +249,11 @@ def test_a_column_that_is_only_published_now_is_not_said_to_be_null_in_older_row
 
 def test_another_key_is_told(changed: Changed) -> None:
     found = changed(
-        "alter table items add a int not null default 1", "alter table items drop constraint items_pkey",
-        "alter table items add primary key (a, id)", "insert into items values (2, 2)",
-    )  # fmt: skip
+        "alter table items add a int not null default 1",
+        "alter table items drop constraint items_pkey",
+        "alter table items add primary key (a, id)",
+        "insert into items values (2, 2)",
+    )
     assert {"kind": "key", "was": ["id"], "now": ["id", "a"]} in found
 
 
@@ -263,9 +265,11 @@ def test_another_identity_is_told(changed: Changed) -> None:
 def test_nullability_and_defaults_are_told_with_the_next_version(changed: Changed) -> None:
     changed("alter table items add a int", "insert into items values (2, 1)")
     found = changed(
-        "update items set a = 1", "alter table items alter a set default 4, alter a set not null, add b int",
-        "insert into items values (3)", rows=3,
-    )  # fmt: skip
+        "update items set a = 1",
+        "alter table items alter a set default 4, alter a set not null, add b int",
+        "insert into items values (3)",
+        rows=3,
+    )
     assert {"kind": "nullability", "column": "a", "was": True, "now": False} in found
     assert {"kind": "default", "column": "a", "was": None, "now": "4"} in found
 
@@ -297,9 +301,11 @@ def test_two_versions_in_one_transaction_stand_each_before_its_rows(diary: Diary
 
 def test_what_the_catalogue_does_not_show_any_more_is_unknown(diary: Diary) -> None:
     diary.run(
-        "alter table items add a int default 5", "insert into items values (2)", "alter table items drop a",
+        "alter table items add a int default 5",
+        "insert into items values (2)",
+        "alter table items drop a",
         "insert into items values (3)",
-    )  # fmt: skip
+    )
     diary.catch_up(2)
     first, second, third = diary.records()
     assert [column["number"] for column in second["columns"]] == ["unknown", "unknown"]

@@ -67,8 +67,9 @@ def test_a_shape_is_durable_before_its_first_row_is_delivered(bench: Bench, fed:
     fed.catch_up(4)
     found = {table.name: fed.history.versions(table) for table in fed.history.tables()}
     assert {name: [version.event for version in kept] for name, kept in found.items()} == {
-        "items": [SchemaEvent.CREATE], "others": [SchemaEvent.CREATE],
-    }  # fmt: skip
+        "items": [SchemaEvent.CREATE],
+        "others": [SchemaEvent.CREATE],
+    }
     assert found["items"][0].position is not None
     assert found["items"][0].position > bench.begin  # type: ignore[operator] # both sources count in LSNs
     assert found["items"][0].time is not None
@@ -94,8 +95,12 @@ def test_a_database_tells_what_became_of_its_table(postgres: PostgresBench, tmp_
     assert [version.event.value for version in kept] == ["create", "alter", "alter", "drop", "create"]
     changes = [version.evolution.changes if version.evolution else () for version in kept]
     assert [[(change.kind, change.column) for change in found] for found in changes] == [
-        [], [(Kind.ADD, "note")], [(Kind.RENAME, "remark")], [], [],
-    ]  # fmt: skip
+        [],
+        [(Kind.ADD, "note")],
+        [(Kind.RENAME, "remark")],
+        [],
+        [],
+    ]
     assert (changes[1][0].at_rest, changes[1][0].value) in {(AtRest.CONSTANT, "x"), (AtRest.UNKNOWN, None)}
     assert [version.ddl for version in kept] == [None] * 5, "PostgreSQL does not tell the statement"
     positions = [version.position for version in kept if isinstance(version.position, Lsn)]

@@ -31,8 +31,10 @@ def memory(_: Path) -> Open:
 
 
 def files(**given: Any) -> Callable[[Path], Open]:
-    return lambda folder: lambda: SinkAt(
-        JsonlSink(folder / "out", **given), kept=lambda: lines_of(sorted((folder / "out").glob("*.jsonl")))
+    return lambda folder: (
+        lambda: SinkAt(
+            JsonlSink(folder / "out", **given), kept=lambda: lines_of(sorted((folder / "out").glob("*.jsonl")))
+        )
     )
 
 
@@ -123,9 +125,7 @@ def test_a_sink_promises(check: Check[SinkAt], kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("or_else", ["REPLACE", "IGNORE"])
 @pytest.mark.parametrize("check", EXACTLY_ONCE, ids=str)
-def test_a_sink_that_stores_the_numbers_takes_each_row_once(
-    check: Check[SinkAt], or_else: str, tmp_path: Path
-) -> None:
+def test_a_sink_that_stores_the_numbers_takes_each_row_once(check: Check[SinkAt], or_else: str, tmp_path: Path) -> None:
     check(sqlite(tmp_path, or_else))
 
 

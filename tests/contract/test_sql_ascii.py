@@ -149,9 +149,7 @@ def test_the_prefix_of_a_message_is_text_and_its_content_is_bytes(scene: Scene) 
     assert batch.data.schema.field("content").type == pa.binary()
 
 
-def test_a_table_whose_name_is_no_text_is_left_out_and_named(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_table_whose_name_is_no_text_is_left_out_and_named(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.run(b'create table "caf\xe9" (id int primary key)')
     scene.start()
     assert [table.table for table in scene.capture(replaced=False).tables()] == [TABLE]

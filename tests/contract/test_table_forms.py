@@ -110,8 +110,10 @@ def test_what_is_deleted_stays_marked_with_its_last_values(made: Any) -> None:
     table = made(Form(soft_delete=True))
     table.apply(tx(1, update(2, name="last", unchanged=BIG), delete(2)), tx(2, delete(1), delete(77)))
     assert table.tuples("id", "name", "big", "_deleted") == [
-        (1, "n1", "large 1", True), (2, "last", "large 2", True), (3, "n3", "large 3", False),
-    ]  # fmt: skip
+        (1, "n1", "large 1", True),
+        (2, "last", "large 2", True),
+        (3, "n3", "large 3", False),
+    ]
     table.apply(tx(3, insert(1, name="again")))
     assert table.tuples("id", "name", "big", "_deleted")[0] == (1, "again", None, False)
 
@@ -120,17 +122,22 @@ def test_a_truncate_marks_every_row(made: Any) -> None:
     table = made(MARKED)
     table.apply(tx(1, update(1, name="x", unchanged=BIG)), tx(2, truncate(), insert(2, name="new")), tx(3, truncate()))
     assert table.tuples("id", "name", "_deleted", "_op", "_seq") == [
-        (1, "x", True, "truncate", 101), (2, "new", True, "truncate", 103), (3, "n3", True, "truncate", 101),
-    ]  # fmt: skip
+        (1, "x", True, "truncate", 101),
+        (2, "new", True, "truncate", 103),
+        (3, "n3", True, "truncate", 101),
+    ]
 
 
 def test_a_row_that_moves_leaves_its_old_key_marked(made: Any) -> None:
     table = made(Form(soft_delete=True))
     table.apply(tx(1, *move(1, 5, unchanged=BIG), *move(5, 6, unchanged=BIG, name="b")))
     assert table.tuples("id", "big", "_deleted") == [
-        (1, "large 1", True), (2, "large 2", False), (3, "large 3", False), (5, "large 1", True),
+        (1, "large 1", True),
+        (2, "large 2", False),
+        (3, "large 3", False),
+        (5, "large 1", True),
         (6, "large 1", False),
-    ]  # fmt: skip
+    ]
 
 
 # --- append ------------------------------------------------------------------------------------------------
@@ -256,9 +263,7 @@ def test_any_cutting_of_the_changes_comes_to_the_same_table(
 
 @settings(max_examples=examples(15), deadline=None)
 @given(steps=STEPS, cuts=st.sets(st.integers(1, 24), max_size=3))
-def test_any_cutting_of_the_changes_appends_each_once(
-    open_table: OpenTable, steps: list[Any], cuts: set[int]
-) -> None:
+def test_any_cutting_of_the_changes_appends_each_once(open_table: OpenTable, steps: list[Any], cuts: set[int]) -> None:
     begun, transactions = story(steps)
     batch = stored(COMPOSITE, transactions)
     with tempfile.TemporaryDirectory() as folder:
@@ -335,8 +340,11 @@ def test_a_table_of_any_form_evolves_and_is_looked_after(made: Any, form: Form) 
     files = Upkeep(file_bytes=1 << 20, remove_after_seconds=None)
     assert table.table.tend(files, table.cursor(table.seq)).joined >= 8
     assert table.content(*SHOP.names) == before
-    columns = (*SHOP.columns[:3], Column(name="m", source_type="int", type=pa.int32()),
-               Column(name="extra", source_type="text", type=pa.string()))  # fmt: skip
+    columns = (
+        *SHOP.columns[:3],
+        Column(name="m", source_type="int", type=pa.int32()),
+        Column(name="extra", source_type="text", type=pa.string()),
+    )
     after = replace(SHOP, columns=columns)
     recast = Recast(schema=after, added=("extra",), renamed=(("n", "m"),), filled=(("extra", pa.scalar("e")),))
     assert table.table.evolve(recast, table.cursor(table.seq)).committed
@@ -358,16 +366,21 @@ def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: 
     """`n` becomes wider, `name` what cannot hold it; the first row is the same at the source, the second is not."""
     table = made(form)
     table.apply(tx(2000, delete(3)))
-    columns = (SHOP.columns[0], Column(name="name", source_type="integer", type=pa.int32()), SHOP.columns[2],
-               Column(name="n", source_type="bigint", type=pa.int64()))  # fmt: skip
+    columns = (
+        SHOP.columns[0],
+        Column(name="name", source_type="integer", type=pa.int32()),
+        SHOP.columns[2],
+        Column(name="n", source_type="bigint", type=pa.int64()),
+    )
     after = replace(SHOP, columns=columns)
     carried = carry(form, SHOP, after, POLICIES, no_value)
     assert isinstance(carried, Recast)
     assert table.table.evolve(carried, table.cursor(table.seq)).committed
     table.schema = after
     now: list[dict[str, Any]] = [
-        {"id": 1, "name": None, "big": "large 1", "n": 1}, {"id": 2, "name": 4, "big": "large 2", "n": 2**40},
-    ]  # fmt: skip
+        {"id": 1, "name": None, "big": "large 1", "n": 1},
+        {"id": 2, "name": 4, "big": "large 2", "n": 2**40},
+    ]
     again(table, now, "again", 4000)
     names = ("id", "name", "name__dropped", "big", "n")
     old = [(i, None, f"n{i}", f"large {i}", i) for i in (1, 2, 3)]
@@ -378,8 +391,9 @@ def test_a_past_is_carried_over_to_another_shape_and_compared_with_a_load(made: 
     assert Counter(table.tuples(*names)) == Counter(rows)
     if form.mode is TableMode.HISTORY:
         assert {(row["id"], row["n"]) for row in table.content("id", "n", "_current") if row["_current"]} == {
-            (1, 1), (2, 2**40),
-        }  # fmt: skip
+            (1, 1),
+            (2, 2**40),
+        }
 
 
 @pytest.mark.parametrize("form", EVERY, ids=str)
@@ -459,7 +473,8 @@ def test_names_of_columns_that_the_table_lacks_make_no_other_form(open_table: Op
         (Form(metadata=("_seq",)), KEYLESS, "needs a table with a key"),
         (HISTORY, replace(SHOP, identity=Identity.NONE), "does not tell which rows"),
         (
-            Form(soft_delete=True), table_schema({"id": pa.int64(), engines.MARK.upper(): pa.bool_()}),
+            Form(soft_delete=True),
+            table_schema({"id": pa.int64(), engines.MARK.upper(): pa.bool_()}),
             "has the name of one",
         ),
         (APPEND, table_schema({"id": pa.int64(), "_op": pa.string()}), "has the name of one"),
@@ -510,8 +525,10 @@ def test_a_row_that_is_read_again_says_of_itself_what_its_change_says(made: Any)
     folded = fold_into(form, SHOP, stored(SHOP, [partial]))
     table.table.apply(SHOP, folded, table.cursor(LOADED_SEQ), table.cursor(103), reread=reread)
     assert table.tuples("number", "name", "large", "_deleted", "_seq") == [
-        (1, "n1", "large 1", True, 101), (7, "now", "read 7", False, 100), (8, "now", "read 8", False, 102),
-    ]  # fmt: skip
+        (1, "n1", "large 1", True, 101),
+        (7, "now", "read 7", False, 100),
+        (8, "now", "read 8", False, 102),
+    ]
 
 
 def test_changes_of_a_table_without_a_key_find_their_rows_under_other_names(made: Any) -> None:

@@ -51,9 +51,10 @@ def test_a_table_and_a_column_can_have_any_name(scene: Scene, name: str) -> None
     scene.run(f"create table {quoted} ({quoted} int primary key, v text)")
     scene.follow()
     scene.run(
-        f"insert into {quoted} values (1, 'a'), (2, 'b')", f"update {quoted} set {quoted} = 3 where {quoted} = 1",
+        f"insert into {quoted} values (1, 'a'), (2, 'b')",
+        f"update {quoted} set {quoted} = 3 where {quoted} = 1",
         f"delete from {quoted} where {quoted} = 2",
-    )  # fmt: skip
+    )
     told = scene.told()
     assert {change.table for change in told} == {scene.id(name)}
     assert told[3].event.moved_from == {name: 1}
@@ -83,17 +84,16 @@ def test_identity_and_serial_columns_are_ordinary_ones(scene: Scene) -> None:
     )
     scene.follow()
     scene.run("insert into t default values", "insert into t (d) overriding system value values (9)")
-    assert scene.agreed(scene.told(), "t") == [
-        {"id": 1, "s": 1, "d": 1, "v": "v"}, {"id": 2, "s": 2, "d": 9, "v": "v"},
-    ]  # fmt: skip
+    assert scene.agreed(scene.told(), "t") == [{"id": 1, "s": 1, "d": 1, "v": "v"}, {"id": 2, "s": 2, "d": 9, "v": "v"}]
 
 
 def test_columns_that_were_dropped_leave_no_hole(scene: Scene) -> None:
     scene.run(
         "create table t (gone0 int, id int primary key, gone1 text, v text, gone2 int)",
         "insert into t values (0, 1, 'x', 'a', 0)",
-        "alter table t drop gone0, drop gone1, drop gone2", "alter table t add w int default 7",
-    )  # fmt: skip
+        "alter table t drop gone0, drop gone1, drop gone2",
+        "alter table t add w int default 7",
+    )
     scene.follow()
     scene.run("insert into t values (2, 'b', 8)", "update t set v = 'c' where id = 1")
     told = scene.told()
@@ -162,8 +162,9 @@ def test_a_publication_made_without_generated_columns_stays_so_and_never_stops_t
     scene.follow()
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert (warning.__dict__["table"], "publish_generated_columns = stored" in warning.__dict__["hint"]) == (
-        f"{scene.name}.f", True,
-    )  # fmt: skip
+        f"{scene.name}.f",
+        True,
+    )
     scene.run("insert into f values (1)", "update f set id = 2", "insert into t values (1)", "update t set id = 2")
     told = scene.told()
     assert {change.table.name for change in told} == {"t"}
@@ -186,9 +187,11 @@ def test_a_table_of_1600_columns_is_captured(scene: Scene) -> None:
     scene.run(f"create table t (c0 int primary key, {columns})")
     scene.follow()
     scene.run(
-        "insert into t values (" + ", ".join(map(str, range(1600))) + ")", "update t set c1599 = -1",
-        "update t set c0 = 7, c1 = null", "insert into t (c0) values (8)",
-    )  # fmt: skip
+        "insert into t values (" + ", ".join(map(str, range(1600))) + ")",
+        "update t set c1599 = -1",
+        "update t set c0 = 7, c1 = null",
+        "insert into t (c0) values (8)",
+    )
     told = scene.told()
     assert [change.op for change in told] == ["insert", "update", "delete", "insert", "insert"]
     rows = scene.agreed(told, "t")
@@ -206,9 +209,11 @@ def test_parent_and_child_are_tables_of_their_own(scene: Scene) -> None:
     scene.run("insert into parent values (1, 'p')", "insert into child values (2, 'c', 5)", "update parent set v = 'x'")
     told = scene.told()
     assert [change.short for change in told] == [
-        ("insert", "parent", 1, "p"), ("insert", "child", 2, "c", 5),
-        ("update", "parent", 1, "x"), ("update", "child", 2, "x", 5),
-    ]  # fmt: skip
+        ("insert", "parent", 1, "p"),
+        ("insert", "child", 2, "c", 5),
+        ("update", "parent", 1, "x"),
+        ("update", "child", 2, "x", 5),
+    ]
     assert scene.agreed(told, "parent") == [{"id": 1, "v": "x"}]
     assert scene.agreed(told, "child") == [{"id": 2, "v": "x", "w": 5}]
     scene.run("truncate only parent")
@@ -228,9 +233,10 @@ def make_partitions(scene: Scene) -> None:
         "create table mid partition of root for values from (10) to (30) partition by range (id)",
         "create table mid_a partition of mid for values from (10) to (20)",
         "create table mid_b partition of mid for values from (20) to (30)",
-        "create table high (gone int, n int, v text, id int not null primary key)", "alter table high drop gone",
+        "create table high (gone int, n int, v text, id int not null primary key)",
+        "alter table high drop gone",
         "alter table root attach partition high for values from (30) to (40)",
-    )  # fmt: skip
+    )
 
 
 LEAVES = {"low", "mid_a", "mid_b", "high"}
@@ -242,16 +248,19 @@ def test_a_partitioned_table_is_one_table_whatever_its_partitions(scene: Scene) 
     assert [table.table.name for table in scene.capture.tables()] == ["root"]
     scene.run(
         "insert into root values (1, 'a', 1), (15, 'b', 2), (25, 'c', 3), (35, 'd', 4)",
-        "insert into high (id, v, n) values (36, 'e', 5)", "update root set n = 0 where id in (15, 35)",
+        "insert into high (id, v, n) values (36, 'e', 5)",
+        "update root set n = 0 where id in (15, 35)",
         "delete from root where id = 25",
-    )  # fmt: skip
+    )
     told = scene.told()
     assert {change.table.name for change in told} == {"root"}
     assert [change.op for change in told] == ["insert"] * 5 + ["update"] * 2 + ["delete"]
     assert scene.agreed(told, "root") == [
-        {"id": 1, "v": "a", "n": 1}, {"id": 15, "v": "b", "n": 0}, {"id": 35, "v": "d", "n": 0},
+        {"id": 1, "v": "a", "n": 1},
+        {"id": 15, "v": "b", "n": 0},
+        {"id": 35, "v": "d", "n": 0},
         {"id": 36, "v": "e", "n": 5},
-    ]  # fmt: skip
+    ]
 
 
 def test_a_row_that_moves_between_partitions_is_a_delete_and_an_insert_of_the_root(scene: Scene) -> None:
@@ -302,13 +311,17 @@ def test_the_rows_of_an_attached_partition_are_the_roots_and_those_of_a_detached
     scene.run(
         "insert into more values ('unseen', 40, 0)",
         "alter table root attach partition more for values from (40) to (50)",
-        "insert into root values (41, 'seen', 1)", "insert into low values (1, 'seen', 2)",
+        "insert into root values (41, 'seen', 1)",
+        "insert into low values (1, 'seen', 2)",
         "alter table root detach partition low",
-        "insert into low values (2, 'unseen', 0)", "update more set v = 'now seen' where id = 40",
-    )  # fmt: skip
+        "insert into low values (2, 'unseen', 0)",
+        "update more set v = 'now seen' where id = 40",
+    )
     assert scene.short() == [
-        ("insert", "root", 41, "seen", 1), ("insert", "root", 1, "seen", 2), ("update", "root", 40, "now seen", 0),
-    ]  # fmt: skip
+        ("insert", "root", 41, "seen", 1),
+        ("insert", "root", 1, "seen", 2),
+        ("update", "root", 40, "now seen", 0),
+    ]
     assert sorted(row["id"] for row in scene.load("root")[1]) == [40, 41]
 
 
@@ -319,13 +332,16 @@ def test_a_publication_of_partitions_gives_each_as_a_table_of_its_own(scene: Sce
     assert {table.name for table in scene.capture.published()} == LEAVES
     scene.run(
         "insert into root values (1, 'a', 1), (15, 'b', 2), (25, 'c', 3), (35, 'd', 4)",
-        "update root set id = 36 where id = 35", "update root set id = 37 where id = 1",
-    )  # fmt: skip
+        "update root set id = 36 where id = 35",
+        "update root set id = 37 where id = 1",
+    )
     told = scene.told()
     assert [change.short for change in told[4:]] == [
-        ("delete", "high", None, None, 35), ("insert", "high", 4, "d", 36),
-        ("delete", "low", 1, None, None), ("insert", "high", 1, "a", 37),
-    ]  # fmt: skip
+        ("delete", "high", None, None, 35),
+        ("insert", "high", 4, "d", 36),
+        ("delete", "low", 1, None, None),
+        ("insert", "high", 1, "a", 37),
+    ]
     assert scene.agreed(told, "high") == [{"n": 1, "v": "a", "id": 37}, {"n": 4, "v": "d", "id": 36}]
     assert scene.agreed(told, "mid_a") == [{"id": 15, "v": "b", "n": 2}]
     assert scene.agreed(told, "low") == []
@@ -342,8 +358,12 @@ def test_one_partition_alone_can_be_wanted(scene: Scene) -> None:
     scene.run("insert into root values (1), (15), (25), (35)", "update root set id = 16 where id = 1")
     told = scene.told()
     assert [change.short[:3] for change in told] == [
-        ("insert", "low", 1), ("insert", "mid", 15), ("insert", "mid", 25), ("delete", "low", 1), ("insert", "mid", 16),
-    ]  # fmt: skip
+        ("insert", "low", 1),
+        ("insert", "mid", 15),
+        ("insert", "mid", 25),
+        ("delete", "low", 1),
+        ("insert", "mid", 16),
+    ]
     assert [row["id"] for row in scene.agreed(told, "mid")] == [15, 16, 25]
 
 
@@ -390,15 +410,25 @@ def test_a_row_that_enters_or_leaves_a_condition_is_inserted_or_deleted(scene: S
     scene.follow(publication="for table t where (id > 10 or id is null)")
     assert scene.load("t")[1] == [{"id": 11, "v": "in"}]
     scene.run(
-        "delete from t", "insert into t values (1, 'out'), (15, 'in'), (16, 'in')", "update t set v = 'x'",
-        "update t set id = 2 where id = 15", "update t set id = 20 where id = 1", "update t set id = 17 where id = 16",
-    )  # fmt: skip
+        "delete from t",
+        "insert into t values (1, 'out'), (15, 'in'), (16, 'in')",
+        "update t set v = 'x'",
+        "update t set id = 2 where id = 15",
+        "update t set id = 20 where id = 1",
+        "update t set id = 17 where id = 16",
+    )
     told = scene.told()
     assert [change.short for change in told] == [
-        ("delete", "t", 11, None), ("insert", "t", 15, "in"), ("insert", "t", 16, "in"),
-        ("update", "t", 15, "x"), ("update", "t", 16, "x"),
-        ("delete", "t", 15, None), ("insert", "t", 20, "x"), ("delete", "t", 16, None), ("insert", "t", 17, "x"),
-    ]  # fmt: skip
+        ("delete", "t", 11, None),
+        ("insert", "t", 15, "in"),
+        ("insert", "t", 16, "in"),
+        ("update", "t", 15, "x"),
+        ("update", "t", 16, "x"),
+        ("delete", "t", 15, None),
+        ("insert", "t", 20, "x"),
+        ("delete", "t", 16, None),
+        ("insert", "t", 17, "x"),
+    ]
     assert scene.agreed(told[1:], "t") == [{"id": 17, "v": "x"}, {"id": 20, "v": "x"}]
 
 
@@ -407,12 +437,16 @@ def test_under_full_a_condition_can_be_on_any_column(scene: Scene) -> None:
     scene.follow(publication="for table t where (state in ('open', '{odd}') and id % 2 = 1)")
     scene.run(
         f"insert into t select n, case when n < 4 then 'open' end, {BIG} from generate_series(1, 6) n",
-        "update t set state = 'closed' where id = 1", "update t set state = '{odd}' where id = 5",
-    )  # fmt: skip
+        "update t set state = 'closed' where id = 1",
+        "update t set state = '{odd}' where id = 5",
+    )
     told = scene.told()
     assert [change.short[:3] for change in told] == [
-        ("insert", "t", 1), ("insert", "t", 3), ("delete", "t", 1), ("insert", "t", 5),
-    ]  # fmt: skip
+        ("insert", "t", 1),
+        ("insert", "t", 3),
+        ("delete", "t", 1),
+        ("insert", "t", 5),
+    ]
     assert [(row["id"], row["state"]) for row in scene.agreed(told, "t")] == [(3, "open"), (5, "{odd}")]
 
 
@@ -459,14 +493,20 @@ def test_a_column_list_is_what_load_and_stream_have(scene: Scene) -> None:
     scene.run("create table t (secret text, id int primary key, v text, w int)")
     scene.follow(publication="for table t (w, id)")
     scene.run(
-        "insert into t values ('s', 1, 'v', 7)", "update t set secret = 'x'", "update t set id = 2",
-        "alter table t add later int", "insert into t values ('s', 3, 'v', 8, 9)",
-    )  # fmt: skip
+        "insert into t values ('s', 1, 'v', 7)",
+        "update t set secret = 'x'",
+        "update t set id = 2",
+        "alter table t add later int",
+        "insert into t values ('s', 3, 'v', 8, 9)",
+    )
     told = scene.told()
     assert [change.short for change in told] == [
-        ("insert", "t", 1, 7), ("update", "t", 1, 7), ("delete", "t", 1, None), ("insert", "t", 2, 7),
+        ("insert", "t", 1, 7),
+        ("update", "t", 1, 7),
+        ("delete", "t", 1, None),
+        ("insert", "t", 2, 7),
         ("insert", "t", 3, 8),
-    ]  # fmt: skip
+    ]
     assert scene.agreed(told, "t") == [{"id": 2, "w": 7}, {"id": 3, "w": 8}]
 
 
@@ -497,12 +537,15 @@ def test_a_table_that_is_renamed_goes_on_under_its_new_name(scene: Scene, kind: 
     scene.follow(publication=publications(scene)[kind])
     scene.run("insert into t values (1, 'a')", "alter table t rename to renamed", "insert into renamed values (2, 'b')")
     scene.together(
-        "update renamed set v = 'x' where id = 1", "alter table renamed rename to t", "delete from t where id = 2",
-    )  # fmt: skip
+        "update renamed set v = 'x' where id = 1", "alter table renamed rename to t", "delete from t where id = 2"
+    )
     told = scene.told()
     assert [(change.op, change.table.name) for change in told] == [
-        ("insert", "t"), ("insert", "renamed"), ("update", "renamed"), ("delete", "t"),
-    ]  # fmt: skip
+        ("insert", "t"),
+        ("insert", "renamed"),
+        ("update", "renamed"),
+        ("delete", "t"),
+    ]
     assert len({change.schema.relation for change in told}) == 1
     assert scene.load("t") == (told[-1].schema, [{"id": 1, "v": "x"}])
 
@@ -513,9 +556,12 @@ def test_a_table_that_moves_to_another_schema_is_told_of_where_it_is_published(s
     scene.run("create table t (id int primary key)")
     scene.follow(publication=publications(scene)[kind])
     scene.run(
-        "insert into t values (1)", f"alter table t set schema {elsewhere}", f"insert into {elsewhere}.t values (2)",
-        f"alter table {elsewhere}.t set schema {scene.name}", "insert into t values (3)",
-    )  # fmt: skip
+        "insert into t values (1)",
+        f"alter table t set schema {elsewhere}",
+        f"insert into {elsewhere}.t values (2)",
+        f"alter table {elsewhere}.t set schema {scene.name}",
+        "insert into t values (3)",
+    )
     told = [(change.table.schema, change.values["id"]) for change in scene.told()]
     away = [] if kind == "schema" else [(elsewhere, 2)]
     assert told == [(scene.name, 1), *away, (scene.name, 3)]
@@ -528,8 +574,11 @@ def test_a_table_that_is_dropped_before_its_rows_are_read_is_read_all_the_same(s
     scene.run("insert into t values (1, 'a')", "update t set v = 'b'", "update t set id = 2", "drop table t")
     told = scene.told()
     assert [change.short for change in told] == [
-        ("insert", "t", 1, "a"), ("update", "t", 1, "b"), ("delete", "t", 1, None), ("insert", "t", 2, "b"),
-    ]  # fmt: skip
+        ("insert", "t", 1, "a"),
+        ("update", "t", 1, "b"),
+        ("delete", "t", 1, None),
+        ("insert", "t", 2, "b"),
+    ]
     assert {change.schema.key for change in told} == {("id",)}
     with pytest.raises(SourceTableMissing):
         scene.load("t")
@@ -579,13 +628,18 @@ def test_a_table_that_is_made_in_mid_stream_arrives_from_its_first_row_on(scene:
     scene.together("create table made (id int primary key, v text)", "insert into made values (1, 'a')")
     scene.run(
         "create table filled as select n as id from generate_series(1, 3) n",
-        "alter table filled replica identity full", "delete from filled where id = 2", "update made set v = 'b'",
-    )  # fmt: skip
+        "alter table filled replica identity full",
+        "delete from filled where id = 2",
+        "update made set v = 'b'",
+    )
     told = scene.told()
     assert scene.agreed(told, "made") == [{"id": 1, "v": "b"}]
     assert [change.short for change in told if change.table.name == "filled"] == [
-        ("insert", "filled", 1), ("insert", "filled", 2), ("insert", "filled", 3), ("delete", "filled", 2),
-    ]  # fmt: skip
+        ("insert", "filled", 1),
+        ("insert", "filled", 2),
+        ("insert", "filled", 3),
+        ("delete", "filled", 2),
+    ]
 
 
 def test_a_table_of_ours_that_is_made_later_is_published_from_the_next_start_on(scene: Scene) -> None:
@@ -607,10 +661,12 @@ def test_a_pattern_that_matches_an_unlogged_table_warns_once_and_takes_the_other
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.run(
-        "create table t (id int primary key)", "create unlogged table quick (id int primary key)",
-        "create view v as select * from t", "create materialized view m as select * from t",
+        "create table t (id int primary key)",
+        "create unlogged table quick (id int primary key)",
+        "create view v as select * from t",
+        "create materialized view m as select * from t",
         "create temporary table passing (id int primary key)",
-    )  # fmt: skip
+    )
     scene.follow()
     scene.capture.tables()
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]

@@ -83,10 +83,18 @@ def test_no_cast_stands_between_a_value_and_what_its_type_prints(scene: Scene) -
         insert into t values (null)
     """)
     assert scene.rows("t") == [
-        {"i": "10.0.0.1", "c": "10.0.0.0/8", "l": "x", "m": "sad", "f": "ok", "p": "(,)", "a": "{sad,NULL}",
-         "b": "x  "},
+        {
+            "i": "10.0.0.1",
+            "c": "10.0.0.0/8",
+            "l": "x",
+            "m": "sad",
+            "f": "ok",
+            "p": "(,)",
+            "a": "{sad,NULL}",
+            "b": "x  ",
+        },
         dict.fromkeys("iclmfpab"),
-    ]  # fmt: skip
+    ]
 
 
 def test_what_a_domain_stands_on_decides_how_it_comes(scene: Scene) -> None:
@@ -122,9 +130,9 @@ def test_what_does_not_fit_is_told_beside_rows_that_are_the_same_either_way(scen
     scene.run("insert into t (id) values (2)")
     whole = scene.rows("t")
     scene.run("insert into t (id, n, day) values (3, 'NaN', '2001-01-01'), (4, 4, null)")
-    found = list(copy_marked(
-        scene.session, scene.describe("t"), sql.SQL("from public.t"), deadline=time.monotonic() + 60
-    ))  # fmt: skip
+    found = list(
+        copy_marked(scene.session, scene.describe("t"), sql.SQL("from public.t"), deadline=time.monotonic() + 60)
+    )
     rows = [row for batch, _ in found for row in batch.to_pylist()]
     unfit = [cells for _, column in found for cells in column.to_pylist()]
     assert rows[:2] == whole

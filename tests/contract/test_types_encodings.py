@@ -55,9 +55,9 @@ def latin(server: EmbeddedPostgres) -> Iterator[Latin]:
     name = f"latin_{uuid.uuid4().hex[:12]}"
     with database(server, name, "encoding 'LATIN1' template template0 locale 'C'"), server.connect(name) as connection:
         connection.execute(SETUP)
-        source = PostgresCapture(PostgresSettings(
-            url=server.url(name), wanted=lambda table: True, slot=name, publication=name,
-        ))  # fmt: skip
+        source = PostgresCapture(
+            PostgresSettings(url=server.url(name), wanted=lambda table: True, slot=name, publication=name)
+        )
         begin = source.prepare(None)
         assert begin is not None
         connection.execute(INSERT.encode("latin1"))

@@ -176,9 +176,7 @@ def world(server: EmbeddedPostgres) -> Iterator[World]:
 def fill(server: EmbeddedPostgres, connection: psycopg.Connection, name: str) -> World:
     connection.execute(typecases.SETUP)
     types = cases(connection, server.version)
-    made = World(
-        name, spread("t", types, COLUMNS_PER_TABLE), spread("k", keyable(connection, types), KEYS_PER_TABLE)
-    )
+    made = World(name, spread("t", types, COLUMNS_PER_TABLE), spread("k", keyable(connection, types), KEYS_PER_TABLE))
     for table in made.tables:
         connection.execute(table.create("id"))
         connection.execute(f"alter table {table.name} replica identity full")
@@ -206,9 +204,11 @@ def fill(server: EmbeddedPostgres, connection: psycopg.Connection, name: str) ->
 
 def capture(server: EmbeddedPostgres, name: str, look: str) -> PostgresCapture:
     user, slot = name if look == "role" else "postgres", f"{name}_{look}"
-    return PostgresCapture(PostgresSettings(
-        url=server.url(name, user), wanted=lambda table: table.schema == "public", slot=slot, publication=slot,
-    ))  # fmt: skip
+    return PostgresCapture(
+        PostgresSettings(
+            url=server.url(name, user), wanted=lambda table: table.schema == "public", slot=slot, publication=slot
+        )
+    )
 
 
 @contextmanager
@@ -231,9 +231,7 @@ def write(connection: psycopg.Connection, made: World) -> None:
                 connection.execute(statement.encode())
             connection.execute(f"insert into {table.name} (id, mark) select id + {COPIES}, 0 from {table.name}")
             values = ", ".join(f"{column} = s.{column}" for column in table.columns)
-            connection.execute(
-                f"update {table.name} t set {values} from {table.name} s where t.id = s.id + {COPIES}"
-            )
+            connection.execute(f"update {table.name} t set {values} from {table.name} s where t.id = s.id + {COPIES}")
         for table in made.keyed:
             for statement in table.inserts(cycle=True):
                 connection.execute(statement.encode())
@@ -357,16 +355,13 @@ def _wanted(table: Table, made: World, kinds: list[pa.DataType]) -> dict[str, li
     """By column, with its type: what the server's texts mean."""
     return {
         f"{column} {source}": [None if text is None else meaning(kind, text) for text in texts]
-        for column, source, kind, texts in zip(
-            table.columns, table.types, kinds, made.printed[table.name], strict=True
-        )
+        for column, source, kind, texts in zip(table.columns, table.types, kinds, made.printed[table.name], strict=True)
     }
 
 
 def _plain(table: Table, columns: list[pa.Array]) -> dict[str, list[Any]]:
     return {
-        f"{name} {kind}": plain(column)
-        for name, kind, column in zip(table.columns, table.types, columns, strict=True)
+        f"{name} {kind}": plain(column) for name, kind, column in zip(table.columns, table.types, columns, strict=True)
     }
 
 
@@ -383,9 +378,7 @@ def test_a_value_is_what_the_server_prints_by_every_way(world: World, way: str) 
 
 def test_a_row_that_was_updated_loads_like_one_that_was_inserted(world: World) -> None:
     for table in world.tables:
-        inserted, updated = (
-            world.found["plain", way, table.name] for way in ("snapshot", "snapshot of the copies")
-        )
+        inserted, updated = (world.found["plain", way, table.name] for way in ("snapshot", "snapshot of the copies"))
         assert _plain(table, inserted) == _plain(table, updated)
 
 
@@ -456,8 +449,9 @@ def test_a_value_that_does_not_fit_stands_beside_the_row_as_its_text(world: Worl
     assert updated["v"] is None
     assert updated[change.BEFORE]["v"] is None
     assert sorted(updated[change.UNFIT], key=str) == [
-        {"column": "_before.v", "text": text}, {"column": "v", "text": text},
-    ]  # fmt: skip
+        {"column": "_before.v", "text": text},
+        {"column": "v", "text": text},
+    ]
 
 
 @pytest.mark.parametrize("n", range(len(typecases.TOO_MUCH)), ids=lambda n: " ".join(typecases.TOO_MUCH[n]))
@@ -469,8 +463,9 @@ def test_a_key_that_does_not_fit_stands_beside_the_row_as_its_text(world: World,
         assert row[change.UNFIT] == [{"column": "v", "text": text}]
     assert came[change.MOVED_FROM] == {"id": 1, "v": None}
     assert sorted(came[change.UNFIT], key=str) == [
-        {"column": "_moved_from.v", "text": text}, {"column": "v", "text": text},
-    ]  # fmt: skip
+        {"column": "_moved_from.v", "text": text},
+        {"column": "v", "text": text},
+    ]
 
 
 @pytest.mark.parametrize("n", range(len(typecases.TOO_MUCH)), ids=lambda n: " ".join(typecases.TOO_MUCH[n]))

@@ -14,13 +14,7 @@ import pytest
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
-from tests.support.pipelines import (
-    Pipeline,
-    assert_log_is_whole,
-    descendants,
-    eventually,
-    group_members,
-)
+from tests.support.pipelines import Pipeline, assert_log_is_whole, descendants, eventually, group_members
 
 NAMES = [table for _, table in TABLES]
 KILL_SECONDS_MAX = 400.0

@@ -44,9 +44,10 @@ def pipeline(tmp_path: Path) -> Iterator[Pipeline]:
         for name in NAMES:
             key = "" if name == "k" else "PRIMARY KEY"
             execute(
-                server.url(), f"CREATE TABLE {name} (id int {key}, x int, t text)",
+                server.url(),
+                f"CREATE TABLE {name} (id int {key}, x int, t text)",
                 f"INSERT INTO {name} SELECT g, 0, md5(g::text) FROM generate_series(1, {ROWS}) g",
-            )  # fmt: skip
+            )
         execute(server.url(), "ALTER TABLE k REPLICA IDENTITY FULL", "CREATE TABLE large (id int PRIMARY KEY, t text)")
         made = Pipeline(tmp_path / "one", server.url())
         made.file.write_text(made.file.read_text().replace("  format: delta\n", engine_lines()) + RULES)

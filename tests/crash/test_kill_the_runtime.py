@@ -68,8 +68,12 @@ class Worker:
         folder.mkdir(exist_ok=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.runtime_worker", url, str(folder), how, str(rows), *more],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, **environment},
-        )  # fmt: skip
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
         self.said: list[dict[str, Any]] = []
 
     def until(self, what: str) -> dict[str, Any]:

@@ -131,9 +131,7 @@ def test_killed_at_every_place_the_log_is_whole_and_the_next_one_finishes_the_wo
     assert set(counted) == set(PLACES), counted
 
 
-def test_killed_again_and_again_while_others_finish_its_work_nothing_is_lost(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_killed_again_and_again_while_others_finish_its_work_nothing_is_lost(folder: Path, tmp_path: Path) -> None:
     """Each one who is killed finds what the one before left."""
     diary = write(folder / "log")
     with Killed(tmp_path / "hits") as killed:

@@ -24,8 +24,10 @@ from tests.support.logs import quick_folder
 
 ROOT = Path(__file__).parents[2]
 PLACES = [name for name in failpoints.NAMES if name.startswith("state.")]
-PASSED = {"save": {"state.written", "state.replaced", "state.saved", "state.removed"},
-          "record": {"state.written", "state.created", "state.removed"}}  # fmt: skip
+PASSED = {
+    "save": {"state.written", "state.replaced", "state.saved", "state.removed"},
+    "record": {"state.written", "state.created", "state.removed"},
+}
 LEFT = {".owner.json", ".owner.lock"}
 
 
@@ -228,9 +230,14 @@ def test_after_a_power_cut_the_checkpoint_is_the_one_before_or_the_new_one(
 def told(library: Path, code: str, *arguments: str) -> int:
     """What a process says whose calls to the disk can be made to fail."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=600, cwd=ROOT,
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=ROOT,
         env={**os.environ, "LD_PRELOAD": str(library), "PYTHONWARNINGS": "error"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return int(done.stdout)
 

@@ -49,10 +49,15 @@ def main(target: str, folder: str, seconds: str) -> None:
             assert found == judged, (found, judged)
 
         options = [
-            f"-max_total_time={seconds}", f"-max_len={INPUT_BYTES_MAX}", f"-timeout={SECONDS_MAX}",
-            f"-rss_limit_mb={MEMORY_MB_MAX}", f"-artifact_prefix={folder}/../{target}-found-", "-print_final_stats=1",
-            "-len_control=0", folder,
-        ]  # fmt: skip
+            f"-max_total_time={seconds}",
+            f"-max_len={INPUT_BYTES_MAX}",
+            f"-timeout={SECONDS_MAX}",
+            f"-rss_limit_mb={MEMORY_MB_MAX}",
+            f"-artifact_prefix={folder}/../{target}-found-",
+            "-print_final_stats=1",
+            "-len_control=0",
+            folder,
+        ]
         atheris.Setup([sys.argv[0], *options], one, custom_mutator=mutator)
         atheris.Fuzz()
 

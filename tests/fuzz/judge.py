@@ -110,9 +110,13 @@ class Judge:
         self._said.seek(0)
         self._said.truncate()
         process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.judge", self._targets], cwd=ROOT,
-            env=self._engine.environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said,
-        )  # fmt: skip
+            [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.judge", self._targets],
+            cwd=ROOT,
+            env=self._engine.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+        )
         self._process = process
         try:
             self._answer(process, START_SECONDS_MAX)

@@ -264,9 +264,7 @@ def value(data: bytes, place: Place) -> bytes:
     return outcome(lambda: _column(number, modifier, cells, data, place))
 
 
-def _column(
-    number: int, modifier: int, cells: list[tuple[int, bytes]], data: bytes, place: Place
-) -> Iterator[bytes]:
+def _column(number: int, modifier: int, cells: list[tuple[int, bytes]], data: bytes, place: Place) -> Iterator[bytes]:
     kind = arrow_type(number, modifier)
     found = _typed(kind, cells, place)
     check_whole(found.column, data, Text.SOUND)
@@ -469,9 +467,10 @@ class Server:
         """How far the last reader came."""
         word = ctypes.c_int64
         self._keep = (
-            ctypes.CFUNCTYPE(word, word, word, word)(self._get), ctypes.CFUNCTYPE(word, word, word, word)(self._read),
+            ctypes.CFUNCTYPE(word, word, word, word)(self._get),
+            ctypes.CFUNCTYPE(word, word, word, word)(self._read),
             ctypes.CFUNCTYPE(word, word, word, word)(self._free),
-        )  # fmt: skip
+        )
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self._keep]
         memcpy = ctypes.cast(ctypes.CDLL(None).memcpy, ctypes.c_void_p).value
         self.functions = np.array([*addresses, memcpy], np.int64)

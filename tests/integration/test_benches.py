@@ -48,9 +48,12 @@ def test_a_cell_without_a_limit_is_told_and_misses_nothing() -> None:
     held = Cell(name="p99", unit="s", must_reach=1.0, pairs=(Pair(ours=10.0, peer=15.0),))
     about = {"cpu": "", "cores": 2, "memory_gib": 1, "kernel": "", "log_filesystem": "", "load_1min_at_start": 0}
     result = CellsResult(
-        name="end-to-end-large", peer_name="limit", cells=(free, held), machine={**about, "versions": {}},
+        name="end-to-end-large",
+        peer_name="limit",
+        cells=(free, held),
+        machine={**about, "versions": {}},
         setup={"ours": "this"},
-    )  # fmt: skip
+    )
     assert result.reached
     assert result.tightest is held
     assert "p50: 0.100 × limit (rounds 0.100–0.100), held to nothing; ours 60" in report.summary(result)

@@ -98,9 +98,7 @@ def test_changes_are_streamed_and_a_table_is_read_by_executors(
 
 
 @thorough
-def test_executors_are_told_by_options_where_the_store_of_a_log_is(
-    spark: SparkSession, s3: S3, tmp_path: Path
-) -> None:
+def test_executors_are_told_by_options_where_the_store_of_a_log_is(spark: SparkSession, s3: S3, tmp_path: Path) -> None:
     diary = Diary(s3.place())
     diary.commit(inserts(*range(1, 7)))
     seal(diary.path)
@@ -184,9 +182,13 @@ def test_the_commands_of_the_guide_run_with_spark_submit(cluster: Cluster, datab
 
 def submit(cluster: Cluster, *arguments: str | Path) -> None:
     done = subprocess.run(
-        [spark_program("spark-submit"), "--master", cluster.master, *arguments], capture_output=True, text=True,
-        env={**cluster_environment(), "PYSPARK_PYTHON": sys.executable}, timeout=SUBMIT_SECONDS_MAX, check=False,
-    )  # fmt: skip
+        [spark_program("spark-submit"), "--master", cluster.master, *arguments],
+        capture_output=True,
+        text=True,
+        env={**cluster_environment(), "PYSPARK_PYTHON": sys.executable},
+        timeout=SUBMIT_SECONDS_MAX,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 

@@ -67,9 +67,7 @@ def make_pairs(source: Connection, *rows: tuple[int, str | None], key: str = "PR
 def test_a_true_copy_is_equal_whatever_the_order_of_its_rows(source: Connection, tmp_path: Path) -> None:
     make_pairs(source, (1, "a"), (2, None), (3, ""))
     write(tmp_path, "t", pairs((3, ""), (1, "a"), (2, None)))
-    assert judge(source, tmp_path, "t") == TableVerdict(
-        schema="public", table="t", source_rows=3, lake_rows=3
-    )
+    assert judge(source, tmp_path, "t") == TableVerdict(schema="public", table="t", source_rows=3, lake_rows=3)
     assert judge(source, tmp_path, "t").equal
 
 
@@ -149,9 +147,7 @@ def test_a_table_the_source_lacks_is_not_equal(source: Connection, tmp_path: Pat
     assert judge(source, tmp_path, "nowhere").columns == ("the source has no such table",)
 
 
-def test_columns_that_differ_are_named_and_the_rest_is_still_compared(
-    source: Connection, tmp_path: Path
-) -> None:
+def test_columns_that_differ_are_named_and_the_rest_is_still_compared(source: Connection, tmp_path: Path) -> None:
     source.execute("CREATE TABLE t (id int PRIMARY KEY, price numeric(8, 2), gone text, same text)")
     source.execute("INSERT INTO t VALUES (1, 1.50, 'x', 'a'), (2, 2, 'y', 'b')")
     columns = {"id": pa.array([1, 2], pa.int32()), "price": [1.5, 2.0], "same": ["a", "c"], "_op": ["i", "i"]}
@@ -197,9 +193,7 @@ def test_rows_of_a_child_table_are_not_the_parents(source: Connection, tmp_path:
         ("ünï=x", "it's\\so?#", "ünï=x/it's\\so?#"),
     ],
 )
-def test_names_are_taken_verbatim(
-    source: Connection, tmp_path: Path, schema: str, table: str, folder: str
-) -> None:
+def test_names_are_taken_verbatim(source: Connection, tmp_path: Path, schema: str, table: str, folder: str) -> None:
     name = sql.Identifier(schema, table)
     source.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
     source.execute(sql.SQL('CREATE TABLE {} ("The %s {{Key}}" int PRIMARY KEY, "a ""b""" text)').format(name))
@@ -379,9 +373,7 @@ def test_a_broken_delta_log_is_a_clear_error(source: Connection, tmp_path: Path)
         judge(source, tmp_path, "t")
 
 
-def test_a_data_file_that_is_gone_is_an_error_and_not_missing_rows(
-    source: Connection, tmp_path: Path
-) -> None:
+def test_a_data_file_that_is_gone_is_an_error_and_not_missing_rows(source: Connection, tmp_path: Path) -> None:
     make_pairs(source, (1, "a"))
     write(tmp_path, "t", pairs((1, "a")))
     (file,) = table_folder(tmp_path, "public", "t").glob("*.parquet")

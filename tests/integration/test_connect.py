@@ -52,13 +52,25 @@ def test_a_client_reads_a_table_a_range_and_a_stream(database: str, tmp_path: Pa
     diary.commit(inserts(7, 8))
     diary.close()
     environment = {
-        **os.environ, "JAVA_HOME": str(find_java()), "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1",
-    }  # fmt: skip
+        **os.environ,
+        "JAVA_HOME": str(find_java()),
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
     done = subprocess.run(
-        [sys.executable, "-c", CLIENT, database, diary.path, tmp_path], capture_output=True, text=True, cwd=tmp_path,
-        env=environment, timeout=RUN_SECONDS_MAX, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", CLIENT, database, diary.path, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=RUN_SECONDS_MAX,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.splitlines() == [
-        "pyspark.sql.connect.session", "table [1, 2]", "range [7, 8]", "stream [7, 8]", "registered 2",
-    ]  # fmt: skip
+        "pyspark.sql.connect.session",
+        "table [1, 2]",
+        "range [7, 8]",
+        "stream [7, 8]",
+        "registered 2",
+    ]

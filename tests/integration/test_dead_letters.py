@@ -70,8 +70,12 @@ def replay(scene: Scene) -> None:
 def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scene) -> None:
     with scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
-        execute(scene.pipeline.url, BAD.format(3), "UPDATE things SET amount = 50 WHERE id = 4",
-                "INSERT INTO things VALUES (30, 'NaN', 'fresh')")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            BAD.format(3),
+            "UPDATE things SET amount = 50 WHERE id = 4",
+            "INSERT INTO things VALUES (30, 'NaN', 'fresh')",
+        )
         assert scene.settled(applying)
         found = rows(applying)
         assert (found[3]["amount"], found[4]["amount"], 30 in found) == (3, 50, False)
@@ -80,8 +84,10 @@ def test_the_table_goes_on_without_the_row_and_a_replay_brings_it_in(scene: Scen
         assert (second["operation"], "payload" in second) == ("insert", False)
         payload = letters(scene, "--payload")[1]["payload"]
         assert (payload["values"]["amount"], payload["values"]["large"], payload["unfit"]) == (
-            "NaN", "fresh", ["amount"]
-        )  # fmt: skip
+            "NaN",
+            "fresh",
+            ["amount"],
+        )
         status = scene.pipeline.table_status("things")
         assert (status["state"], status["dead_letters"]) == ("live", 2)
         assert "tailrace dead-letters FILE list" in status["note"]
@@ -109,9 +115,13 @@ def test_a_partial_change_of_a_row_that_the_table_lacks_is_read_again_at_a_repla
         publication = applying._source.settings.publication
         # A row that nobody was told of, and then a change that leaves its large value out.
         with_it_unseen = f"ALTER PUBLICATION {publication} DROP TABLE things"
-        execute(scene.pipeline.url, with_it_unseen, "INSERT INTO things VALUES (40, 1, repeat('z', 4000))",
-                f"ALTER PUBLICATION {publication} ADD TABLE things",
-                "UPDATE things SET amount = 2 WHERE id = 40")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            with_it_unseen,
+            "INSERT INTO things VALUES (40, 1, repeat('z', 4000))",
+            f"ALTER PUBLICATION {publication} ADD TABLE things",
+            "UPDATE things SET amount = 2 WHERE id = 40",
+        )
         assert scene.settled(applying)
         (letter,) = letters(scene)
         assert (letter["code"], 40 in rows(applying)) == ("base-row-missing", False)
@@ -144,9 +154,11 @@ def test_killed_between_the_commit_and_the_letters_it_is_done_again_and_changes_
     (tmp_path / "work").write_bytes(pickle.dumps(work))
     armed = {"TAILRACE_FAILPOINT": "letters.delivered", "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
     died = subprocess.run(
-        [sys.executable, "-c", DELIVER, str(tmp_path / "work")], check=False, start_new_session=True,
+        [sys.executable, "-c", DELIVER, str(tmp_path / "work")],
+        check=False,
+        start_new_session=True,
         env={**os.environ, **armed},
-    )  # fmt: skip
+    )
     assert (died.returncode, len(letters(scene))) == (-9, 2)
     again = deliver_letters(work)
     assert (again.error, again.letters, again.again, letters(scene)) == (None, 0, False, [])
@@ -188,7 +200,7 @@ def story(chance: random.Random) -> str:
             "TRUNCATE things",
         ],
         weights=[40, 10, 15, 15, 10, 1],
-    )[0]  # fmt: skip
+    )[0]
 
 
 def test_any_story_ends_as_the_source_once_its_rows_are_mended_and_replayed(scene: Scene) -> None:
@@ -259,11 +271,15 @@ def test_without_letters_a_row_that_the_table_lacks_is_read_again_by_itself(scen
     with scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
         publication = applying._source.settings.publication
-        execute(scene.pipeline.url, f"ALTER PUBLICATION {publication} DROP TABLE things",
-                "INSERT INTO things VALUES (40, 1, repeat('z', 4000)), (41, 1, repeat('y', 4000))",
-                f"ALTER PUBLICATION {publication} ADD TABLE things",
-                "UPDATE things SET amount = 2 WHERE id = 40; DELETE FROM things WHERE id = 41",
-                "UPDATE things SET id = 42 WHERE id = 40", "UPDATE things SET amount = 3 WHERE id = 42")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            f"ALTER PUBLICATION {publication} DROP TABLE things",
+            "INSERT INTO things VALUES (40, 1, repeat('z', 4000)), (41, 1, repeat('y', 4000))",
+            f"ALTER PUBLICATION {publication} ADD TABLE things",
+            "UPDATE things SET amount = 2 WHERE id = 40; DELETE FROM things WHERE id = 41",
+            "UPDATE things SET id = 42 WHERE id = 40",
+            "UPDATE things SET amount = 3 WHERE id = 42",
+        )
         scene.assert_equal(applying, "things")
         assert (rows(applying)[42]["large"], 40 in rows(applying)) == ("z" * 4000, False)
         wait_for_state(applying, "things", TableState.LIVE)
@@ -287,8 +303,12 @@ def test_a_table_that_holds_rows_which_do_not_fit_is_loaded_without_them(scene: 
         assert "column=amount" in first["cause"]
 
         # What builds on a row that is not there is set aside too; what brings all of it, or takes it away, clears it.
-        execute(scene.pipeline.url, "UPDATE things SET amount = 3 WHERE id = 3", "DELETE FROM things WHERE id = 4",
-                "UPDATE things SET amount = 5, large = 'all' WHERE id = 5")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            "UPDATE things SET amount = 3 WHERE id = 3",
+            "DELETE FROM things WHERE id = 4",
+            "UPDATE things SET amount = 5, large = 'all' WHERE id = 5",
+        )
         assert scene.settled(applying)
         assert [letter["operation"] for letter in letters(scene)] == ["read", "read", "update"]
         assert sorted(rows(applying)) == [1, 2, 5, *range(7, 21)]
@@ -338,13 +358,19 @@ def test_a_history_goes_on_without_versions_that_do_not_fit_and_keeps_their_lett
     with scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
         assert versions(applying, 3) == [], "a row that a load could not bring"
-        execute(scene.pipeline.url, BAD.format(4), "UPDATE things SET amount = 40 WHERE id = 4",
-                "UPDATE things SET amount = 30, large = 'all' WHERE id = 3")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            BAD.format(4),
+            "UPDATE things SET amount = 40 WHERE id = 4",
+            "UPDATE things SET amount = 30, large = 'all' WHERE id = 3",
+        )
         assert scene.settled(applying)
         assert (versions(applying, 3), versions(applying, 4)) == ([(30, True)], [(4, True)])
         assert [(one["operation"], one["passed"]) for one in letters(scene)] == [
-            ("read", True), ("update", False), ("update", False)
-        ]  # fmt: skip
+            ("read", True),
+            ("update", False),
+            ("update", False),
+        ]
         merged = len(applying._pace._merges)
         replay(scene)
         assert versions(applying, 4) == [(4, False), (40, True)]

@@ -42,9 +42,12 @@ def test_a_flow_takes_in_what_came_since_the_run_before(tmp_path: Path) -> None:
     first, second = (rows(part) for part in said.partition("After the second:")[::2])
     assert [row[-2:] for row in first if len(row) == 3] == [("new", f"{i}0.00") for i in (1, 2, 3)]
     assert [(row[1], row[3], row[4]) for row in second if len(row) == 6] == [
-        ("insert", "1", "new"), ("insert", "2", "new"), ("insert", "3", "new"), ("update", "1", "paid"),
+        ("insert", "1", "new"),
+        ("insert", "2", "new"),
+        ("insert", "3", "new"),
+        ("update", "1", "paid"),
         ("delete", "3", "NULL"),
-    ]  # fmt: skip
+    ]
     assert [row for row in second if len(row) == 3] == [("1", "paid", "10.00"), ("2", "new", "20.00")]
 
 
@@ -76,9 +79,12 @@ def test_what_was_not_run_says_so_where_it_stands_and_is_not_part_of_the_pipelin
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> str:
     """What a program prints that must succeed."""
     environment = {
-        **os.environ, "JAVA_HOME": str(find_java()), "PYTHONPATH": f"{ROOT / 'src'}", "SPARK_LOCAL_IP": "127.0.0.1",
+        **os.environ,
+        "JAVA_HOME": str(find_java()),
+        "PYTHONPATH": f"{ROOT / 'src'}",
+        "SPARK_LOCAL_IP": "127.0.0.1",
         **more,
-    }  # fmt: skip
+    }
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=RUN_SECONDS_MAX, check=False, env=environment, cwd=folder
     )

@@ -28,15 +28,7 @@ from tailrace.spark.tasks import ApplyWork, Outcome, advance_table
 from tailrace.tables.base import Cursor
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
 from tests.support.changes import COMPOSITE, KEYLESS, KeylessModel, record_batches
-from tests.support.engines import (
-    IS_ICEBERG,
-    IS_SPARK,
-    commits_of,
-    open_table,
-    place_of,
-    rows_of,
-    spark_engine,
-)
+from tests.support.engines import IS_ICEBERG, IS_SPARK, commits_of, open_table, place_of, rows_of, spark_engine
 from tests.support.forms import READ_AT, Account, Tx, ordered, steps_with, story
 from tests.support.logs import Diary, quick_folder
 
@@ -113,10 +105,14 @@ class Delivery:
     def _do(self, first: int, last: int) -> Outcome:
         begin, end = self._cursors[first], self._cursors[last]
         work = ApplyWork(
-            table=self._schema.table, log=self._path, shape=self._schema, expected=begin, cursor=end,
+            table=self._schema.table,
+            log=self._path,
+            shape=self._schema,
+            expected=begin,
+            cursor=end,
             slices=tuple(self._index.pending(1, begin.seq, end.commit)),
             place=place_of(self._folder, self._log_id, self._form),
-        )  # fmt: skip
+        )
         (done,) = spark_engine().run(advance_table, [work]) if IS_SPARK else [advance_table(work)]
         return done
 
@@ -155,8 +151,16 @@ def held(account: Account | Copies, form: Form) -> list[Row]:
 
 def said(schema: TableSchema) -> tuple[str, ...]:
     """The columns of a table of changes."""
-    return (*schema.names, change.OP, change.SEQ, change.TX, change.TX_INDEX, change.POSITION, change.COMMITTED_AT,
-            change.UNCHANGED)  # fmt: skip
+    return (
+        *schema.names,
+        change.OP,
+        change.SEQ,
+        change.TX,
+        change.TX_INDEX,
+        change.POSITION,
+        change.COMMITTED_AT,
+        change.UNCHANGED,
+    )
 
 
 class Copies:
@@ -185,12 +189,14 @@ STEPS = steps_with(st.sampled_from([None, "", "x", "y"]), least=8, most=20)
 IMAGE = st.tuples(st.sampled_from([None, 0]), st.sampled_from([None, "x"]))
 COPIES = st.lists(
     st.tuples(st.sampled_from(["insert"] * 4 + ["update", "delete", "delete", "truncate"]), IMAGE, IMAGE),
-    min_size=8, max_size=20,
-)  # fmt: skip
+    min_size=8,
+    max_size=20,
+)
 DELIVERIES = st.lists(
     st.tuples(st.sampled_from([0, 0, 0, -2, -1, 1]), st.integers(1, 2), st.sampled_from([None, *PLACES])),
-    min_size=3, max_size=BATCHES_MAX + 3,
-)  # fmt: skip
+    min_size=3,
+    max_size=BATCHES_MAX + 3,
+)
 """How far ahead of the table work begins, how long it is, and where whoever does it dies."""
 
 
@@ -221,9 +227,10 @@ def test_whatever_the_delivery_the_table_is_what_the_source_was(
     begun, transactions = story(keyed) if TABLES[table][0].key else keyless_story(keyless)
     assume(transactions)
     with (
-        tempfile.TemporaryDirectory() as other, quick_folder(Path(other)) as folder,
+        tempfile.TemporaryDirectory() as other,
+        quick_folder(Path(other)) as folder,
         pytest.MonkeyPatch.context() as patch,
-    ):  # fmt: skip
+    ):
         delivery = Delivery(folder, table, begun, transactions)
         for ahead, length, dies in deliveries:
             first = min(max(delivery.here + ahead, 0), delivery.last - 1)

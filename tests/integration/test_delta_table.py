@@ -330,9 +330,7 @@ def test_two_first_loads_one_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loaded_before", [False, True])
-def test_an_error_of_the_source_is_raised_as_it_is_and_commits_nothing(
-    tmp_path: Path, loaded_before: bool
-) -> None:
+def test_an_error_of_the_source_is_raised_as_it_is_and_commits_nothing(tmp_path: Path, loaded_before: bool) -> None:
     table = open_table(tmp_path / "t", LOG)
     if loaded_before:
         table.load(SHOP, record_batches(SHOP, ROWS), at(0))
@@ -411,9 +409,7 @@ def test_rows_that_are_put_in_replace_those_of_their_keys_and_the_position_stays
     for _ in range(2):  # a second time it changes nothing
         put = mended(shop).put(SHOP, rows_at(1, 9, big="put"), at(0))
         assert (put.committed, put.cursor, shop.table.cursor()) == (True, at(0), at(0))
-        assert by_id(shop.content()) == {
-            1: "put", 2: "large 2", 3: "large 3", 4: "large 4", 5: "large 5", 9: "put"
-        }  # fmt: skip
+        assert by_id(shop.content()) == {1: "put", 2: "large 2", 3: "large 3", 4: "large 4", 5: "large 5", 9: "put"}
     assert shop.apply(update(9, unchanged=BIG, n=1)).committed, "it goes on from there"
 
 
@@ -435,8 +431,9 @@ def test_upserts_and_deletes_are_merged(shop: Mirror) -> None:
 
 
 def test_an_unchanged_large_value_never_overwrites_what_is_stored(shop: Mirror) -> None:
-    shop.apply(update(1, n=9, unchanged=BIG), update(2, big=None), insert(9, big="in the batch"),
-               update(9, n=1, unchanged=BIG))  # fmt: skip
+    shop.apply(
+        update(1, n=9, unchanged=BIG), update(2, big=None), insert(9, big="in the batch"), update(9, n=1, unchanged=BIG)
+    )
     rows = {row["id"]: (row["big"], row["n"], row["name"]) for row in shop.content()}
     assert rows[1] == ("large 1", 9, None)
     assert rows[2] == (None, None, None)
@@ -450,9 +447,14 @@ def test_a_key_update_keeps_the_large_value_also_twice_in_one_batch(shop: Mirror
 
 
 def test_rows_swap_their_keys_and_keep_their_values(shop: Mirror) -> None:
-    shop.apply(*move(1, 9, unchanged=BIG), *move(2, 1, unchanged=BIG), *move(9, 2, unchanged=BIG),
-               update(3, unchanged=BIG), *move(4, 8, unchanged=("big", "name")),
-               *move(8, 4, unchanged=BIG))  # fmt: skip
+    shop.apply(
+        *move(1, 9, unchanged=BIG),
+        *move(2, 1, unchanged=BIG),
+        *move(9, 2, unchanged=BIG),
+        update(3, unchanged=BIG),
+        *move(4, 8, unchanged=("big", "name")),
+        *move(8, 4, unchanged=BIG),
+    )
     assert by_id(shop.content()) == {1: "large 2", 2: "large 1", 3: "large 3", 4: "large 4", 5: "large 5"}
 
 
@@ -494,15 +496,18 @@ def test_rows_that_moved_are_read_again_by_their_last_key(shop: Mirror) -> None:
 
     def reread(keys: pa.Table) -> pa.Table:
         asked.append(sorted(row["id"] for row in keys.to_pylist()))
-        return shop_rows(
-            {"id": 12, "big": "twelve"}, {"id": 2, "big": "two"}, {"id": 79, "big": "seventy-nine"}
-        )
+        return shop_rows({"id": 12, "big": "twelve"}, {"id": 2, "big": "two"}, {"id": 79, "big": "seventy-nine"})
 
     shop.apply(
-        *move(1, 11, unchanged=BIG), *move(11, 12, unchanged=BIG), *move(2, 22, unchanged=BIG),
-        *move(22, 2, unchanged=BIG), *move(78, 79, unchanged=BIG), *move(3, 33, unchanged=BIG),
-        *move(4, 44, big="whole"), reread=reread,
-    )  # fmt: skip
+        *move(1, 11, unchanged=BIG),
+        *move(11, 12, unchanged=BIG),
+        *move(2, 22, unchanged=BIG),
+        *move(22, 2, unchanged=BIG),
+        *move(78, 79, unchanged=BIG),
+        *move(3, 33, unchanged=BIG),
+        *move(4, 44, big="whole"),
+        reread=reread,
+    )
     assert asked == [[2, 12, 33, 79]]
     expected = {2: "two", 5: "large 5", 12: "twelve", 44: "whole", 79: "seventy-nine"}
     assert by_id(shop.content()) == expected
@@ -559,9 +564,7 @@ def test_every_type_and_name_survives_load_merge_and_absence(tmp_path: Path) -> 
     mirror = Mirror(tmp_path / "t", EVERY, [FULL, {'I"d x': 2}])
     others = tuple(name for name in TYPES if name != 'I"d x')
     key, other = {'I"d x': 1}, {'I"d x': 2}
-    mirror.apply(
-        update(key, unchanged=others), update(other, **{k: v for k, v in FULL.items() if k in others})
-    )
+    mirror.apply(update(key, unchanged=others), update(other, **{k: v for k, v in FULL.items() if k in others}))
     assert {row['I"d x']: row for row in mirror.content()} == {1: FULL, 2: FULL | other}
     mirror.apply(*move(key, {'I"d x': 3}, unchanged=others), *move(other, key, unchanged=others))
     assert {row['I"d x']: row for row in mirror.content()} == {3: FULL | {'I"d x': 3}, 1: FULL}
@@ -583,15 +586,9 @@ KEYS: list[tuple[pa.DataType, list[Any]]] = [
 
 @pytest.mark.parametrize(("kind", "values"), KEYS, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize("composite", [False, True], ids=["alone", "composite"])
-def test_keys_of_every_type_are_matched(
-    tmp_path: Path, kind: pa.DataType, values: list[Any], composite: bool
-) -> None:
-    schema = table_schema(
-        {"big": pa.string(), "part": pa.int16(), "k": kind}, key=("k", "part")[: 1 + composite]
-    )
-    mirror = Mirror(
-        tmp_path / "t", schema, [{"k": v, "part": 1, "big": str(i)} for i, v in enumerate(values)]
-    )
+def test_keys_of_every_type_are_matched(tmp_path: Path, kind: pa.DataType, values: list[Any], composite: bool) -> None:
+    schema = table_schema({"big": pa.string(), "part": pa.int16(), "k": kind}, key=("k", "part")[: 1 + composite])
+    mirror = Mirror(tmp_path / "t", schema, [{"k": v, "part": 1, "big": str(i)} for i, v in enumerate(values)])
     mirror.apply(*(update({"k": value, "part": 1}, unchanged=BIG) for value in values))
     expected = {str(i): value for i, value in enumerate(values)}
     assert {row["big"]: row["k"] for row in mirror.content()} == expected
@@ -615,10 +612,7 @@ def test_a_zero_key_that_changes_its_sign_stays_one_row(tmp_path: Path) -> None:
     schema = table_schema({"id": pa.float64(), "big": pa.string()})
     mirror = Mirror(tmp_path / "t", schema, [{"id": -0.0, "big": "kept"}, {"id": 1.0}])
     mirror.apply(*move(-0.0, 0.0, unchanged=BIG))
-    assert sorted(str(row) for row in mirror.content()) == [
-        "{'id': 0.0, 'big': 'kept'}",
-        "{'id': 1.0, 'big': None}",
-    ]
+    assert sorted(str(row) for row in mirror.content()) == ["{'id': 0.0, 'big': 'kept'}", "{'id': 1.0, 'big': None}"]
 
 
 # --- tables without a key ----------------------------------------------------------------------------------
@@ -634,17 +628,13 @@ def test_keyless_inserts_are_appended_as_often_as_they_came(tmp_path: Path) -> N
 
 def test_k_deletes_of_one_image_remove_exactly_k_copies(tmp_path: Path) -> None:
     schema = table_schema(
-        {"f": pa.float64(), "l": pa.list_(pa.binary()), "d": pa.decimal128(5, 2)},
-        key=(),
-        identity=Identity.FULL,
+        {"f": pa.float64(), "l": pa.list_(pa.binary()), "d": pa.decimal128(5, 2)}, key=(), identity=Identity.FULL
     )
     nan, null = float("nan"), {"f": None, "l": None, "d": None}
     image = {"f": nan, "l": [b"", None], "d": Decimal("1.50")}
     others = [null, image | {"l": []}, image | {"l": None}, image | {"f": -0.0}, image | {"f": 0.0}]
     mirror = Mirror(tmp_path / "t", schema, [image] * 5 + others)
-    mirror.apply(
-        delete(image), delete(image), delete(image | {"f": -0.0}), delete(null), insert(null | {"f": 2.0})
-    )
+    mirror.apply(delete(image), delete(image), delete(image | {"f": -0.0}), delete(null), insert(null | {"f": 2.0}))
     left = Counter(map(str, mirror.content()))
     kept = [image] * 3 + [others[1], others[2], others[4], null | {"f": 2.0}]
     assert left == Counter(map(str, kept))
@@ -686,13 +676,7 @@ def test_any_name_has_a_folder_that_works(tmp_path: Path, name: str) -> None:
         assert open_table(folder, LOG).cursor() is None
         mirror = Mirror(folder, rows=ROWS)
         mirror.apply(update(1, unchanged=BIG), *move(2, 9, unchanged=BIG))
-        assert by_id(mirror.content()) == {
-            1: "large 1",
-            9: "large 2",
-            3: "large 3",
-            4: "large 4",
-            5: "large 5",
-        }
+        assert by_id(mirror.content()) == {1: "large 1", 9: "large 2", 3: "large 3", 4: "large 4", 5: "large 5"}
         mirror.table.load(SHOP, record_batches(SHOP, ROWS[:1]), at(50))
         assert (mirror.seq, len(mirror.table.files()), (folder / COMMITS_FOLDER).is_dir()) == (50, 1, True)
     assert not set(os.listdir(tmp_path)) - {"lake"}
@@ -871,8 +855,18 @@ def test_rows_read_at_any_time_and_the_changes_since_end_in_the_source_s_rows(
 IMAGE = st.tuples(st.sampled_from([None, 0]), st.sampled_from([None, "x"]))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["insert"] * 4 + ["update", "delete", "delete", "truncate"]), IMAGE, IMAGE,
-                          st.integers(0, 5).map(lambda n: n == 0)), min_size=10, max_size=30))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["insert"] * 4 + ["update", "delete", "delete", "truncate"]),
+            IMAGE,
+            IMAGE,
+            st.integers(0, 5).map(lambda n: n == 0),
+        ),
+        min_size=10,
+        max_size=30,
+    )
+)
 @settings(max_examples=examples(8), deadline=None)
 def test_any_keyless_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

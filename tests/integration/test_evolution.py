@@ -140,16 +140,26 @@ def test_versions_that_nobody_applied_meanwhile_are_gone_through(database: str, 
     with Scene(tmp_path, database) as scene:
         with scene.loader() as applying:
             scene.assert_equal(applying, "t")
-        for number, alter in enumerate((
-            "ALTER TABLE t ADD c int", "ALTER TABLE t ADD d text NOT NULL DEFAULT 'it''s'", "ALTER TABLE t DROP b",
-            "ALTER TABLE t RENAME e TO z", "ALTER TABLE t ALTER n TYPE numeric(14,2)",
-            "ALTER TABLE t ALTER v TYPE varchar(500)", "ALTER TABLE t ALTER v TYPE text",
-        ), 100):  # fmt: skip
+        for number, alter in enumerate(
+            (
+                "ALTER TABLE t ADD c int",
+                "ALTER TABLE t ADD d text NOT NULL DEFAULT 'it''s'",
+                "ALTER TABLE t DROP b",
+                "ALTER TABLE t RENAME e TO z",
+                "ALTER TABLE t ALTER n TYPE numeric(14,2)",
+                "ALTER TABLE t ALTER v TYPE varchar(500)",
+                "ALTER TABLE t ALTER v TYPE text",
+            ),
+            100,
+        ):
             execute(
-                database, alter, f"INSERT INTO t (id, a) VALUES ({number}, 1)",
+                database,
+                alter,
+                f"INSERT INTO t (id, a) VALUES ({number}, 1)",
                 f"UPDATE t SET n = n + 1 WHERE id = {number - 60}",
-                f"UPDATE t SET id = {-number} WHERE id = {number - 80}", f"DELETE FROM t WHERE id = {number - 70}",
-            )  # fmt: skip
+                f"UPDATE t SET id = {-number} WHERE id = {number - 80}",
+                f"DELETE FROM t WHERE id = {number - 70}",
+            )
             horizon, lives = applying._source.horizon(), applying.lives
             assert eventually(lambda: lives.grow() and lives.index.position >= horizon), "captured"  # noqa: B023
         with scene.loader() as applying:
@@ -176,9 +186,16 @@ def test_rows_before_and_after_an_alter(database: str, tmp_path: Path) -> None:
 
 def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_path: Path) -> None:
     names = [
-        "add-constant", "drop", "drop-and-add", "rename", "retype-using", "default", "widen-text", "widen-numeric",
+        "add-constant",
+        "drop",
+        "drop-and-add",
+        "rename",
+        "retype-using",
+        "default",
+        "widen-text",
+        "widen-numeric",
         "recreate",
-    ]  # fmt: skip
+    ]
     tables = {name: table_of(name) for name in names}
     make(database, *tables.values(), "changes", "stuck")
     with Scene(tmp_path, database).tables_are("rules: {public.changes: {mode: append, columns: {c: d}}}") as scene:
@@ -205,8 +222,10 @@ def test_what_would_be_done_is_told_and_nothing_is_touched(database: str, tmp_pa
         kept = "keep b, which the source no longer has"
         assert found["t_drop"]["steps"] == [kept]
         assert found["t_drop_and_add"]["steps"] == [
-            "add b", "fill b with its default in every row", f"{kept}, as b__dropped",
-        ]  # fmt: skip
+            "add b",
+            "fill b with its default in every row",
+            f"{kept}, as b__dropped",
+        ]
         assert found["t_widen_text"]["action"] == "apply"
         assert found["t_widen_text"]["steps"] == ["note the new shape; no row changes"]
         assert (found["t_widen_numeric"]["action"], found["t_widen_numeric"]["steps"]) == ("apply", ["widen n"])
@@ -241,4 +260,4 @@ def test_a_run_until_caught_up_evolves_what_nobody_wrote_to(database: str, tmp_p
     assert point["missing"] == [], "also the one that was loaded anew, with nothing in the log after it"
     assert {table["table"]: table["version"] for table in point["tables"]} == {
         table: lake_version(tmp_path, table) for table in tables.values()
-    }  # fmt: skip
+    }

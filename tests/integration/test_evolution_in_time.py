@@ -131,9 +131,7 @@ def test_a_table_that_gets_an_identity_is_read_again_for_what_was_not_told(datab
         all_equal(scene, applying)
 
 
-def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops(
-    database: str, tmp_path: Path
-) -> None:
+def test_a_table_that_gets_a_key_is_loaded_anew_and_one_that_loses_its_own_stops(database: str, tmp_path: Path) -> None:
     execute(database, "CREATE TABLE t (id int, b text)", "INSERT INTO t VALUES (1, 'x'), (2, 'y')")
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
@@ -193,9 +191,11 @@ def test_an_alter_while_a_load_waits_to_begin(database: str, tmp_path: Path, way
             assert eventually(lambda: life(applying, "t").load is not None)
             time.sleep(0.5)
             execute(
-                database, "ALTER TABLE t ADD c int DEFAULT 7", "INSERT INTO t VALUES (2, 2, 3)",
+                database,
+                "ALTER TABLE t ADD c int DEFAULT 7",
+                "INSERT INTO t VALUES (2, 2, 3)",
                 "UPDATE t SET c = 4 WHERE id = 0",
-            )  # fmt: skip
+            )
             writer.commit()
             all_equal(scene, applying)
 
@@ -342,9 +342,11 @@ def test_a_partition_attached_to_a_table_that_is_written_to_all_the_time(databas
 
 def test_a_type_that_gets_another_name_is_no_reason_to_load_again_and_again(database: str, tmp_path: Path) -> None:
     execute(
-        database, "CREATE TYPE mood AS ENUM ('good', 'bad')", "CREATE TABLE t (id int PRIMARY KEY, m mood)",
+        database,
+        "CREATE TYPE mood AS ENUM ('good', 'bad')",
+        "CREATE TABLE t (id int PRIMARY KEY, m mood)",
         "INSERT INTO t VALUES (0, 'bad')",
-    )  # fmt: skip
+    )
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         all_equal(scene, applying)
         execute(database, "INSERT INTO t VALUES (1, 'good')")

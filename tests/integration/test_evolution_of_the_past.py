@@ -363,9 +363,9 @@ def test_columns_that_come_and_go_with_a_truncate_or_without_a_key_stop_nothing(
             account.put(row, "insert")
             account.changes.append(row | {"_op": "read"})
         assert_told(applying, accounts)
-        assert counted(in_lake(applying, "a_keyless")) == counted([
-            {"x": 1, "y": 2, "_op": "read"}, {"x": 3, "_op": "insert"}
-        ])  # fmt: skip
+        assert counted(in_lake(applying, "a_keyless")) == counted(
+            [{"x": 1, "y": 2, "_op": "read"}, {"x": 3, "_op": "insert"}]
+        )
 
 
 def test_a_load_that_is_owed_is_made_after_a_crash(database: str, tmp_path: Path) -> None:

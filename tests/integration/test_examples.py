@@ -34,13 +34,21 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 def run(*command: str | Path, cwd: Path) -> str:
     """What it printed. Java is found by Spark itself where one is on the path."""
     environment = {
-        **os.environ, "JAVA_HOME": str(find_java()), "PYTHONPATH": f"{ROOT / 'src'}", "SPARK_LOCAL_IP": "127.0.0.1",
-    }  # fmt: skip
+        **os.environ,
+        "JAVA_HOME": str(find_java()),
+        "PYTHONPATH": f"{ROOT / 'src'}",
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
     environment.pop("PYSPARK_PYTHON", None)
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=RUN_SECONDS_MAX, check=False,
-        env=environment, cwd=cwd,
-    )  # fmt: skip
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=RUN_SECONDS_MAX,
+        check=False,
+        env=environment,
+        cwd=cwd,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -57,9 +65,12 @@ def test_the_mirror_loads_and_follows(tmp_path: Path) -> None:
     loaded, followed = said.split("And followed:")
     assert [row for row in rows(loaded) if row[0].isdigit()] == [(str(i), "new", f"{i}0.00") for i in range(1, 6)]
     assert [row for row in rows(followed) if row[0].isdigit()] == [
-        ("1", "paid", "10.00"), ("2", "paid", "20.00"), ("3", "new", "30.00"), ("4", "new", "40.00"),
+        ("1", "paid", "10.00"),
+        ("2", "paid", "20.00"),
+        ("3", "new", "30.00"),
+        ("4", "new", "40.00"),
         ("6", "new", "1.50"),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_history_tells_every_version_and_what_it_was(tmp_path: Path) -> None:
@@ -101,12 +112,16 @@ def test_the_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
     assert [row[:5] for row in found if len(row) == 6 and row[0].isdigit()] == changes
     assert ("4", "new", "40.00") in found
     assert [row[1:5] for row in found if len(row) == 6 and row[0].isdigit()] == [
-        ("update", "1", "paid", "10.00"), ("update", "2", "paid", "20.00"), ("delete", "3", "NULL", "NULL"),
+        ("update", "1", "paid", "10.00"),
+        ("update", "2", "paid", "20.00"),
+        ("delete", "3", "NULL", "NULL"),
         ("insert", "5", "new", "1.50"),
-    ]  # fmt: skip
+    ]
     assert [row for row in found if len(row) == 2 and row[1].isdigit()] == [
-        ("delete", "1"), ("insert", "1"), ("update", "2"),
-    ]  # fmt: skip
+        ("delete", "1"),
+        ("insert", "1"),
+        ("update", "2"),
+    ]
 
 
 def test_every_example_is_named_where_people_look_for_them() -> None:

@@ -39,12 +39,7 @@ def test_a_missing_database_is_told(server: EmbeddedPostgres, tmp_path: Path) ->
 
 def test_globs_that_match_no_table_are_told(database: str, tmp_path: Path) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
-    refused(
-        Pipeline(tmp_path, database, tables='["Public.*"]'),
-        2,
-        "no table at the source matches",
-        "source.tables",
-    )
+    refused(Pipeline(tmp_path, database, tables='["Public.*"]'), 2, "no table at the source matches", "source.tables")
 
 
 def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -54,18 +49,12 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 def test_a_server_without_a_logical_log_is_told_what_to_change(tmp_path: Path) -> None:
     with EmbeddedPostgres(version=server_version(), settings={"wal_level": "replica"}) as server:
-        refused(
-            Pipeline(tmp_path, server.url()), 3, "wal_level=replica", "ALTER SYSTEM SET wal_level = logical"
-        )
+        refused(Pipeline(tmp_path, server.url()), 3, "wal_level=replica", "ALTER SYSTEM SET wal_level = logical")
 
 
-def test_a_role_that_may_not_replicate_is_told_what_to_grant(
-    server: EmbeddedPostgres, tmp_path: Path
-) -> None:
+def test_a_role_that_may_not_replicate_is_told_what_to_grant(server: EmbeddedPostgres, tmp_path: Path) -> None:
     execute(server.url(), "DROP ROLE IF EXISTS weak", "CREATE ROLE weak LOGIN")
-    refused(
-        Pipeline(tmp_path, server.url(user="weak")), 3, "may not replicate", 'ALTER ROLE "weak" REPLICATION'
-    )
+    refused(Pipeline(tmp_path, server.url(user="weak")), 3, "may not replicate", 'ALTER ROLE "weak" REPLICATION')
 
 
 def test_a_log_folder_that_cannot_be_written_is_told(database: str, tmp_path: Path) -> None:
@@ -88,9 +77,7 @@ def test_a_log_folder_without_the_right_to_write_is_told(database: str, tmp_path
     assert "Traceback" not in done.stderr
 
 
-def test_the_log_of_another_source_is_refused(
-    server: EmbeddedPostgres, database: str, tmp_path: Path
-) -> None:
+def test_the_log_of_another_source_is_refused(server: EmbeddedPostgres, database: str, tmp_path: Path) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY)")
     pipeline = Pipeline(tmp_path, database)
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
@@ -123,20 +110,24 @@ def test_what_the_settings_forbid_is_not_created(database: str, tmp_path: Path) 
     refused(pipeline, 3, "publication is not there", 'CREATE PUBLICATION "mine" FOR TABLE "public"."t"')
     execute(database, "CREATE PUBLICATION mine FOR TABLE t")
     refused(pipeline, 3, "slot is not there", "pg_create_logical_replication_slot('mine', 'pgoutput')")
-    execute(
-        database, "SELECT pg_create_logical_replication_slot('mine', 'pgoutput')", "INSERT INTO t VALUES (1)"
-    )
+    execute(database, "SELECT pg_create_logical_replication_slot('mine', 'pgoutput')", "INSERT INTO t VALUES (1)")
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
     assert pipeline.call("drop", "--yes").stdout.strip() == "there was nothing to remove"
 
 
 def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str, tmp_path: Path) -> None:
     execute(
-        database, "CREATE TABLE steady (id int PRIMARY KEY, x int)", "CREATE TABLE altered (id int PRIMARY KEY, x int)",
-        "CREATE TABLE poisoned (id int PRIMARY KEY, n numeric(6, 2))", "CREATE TABLE taken (id int PRIMARY KEY)",
-        "INSERT INTO steady VALUES (1, 1)", "INSERT INTO altered VALUES (1, 1)", "INSERT INTO poisoned VALUES (1, 1)",
-        "CREATE TABLE lettered (id int PRIMARY KEY, n numeric(6, 2))", "INSERT INTO lettered VALUES (1, 1)",
-    )  # fmt: skip
+        database,
+        "CREATE TABLE steady (id int PRIMARY KEY, x int)",
+        "CREATE TABLE altered (id int PRIMARY KEY, x int)",
+        "CREATE TABLE poisoned (id int PRIMARY KEY, n numeric(6, 2))",
+        "CREATE TABLE taken (id int PRIMARY KEY)",
+        "INSERT INTO steady VALUES (1, 1)",
+        "INSERT INTO altered VALUES (1, 1)",
+        "INSERT INTO poisoned VALUES (1, 1)",
+        "CREATE TABLE lettered (id int PRIMARY KEY, n numeric(6, 2))",
+        "INSERT INTO lettered VALUES (1, 1)",
+    )
     pipeline = Pipeline(tmp_path, database)
     pipeline.stops_at("add")
     rule = '  rules: {"public.lettered": {on_bad_row: dead-letter}}\n'
@@ -147,11 +138,16 @@ def test_a_changed_or_poisoned_table_fails_alone_and_loses_nothing(database: str
     assert first.returncode == 5, first.stderr
     assert "public.taken is failed" in first.stderr
     execute(
-        database, "INSERT INTO altered VALUES (2, 2)", "ALTER TABLE altered ADD COLUMN y text",
-        "INSERT INTO altered VALUES (3, 3, 'y')", "INSERT INTO poisoned VALUES (2, 'NaN')",
-        "INSERT INTO steady VALUES (2, 2)", "INSERT INTO lettered VALUES (2, 'NaN')", "UPDATE lettered SET n = 5",
+        database,
+        "INSERT INTO altered VALUES (2, 2)",
+        "ALTER TABLE altered ADD COLUMN y text",
+        "INSERT INTO altered VALUES (3, 3, 'y')",
+        "INSERT INTO poisoned VALUES (2, 'NaN')",
+        "INSERT INTO steady VALUES (2, 2)",
+        "INSERT INTO lettered VALUES (2, 'NaN')",
+        "UPDATE lettered SET n = 5",
         "INSERT INTO lettered VALUES (3, 'NaN')",
-    )  # fmt: skip
+    )
     second = pipeline.call("run", "--until-caught-up")
     assert second.returncode == 5, second.stderr
     pipeline.assert_equal("steady")

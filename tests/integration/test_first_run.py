@@ -92,25 +92,13 @@ CHANGES = [
     "INSERT INTO cleared VALUES (1, 'after')",
     "BEGIN; INSERT INTO pair VALUES (900, 'rolled', 1); ROLLBACK",
 ]
-PUBLIC = [
-    "kinds",
-    "Mixed Case",
-    "keyless",
-    "full_keyless",
-    "full_keyed",
-    "pair",
-    "empty",
-    "parted",
-    "cleared",
-]
+PUBLIC = ["kinds", "Mixed Case", "keyless", "full_keyless", "full_keyed", "pair", "empty", "parted", "cleared"]
 
 
 @pytest.fixture
 def pipeline(database: str, tmp_path: Path) -> Pipeline:
     execute(database, *SCHEMA.split(";\n"), *ROWS)
-    return Pipeline(
-        tmp_path, database, tables='["public.*", "other.*"]', extra='  exclude: ["public.unwanted"]\n'
-    )
+    return Pipeline(tmp_path, database, tables='["public.*", "other.*"]', extra='  exclude: ["public.unwanted"]\n')
 
 
 def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) -> None:
@@ -128,9 +116,7 @@ def test_every_kind_of_table_and_change_arrives_and_is_told(pipeline: Pipeline) 
         assert status["running"]
         assert status["capture_pid"]
         assert status["apply_pid"]
-        groups = {
-            Path(f"/proc/{status[who]}/stat").read_text().split()[4] for who in ("capture_pid", "apply_pid")
-        }
+        groups = {Path(f"/proc/{status[who]}/stat").read_text().split()[4] for who in ("capture_pid", "apply_pid")}
         assert groups == {str(running.process.pid)}
         assert running.terminate() == 0, running.said()
         assert eventually(lambda: not running.alive())
@@ -156,13 +142,27 @@ def _assert_typed(pipeline: Pipeline) -> None:
     types = {field["name"]: field["type"] for field in stored["fields"]}
     lists = {name: kind["elementType"] for name, kind in types.items() if isinstance(kind, dict)}
     assert lists == {
-        "ints": "integer", "texts": "string", "nums": "decimal(6,2)", "times": "timestamp", "flags": "boolean",
-    }  # fmt: skip
+        "ints": "integer",
+        "texts": "string",
+        "nums": "decimal(6,2)",
+        "times": "timestamp",
+        "flags": "boolean",
+    }
     assert {name: kind for name, kind in types.items() if name not in lists and kind != "string"} == {
-        "id": "integer", "b": "boolean", "i2": "short", "i8": "long", "f4": "float", "f8": "double",
-        "n": "decimal(12,3)", "big": "decimal(38,0)", "p": "decimal(10,2)", "raw": "binary", "d": "date",
-        "ts": "timestamp_ntz", "tz": "timestamp",
-    }  # fmt: skip
+        "id": "integer",
+        "b": "boolean",
+        "i2": "short",
+        "i8": "long",
+        "f4": "float",
+        "f8": "double",
+        "n": "decimal(12,3)",
+        "big": "decimal(38,0)",
+        "p": "decimal(10,2)",
+        "raw": "binary",
+        "d": "date",
+        "ts": "timestamp_ntz",
+        "tz": "timestamp",
+    }
     assert len(types) == 32, "a mirror holds the source's columns and no others"
 
 
@@ -182,9 +182,7 @@ def _assert_status(pipeline: Pipeline) -> None:
 
 
 def test_capture_and_apply_run_apart_and_agree(database: str, tmp_path: Path) -> None:
-    execute(
-        database, "CREATE TABLE t (id int PRIMARY KEY, x text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b')"
-    )
+    execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)", "INSERT INTO t VALUES (1, 'a'), (2, 'b')")
     pipeline = Pipeline(tmp_path, database)
     assert pipeline.call("capture", "--until-caught-up").returncode == 0
     execute(database, "UPDATE t SET x = 'c' WHERE id = 1", "UPDATE t SET id = 3 WHERE id = 2")

@@ -15,14 +15,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, either, promote, wait_for_replay
-from tests.support.pipelines import (
-    Pipeline,
-    Running,
-    assert_log_is_whole,
-    eventually,
-    execute,
-    wait_for_free_slots,
-)
+from tests.support.pipelines import Pipeline, Running, assert_log_is_whole, eventually, execute, wait_for_free_slots
 
 
 @pytest.fixture
@@ -98,9 +91,7 @@ def start(ended: ExitStack, pipeline: Pipeline) -> Running:
 # --- failover ----------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_branched_off_before_our_position_is_refused(
-    primary: EmbeddedPostgres, tmp_path: Path
-) -> None:
+def test_a_server_that_branched_off_before_our_position_is_refused(primary: EmbeddedPostgres, tmp_path: Path) -> None:
     pipeline = Pipeline(tmp_path, primary.url())
     captured(pipeline)
     with copy_of(primary, Copy.LEFT_BEHIND) as copy:
@@ -253,12 +244,7 @@ def test_a_slot_that_was_dropped_is_a_lost_position(database: str, tmp_path: Pat
 
 
 def test_log_that_the_server_discarded_is_a_lost_position(tmp_path: Path) -> None:
-    settings = {
-        "max_slot_wal_keep_size": "1MB",
-        "min_wal_size": "32MB",
-        "max_wal_size": "32MB",
-        "fsync": "off",
-    }
+    settings = {"max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB", "max_wal_size": "32MB", "fsync": "off"}
     with EmbeddedPostgres(version=server_version(), settings=settings) as server:
         execute(server.url(), "CREATE TABLE t (id int PRIMARY KEY)")
         pipeline = Pipeline(tmp_path, server.url())

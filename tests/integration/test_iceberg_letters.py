@@ -29,9 +29,13 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     quiet = Quiet(tmp_path, on_bad_row="dead-letter", form=form, table_format="iceberg")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in (1, 2, 3)])
     changes = [
-        update(1, unfit=("n",)), update(2, n=2), *move(3, 4, n=3, unchanged=BIG), update(7, n=7, unchanged=BIG),
-        insert(8, name="", n=8), update(7, n=8, unchanged=BIG),
-    ]  # fmt: skip
+        update(1, unfit=("n",)),
+        update(2, n=2),
+        *move(3, 4, n=3, unchanged=BIG),
+        update(7, n=7, unchanged=BIG),
+        insert(8, name="", n=8),
+        update(7, n=8, unchanged=BIG),
+    ]
     work = pending(quiet, changes, 3)
     (outcome,) = spark_engine().run(advance_table, [work])
     assert (outcome.error, outcome.letters) == (None, 4)

@@ -73,9 +73,13 @@ def versions(quiet: Quiet) -> list[int]:
 
 def rebuilt(quiet: Quiet, *, to: Lsn | None = None, version: int | None = None) -> Rebuilt:
     return rebuild(
-        quiet.settings, "public.things", to=None if to is None else str(to), from_version=version,
-        progress=lambda *_: None, spark=session(),
-    )  # fmt: skip
+        quiet.settings,
+        "public.things",
+        to=None if to is None else str(to),
+        from_version=version,
+        progress=lambda *_: None,
+        spark=session(),
+    )
 
 
 def run_sql(quiet: Quiet, *statements: str) -> None:
@@ -206,9 +210,10 @@ def test_expired_snapshots_are_no_base_and_without_one_the_remedy_is_named(tmp_p
         rebuilt(quiet, version=first)
     assert (rebuilt(quiet).base, quiet.rows()) == ("version", whole)
     run_sql(
-        quiet, "DELETE FROM THINGS WHERE id = 1",
+        quiet,
+        "DELETE FROM THINGS WHERE id = 1",
         "CALL other.system.expire_snapshots('public.things', TIMESTAMP '2100-01-01 00:00:00', 1)",
-    )  # fmt: skip
+    )
     with pytest.raises(LogTrimmed, match="the table has no version of this log") as refused:
         rebuilt(quiet)
     assert "tailrace snapshot FILE TABLE" in refused.value.hint
@@ -345,9 +350,13 @@ def read(table: Any) -> dict[int, Any]:
 def called(quiet: Quiet, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command, in a process of its own, which starts Spark."""
     return subprocess.run(
-        [sys.executable, "-m", "tailrace", "rebuild", str(quiet.file), "public.things"], check=False, text=True,
-        env={**os.environ, **environment}, capture_output=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "tailrace", "rebuild", str(quiet.file), "public.things"],
+        check=False,
+        text=True,
+        env={**os.environ, **environment},
+        capture_output=True,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.parametrize("point", ["rebuild.replayed", "rebuild.linked"])

@@ -29,25 +29,8 @@ from tailrace.tables.iceberglog import Metadata
 from tailrace.tables.staging import FILE_BYTES
 from tailrace.tables.upkeep import Upkeep
 from tests.support import others
-from tests.support.changes import (
-    SHOP,
-    changes,
-    delete,
-    insert,
-    record_batches,
-    table_schema,
-    truncate,
-    update,
-)
-from tests.support.engines import (
-    history_of,
-    only_iceberg,
-    open_table,
-    partitions_of,
-    rows_of,
-    session,
-    spark_rows,
-)
+from tests.support.changes import SHOP, changes, delete, insert, record_batches, table_schema, truncate, update
+from tests.support.engines import history_of, only_iceberg, open_table, partitions_of, rows_of, session, spark_rows
 from tests.support.engines import metadata_of as engine_metadata
 from tests.support.forms import Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id
@@ -171,8 +154,9 @@ def reshaped(*columns: tuple[str, pa.DataType]) -> TableSchema:
 def test_a_name_that_is_used_again_is_another_column(shop: Mirror) -> None:
     """A column by its number: no file is touched, and none gives old values to a new column."""
     files = {file.name for file in (shop.folder / "data").iterdir()}
-    after = reshaped(("id", pa.int64()), ("big", pa.string()), ("label", pa.string()), ("n", pa.int64()),
-                     ("name", pa.string()))  # fmt: skip
+    after = reshaped(
+        ("id", pa.int64()), ("big", pa.string()), ("label", pa.string()), ("n", pa.int64()), ("name", pa.string())
+    )
     recast = Recast(schema=after, renamed=(("name", "label"),), added=("name",))
     assert shop.table.evolve(recast, at(0)).committed
     assert {file.name for file in (shop.folder / "data").iterdir()} == files
@@ -188,12 +172,23 @@ def test_a_name_that_is_used_again_is_another_column(shop: Mirror) -> None:
 
 
 def test_values_that_change_are_written_in_the_commit_of_the_shape(tmp_path: Path) -> None:
-    before = table_schema({"id": pa.int64(), "n": pa.int64(), "tags": pa.list_(pa.string()),
-                           "at": pa.timestamp("us", "UTC"), "d": pa.decimal128(9, 2)})  # fmt: skip
+    before = table_schema(
+        {
+            "id": pa.int64(),
+            "n": pa.int64(),
+            "tags": pa.list_(pa.string()),
+            "at": pa.timestamp("us", "UTC"),
+            "d": pa.decimal128(9, 2),
+        }
+    )
     row = {"id": 1, "n": 5, "tags": ["a", None], "at": datetime(1, 1, 1, tzinfo=UTC), "d": Decimal("1.50")}
     mirror = Mirror(tmp_path / "t", before, [row])
-    columns = (before.columns[0], replace(before.columns[1], type=pa.string()), *before.columns[2:],
-               Column(name="extra", source_type="", type=pa.int32()))  # fmt: skip
+    columns = (
+        before.columns[0],
+        replace(before.columns[1], type=pa.string()),
+        *before.columns[2:],
+        Column(name="extra", source_type="", type=pa.int32()),
+    )
     after = replace(before, columns=columns)
     recast = Recast(schema=after, added=("extra",), filled=(("extra", pa.scalar(7, pa.int32())),))
     mirror.table.evolve(recast, at(0))
@@ -239,8 +234,11 @@ def test_a_column_that_takes_the_name_of_what_a_table_is_partitioned_by(tmp_path
     table.schema = recast.schema
     table.apply(tx(1, update(1, n=5, name="x"), delete(2)))
     assert table.tuples("id", "name", "name__dropped") == [
-        (1, "x", "n1"), (3, "large 3", "n3"), (4, "large 4", "n4"), (5, "large 5", "n5"),
-    ]  # fmt: skip
+        (1, "x", "n1"),
+        (3, "large 3", "n3"),
+        (4, "large 4", "n4"),
+        (5, "large 5", "n5"),
+    ]
     assert {values["name"] for values in partitions_of(tmp_path / "t").values()} >= {"x", "large 3"}
 
 
@@ -305,9 +303,11 @@ def test_a_database_of_postgresql_may_be_the_catalog(
     folder, url = tmp_path / "lake" / "public" / "t", urlsplit(database)
     given = {"jdbc.user": url.username, "jdbc.password": url.password}
     catalog = Catalog(
-        kind="jdbc", root=tmp_path / "lake", uri=f"jdbc:postgresql://{url.hostname}:{url.port}{url.path}",
+        kind="jdbc",
+        root=tmp_path / "lake",
+        uri=f"jdbc:postgresql://{url.hostname}:{url.port}{url.path}",
         properties={name: value for name, value in given.items() if value},
-    )  # fmt: skip
+    )
     used(catalog, folder)
     with psycopg.connect(database) as connection:
         (listed,) = connection.execute("select table_namespace, table_name, metadata_location from iceberg_tables")

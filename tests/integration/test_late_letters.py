@@ -53,8 +53,12 @@ def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> 
     scene.reread().tables_are("mode: append")
     with scene, scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
-        execute(scene.pipeline.url, "UPDATE things SET amount = 'NaN', note = 'bad' WHERE id = 3",
-                "UPDATE things SET amount = 7 WHERE id = 3", "INSERT INTO things VALUES (9, 'NaN', 'new')")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            "UPDATE things SET amount = 'NaN', note = 'bad' WHERE id = 3",
+            "UPDATE things SET amount = 7 WHERE id = 3",
+            "INSERT INTO things VALUES (9, 'NaN', 'new')",
+        )
         assert scene.settled(applying)
         read, first, second = letters(scene)
         assert read < 0 < first < second
@@ -73,8 +77,10 @@ def test_once_the_column_takes_the_value_every_change_is_a_row(scene: Scene) -> 
         assert (letters(scene), replay_again.stdout) == ([], "there are no dead letters\n")
         execute(scene.pipeline.url, "UPDATE things SET amount = 9 WHERE id = 3")
         assert scene.settled(applying)
-        mine = sorted((row for row in content(applying) if row["id"] == 3 and row["_op"] == "update"),
-                      key=lambda row: int(row["_seq"]))  # fmt: skip
+        mine = sorted(
+            (row for row in content(applying) if row["id"] == 3 and row["_op"] == "update"),
+            key=lambda row: int(row["_seq"]),
+        )
         assert [row["amount"] for row in mine] == ["NaN", "7.00", "8", "9"]
         assert [row["_seq"] for row in mine].count(first) == 1
         (new,) = [row for row in content(applying) if row["_op"] == "insert"]
@@ -89,14 +95,21 @@ def test_rows_without_a_key_that_fit_once_a_column_is_gone_come_in_as_many_as_th
     scene.reread().tables_are("evolution: {drop: apply}")
     with scene, scene.loader() as applying:
         wait_for_state(applying, "things", TableState.LIVE)
-        execute(scene.pipeline.url, "INSERT INTO things VALUES (7, 'NaN', 'a'), (7, 'NaN', 'a'), (8, 'NaN', 'b')",
-                "UPDATE things SET amount = 'NaN' WHERE id IN (1, 2)",
-                "INSERT INTO things VALUES (7, 1, 'a')")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            "INSERT INTO things VALUES (7, 'NaN', 'a'), (7, 'NaN', 'a'), (8, 'NaN', 'b')",
+            "UPDATE things SET amount = 'NaN' WHERE id IN (1, 2)",
+            "INSERT INTO things VALUES (7, 1, 'a')",
+        )
         assert scene.settled(applying)
         assert len(letters(scene)) == 5
         load = life(applying, "things").last_load
-        execute(scene.pipeline.url, "ALTER TABLE things DROP amount", "DELETE FROM things WHERE id = 8",
-                "UPDATE things SET note = 'c' WHERE id = 1")  # fmt: skip
+        execute(
+            scene.pipeline.url,
+            "ALTER TABLE things DROP amount",
+            "DELETE FROM things WHERE id = 8",
+            "UPDATE things SET note = 'c' WHERE id = 1",
+        )
         assert scene.settled(applying)
         assert (life(applying, "things").state, life(applying, "things").last_load is load) == (TableState.LIVE, True)
         assert len(letters(scene)) == 3, "rows that went took theirs"

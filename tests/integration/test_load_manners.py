@@ -50,7 +50,8 @@ def shown(scene: Scene, applying: Local) -> TableStatus:
 @pytest.mark.parametrize("way", ["exact", "chunked"] if os.environ.get("TAILRACE_THOROUGH") else ["chunked"])
 def test_a_chunk_that_takes_too_long_is_given_up_and_tried_again(filled: str, tmp_path: Path, way: str) -> None:
     with (
-        psycopg.connect(filled) as someone, Scene(tmp_path, filled, way=way, chunk_timeout=0.9) as scene,
+        psycopg.connect(filled) as someone,
+        Scene(tmp_path, filled, way=way, chunk_timeout=0.9) as scene,
         scene.loader(before=once(lambda: lock_things(someone), at=3)) as applying,
     ):
         try:
@@ -69,10 +70,11 @@ def test_a_person_is_obeyed_while_somebody_has_the_table_locked(
     monkeypatch.setattr(filewatch, "CHANGED_SECONDS", 0.0)
     asked = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%pg_table_size%'"
     with (
-        psycopg.connect(filled, autocommit=True) as asking, psycopg.connect(filled) as someone,
+        psycopg.connect(filled, autocommit=True) as asking,
+        psycopg.connect(filled) as someone,
         Scene(tmp_path, filled, chunk_timeout=1.5) as scene,
         scene.loader(before=once(lambda: lock_things(someone), at=3)) as applying,
-    ):  # fmt: skip
+    ):
         try:
             assert eventually(lambda: asking.execute(asked).fetchall()), "whether it still is what was planned"
             assert scene.pipeline.ask("snapshot", "--pause").returncode == 0
@@ -122,10 +124,7 @@ def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: P
             gate.wait(COME_SECONDS_MAX)
 
     century = 100 * 365 * 86_400.0
-    with (
-        Scene(tmp_path, filled, chunk_timeout=century) as scene,
-        scene.loader(before=wait_at_the_gate) as applying,
-    ):
+    with Scene(tmp_path, filled, chunk_timeout=century) as scene, scene.loader(before=wait_at_the_gate) as applying:
         try:
             assert reached.wait(COME_SECONDS_MAX)
             assert eventually(lambda: (load := shown(scene, applying).load) is not None and load.chunks_done == 5)
@@ -154,9 +153,11 @@ def test_a_load_tells_how_far_it_is_and_what_it_came_to(filled: str, tmp_path: P
 def test_a_plan_is_made_without_reading_the_table(database: str) -> None:
     rows = 20_000
     execute(
-        database, "CREATE TABLE big (id int PRIMARY KEY, pad text)",
-        f"INSERT INTO big SELECT g, repeat('p', 700) FROM generate_series(1, {rows}) g", "VACUUM ANALYZE big",
-    )  # fmt: skip
+        database,
+        "CREATE TABLE big (id int PRIMARY KEY, pad text)",
+        f"INSERT INTO big SELECT g, repeat('p', 700) FROM generate_series(1, {rows}) g",
+        "VACUUM ANALYZE big",
+    )
     read = """
         SELECT seq_scan, seq_tup_read, heap_blks_read + heap_blks_hit
         FROM pg_stat_user_tables JOIN pg_statio_user_tables USING (relid)
@@ -187,11 +188,12 @@ def test_no_more_sessions_read_than_are_allowed(filled: str, tmp_path: Path) -> 
           count(*) FROM pg_stat_activity WHERE application_name = 'tailrace' AND datname = current_database()
     """
     with (
-        psycopg.connect(filled, autocommit=True) as asking, psycopg.connect(filled) as someone,
+        psycopg.connect(filled, autocommit=True) as asking,
+        psycopg.connect(filled) as someone,
         Scene(tmp_path, filled, connections=allowed) as scene,
         # Whoever would read waits from then on, and can be counted.
         scene.loader(before=once(lambda: lock_things(someone), at=3)) as applying,
-    ):  # fmt: skip
+    ):
 
         def sessions() -> tuple[int, int, int]:
             row = asking.execute(query).fetchone()

@@ -35,9 +35,12 @@ def test_modes(database: str, tmp_path: Path) -> None:
             f"INSERT INTO {name} SELECT g, 1, repeat('l', 5000) FROM generate_series(1, 5) g",
         )
     modes = {
-        "public.a_always": "always", "public.a_once": "initial_only", "public.a_needed": "when_needed",
-        "public.a_schema": "schema_only", "public.a_never": "never",
-    }  # fmt: skip
+        "public.a_always": "always",
+        "public.a_once": "initial_only",
+        "public.a_needed": "when_needed",
+        "public.a_schema": "schema_only",
+        "public.a_never": "never",
+    }
     with Scene(tmp_path, database, modes=modes) as scene:
         with scene.loader() as applying:
             scene.assert_equal(applying, "a_initial", "a_always", "a_needed")
@@ -80,8 +83,9 @@ def test_a_table_that_was_never_loaded_is_at_no_point_while_a_row_of_it_is_newer
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x int, large text)")
-    execute(database, "ALTER TABLE t ALTER large SET STORAGE EXTERNAL",
-            "INSERT INTO t VALUES (1, 1, repeat('l', 4000))")  # fmt: skip
+    execute(
+        database, "ALTER TABLE t ALTER large SET STORAGE EXTERNAL", "INSERT INTO t VALUES (1, 1, repeat('l', 4000))"
+    )
     monkeypatch.setattr(Local, "by_hand", True)
     with Scene(tmp_path, database, modes={"public.t": "schema_only"}) as scene, scene.loader() as applying:
         wait_for_state(applying, "t", TableState.CATCHING_UP)

@@ -204,10 +204,13 @@ def test_a_key_moves_into_a_range_already_read_with_a_large_value(filled: str, t
 
     def move() -> None:
         execute(
-            filled, "UPDATE things SET id = -7 WHERE id = 1450", "UPDATE things SET x = 5 WHERE id = -7",
-            "UPDATE things SET id = -8 WHERE id = 1460", "UPDATE things SET id = -9 WHERE id = 1470",
+            filled,
+            "UPDATE things SET id = -7 WHERE id = 1450",
+            "UPDATE things SET x = 5 WHERE id = -7",
+            "UPDATE things SET id = -8 WHERE id = 1460",
+            "UPDATE things SET id = -9 WHERE id = 1470",
             "DELETE FROM things WHERE id = -9",
-        )  # fmt: skip
+        )
 
     with Scene(tmp_path, filled, way="chunked") as scene, scene.loader(before=once(move, at=6)) as applying:
         scene.assert_equal(applying, "things")
@@ -233,15 +236,18 @@ def test_a_partition_comes_during_the_load_and_it_begins_again_at_once(
     monkeypatch.setattr(filewatch, "CHANGED_SECONDS", 0.0)
     rows = "INSERT INTO parts SELECT g, repeat('p', 300) FROM generate_series({}) g"
     execute(
-        database, "CREATE TABLE parts (id int PRIMARY KEY, pad text) PARTITION BY RANGE (id)",
-        "CREATE TABLE parts_1 PARTITION OF parts FOR VALUES FROM (0) TO (2000)", rows.format("1, 1999"),
-    )  # fmt: skip
+        database,
+        "CREATE TABLE parts (id int PRIMARY KEY, pad text) PARTITION BY RANGE (id)",
+        "CREATE TABLE parts_1 PARTITION OF parts FOR VALUES FROM (0) TO (2000)",
+        rows.format("1, 1999"),
+    )
 
     def act() -> None:
         execute(
-            database, "CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (2000) TO (4000)",
+            database,
+            "CREATE TABLE parts_2 PARTITION OF parts FOR VALUES FROM (2000) TO (4000)",
             rows.format("2000, 2999"),
-        )  # fmt: skip
+        )
         assert eventually(lambda: bool(applying.loading._replans)), "before all of it is read"
 
     with Scene(tmp_path, database) as scene, scene.loader(before=once(act, at=2)) as applying:
@@ -340,9 +346,11 @@ def test_killed_after_its_commit_a_load_is_known_by_the_table_and_not_over_too_e
         assert eventually(lambda: lives.grow() and lives.index.position >= horizon), "the log has passed every chunk"
     # What the log does not hold yet, a row that is read again shows already: it is gone.
     execute(
-        filled, "UPDATE things SET x = 5 WHERE id = -7", "UPDATE things SET x = 6 WHERE id = -7",
+        filled,
+        "UPDATE things SET x = 5 WHERE id = -7",
+        "UPDATE things SET x = 6 WHERE id = -7",
         "DELETE FROM things WHERE id = -7",
-    )  # fmt: skip
+    )
     with scene.loader() as applying:
         assert eventually(lambda: any((applying.lives.log.path / "seed").glob("*/reread-*.json")))
         assert not eventually(lambda: life(applying, "things").state is TableState.LIVE, seconds=1)

@@ -59,9 +59,7 @@ def fill(disk: Path, leave: int) -> Path:
     return filler
 
 
-def test_a_capture_whose_disk_is_full_says_so_and_goes_on_by_itself(
-    pipeline: Pipeline, capture: Running
-) -> None:
+def test_a_capture_whose_disk_is_full_says_so_and_goes_on_by_itself(pipeline: Pipeline, capture: Running) -> None:
     insert(pipeline, 1, 10)
     assert eventually(lambda: len(captured(pipeline)) == 10)
     filler = fill(pipeline.log, leave=64 << 10)

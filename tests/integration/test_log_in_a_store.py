@@ -36,15 +36,7 @@ from tailrace.spark.log_frame import look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.stream import LogStreamReader
 from tests.support.loads import Scene
-from tests.support.logs import (
-    Diary,
-    assert_nothing_left_over,
-    inserts,
-    read_all,
-    rows_of,
-    seal,
-    write_everything,
-)
+from tests.support.logs import Diary, assert_nothing_left_over, inserts, read_all, rows_of, seal, write_everything
 from tests.support.pipelines import execute
 from tests.support.stores import ENVIRONMENT, S3, LossyWay, s3_server
 from tests.support.windows import SOURCE, ids, rows_window, window
@@ -408,9 +400,12 @@ def test_a_writer_killed_between_two_puts_leaves_whole_commits_and_the_next_one_
 ) -> None:
     left = KILLED[at]
     environment = {
-        **os.environ, "TAILRACE_FAILPOINT": at, "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits"),
-        "TAILRACE_FAILPOINT_SCOPE": "process", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }  # fmt: skip
+        **os.environ,
+        "TAILRACE_FAILPOINT": at,
+        "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits"),
+        "TAILRACE_FAILPOINT_SCOPE": "process",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     command = [sys.executable, "-c", WRITER, str(log), s3.endpoint]
     assert subprocess.run(command, env=environment, timeout=240, check=False).returncode == -9
     Lease(log, wait_seconds=0.0).release()  # the dead one's is free: it was a process of this machine

@@ -41,9 +41,7 @@ def rows_of(pipeline: Pipeline, table: str) -> int:
 def captured(pipeline: Pipeline, table: str, rows: int) -> bool:
     def there() -> bool:
         tables = shown(pipeline)["tables"]
-        return any(
-            found["table"] == table and found["rows"] + found["rows_trimmed"] == rows for found in tables
-        )
+        return any(found["table"] == table and found["rows"] + found["rows_trimmed"] == rows for found in tables)
 
     return eventually(there, pause=0.3)
 
@@ -55,9 +53,11 @@ def test_a_log_is_sealed_looked_at_and_trimmed_while_it_is_captured(database: st
     try:
         assert eventually(lambda: "capture started" in capture.said())
         execute(
-            database, "INSERT INTO a SELECT g, md5(g::text) FROM generate_series(1, 1000) g",
-            "INSERT INTO b SELECT g FROM generate_series(1, 500) g", "UPDATE a SET t = 'x' WHERE id <= 10",
-        )  # fmt: skip
+            database,
+            "INSERT INTO a SELECT g, md5(g::text) FROM generate_series(1, 1000) g",
+            "INSERT INTO b SELECT g FROM generate_series(1, 500) g",
+            "UPDATE a SET t = 'x' WHERE id <= 10",
+        )
         assert captured(pipeline, "a", 1010)
 
         # Cold files come by themselves, and any tool reads them by the documented glob.
@@ -148,28 +148,29 @@ def test_a_broken_table_holds_its_rows_until_the_log_is_full_and_never_stops_cap
     database: str, tmp_path: Path
 ) -> None:
     execute(
-        database, "CREATE TABLE steady (id int PRIMARY KEY, t text)", "CREATE TABLE stuck (id int PRIMARY KEY, t text)",
-        "INSERT INTO steady VALUES (1, 'x')", "INSERT INTO stuck VALUES (1, 'x')",
-    )  # fmt: skip
+        database,
+        "CREATE TABLE steady (id int PRIMARY KEY, t text)",
+        "CREATE TABLE stuck (id int PRIMARY KEY, t text)",
+        "INSERT INTO steady VALUES (1, 'x')",
+        "INSERT INTO stuck VALUES (1, 'x')",
+    )
     limited = ORDERLY + "  retention: {age: 0s}\n  max_bytes: 2MiB\n"
     pipeline = pipeline_with(tmp_path, database, limited)
     pipeline.stops_at("add")
     pipeline.catch_up()
-    assert {reader["name"] for reader in asked(pipeline, "consumers")["consumers"]} == {
-        "public.steady", "public.stuck",
-    }  # fmt: skip
+    assert {reader["name"] for reader in asked(pipeline, "consumers")["consumers"]} == {"public.steady", "public.stuck"}
     execute(
-        database, "ALTER TABLE stuck ADD COLUMN more int", "INSERT INTO stuck VALUES (2, 'y', 2)",
+        database,
+        "ALTER TABLE stuck ADD COLUMN more int",
+        "INSERT INTO stuck VALUES (2, 'y', 2)",
         "INSERT INTO steady VALUES (2, 'y')",
-    )  # fmt: skip
+    )
     running = pipeline.start("run")
     try:
         wait_for(pipeline, running, "stuck", "failed", "schema-changed")
         capture_pid = pipeline.status()["capture_pid"]
         for first in (1_000, 2_000):
-            execute(
-                database, f"INSERT INTO steady SELECT g, 's' FROM generate_series({first}, {first} + 99) g"
-            )
+            execute(database, f"INSERT INTO steady SELECT g, 's' FROM generate_series({first}, {first} + 99) g")
 
         # Its rows are kept, however old; those of the other table go.
         def stuck_holds() -> bool:
@@ -185,9 +186,10 @@ def test_a_broken_table_holds_its_rows_until_the_log_is_full_and_never_stops_cap
         large = "(SELECT string_agg(md5(random()::text || g || n), '') FROM generate_series(1, 60) n)"
         for first in range(10_000, 18_000, 1_000):
             execute(
-                database, f"INSERT INTO stuck SELECT g, {large}, 1 FROM generate_series({first}, {first} + 499) g",
+                database,
+                f"INSERT INTO stuck SELECT g, {large}, 1 FROM generate_series({first}, {first} + 499) g",
                 f"INSERT INTO steady SELECT g, 'more' FROM generate_series({first}, {first} + 99) g",
-            )  # fmt: skip
+            )
         stuck = wait_for(pipeline, running, "stuck", "needs_snapshot", "log-trimmed")
         assert "loaded anew" in stuck["hint"]
         readers = {reader["name"]: reader for reader in asked(pipeline, "consumers")["consumers"]}
@@ -196,9 +198,7 @@ def test_a_broken_table_holds_its_rows_until_the_log_is_full_and_never_stops_cap
 
         # Capture and the other table went on as if nothing had happened.
         execute(database, "INSERT INTO steady VALUES (3, 'z')")
-        assert eventually(
-            lambda: pipeline.table_status("steady")["rows_applied"] == 1002, pause=0.5
-        )
+        assert eventually(lambda: pipeline.table_status("steady")["rows_applied"] == 1002, pause=0.5)
         assert pipeline.status()["capture_pid"] == capture_pid
         assert pipeline.table_status("steady")["state"] == "live"
     finally:

@@ -41,8 +41,10 @@ def rows(applying: Local, name: str, columns: str, where: str = "") -> list[tupl
     path, table = life(applying, name).place.path, life(applying, name).place.open()
     frame = pl.read_delta(str(path))
     names = str([str(path / file) for file in table.files()])
-    asked = (f"select {columns} from {source} {where} order by all"
-             for source in ("frame", f"read_parquet({names}, union_by_name = true)"))  # fmt: skip
+    asked = (
+        f"select {columns} from {source} {where} order by all"
+        for source in ("frame", f"read_parquet({names}, union_by_name = true)")
+    )
     with duckdb.connect() as connection:
         connection.register("frame", frame.to_arrow())
         first, second = (connection.execute(query).fetchall() for query in asked)
@@ -59,27 +61,38 @@ def test_one_pipeline_has_tables_in_every_mode(database: str, tmp_path: Path) ->
             execute(database, f"ALTER TABLE {name} ADD y int DEFAULT 7", f"UPDATE {name} SET id = 9 WHERE id = 3")
         assert scene.settled(applying)
         assert rows(applying, "m", "id, x, y, length(large), _op") == [
-            (2, 20, 7, 5000, "update"), (9, 3, 7, 5000, "insert"),
-        ]  # fmt: skip
+            (2, 20, 7, 5000, "update"),
+            (9, 3, 7, 5000, "insert"),
+        ]
         assert rows(applying, "s", "id, x, y, length(large), _deleted, _op") == [
-            (1, 1, 7, 5000, True, "delete"), (2, 20, 7, 5000, False, "update"),
-            (3, 3, 7, 5000, True, "delete"), (9, 3, 7, 5000, False, "insert"),
-        ]  # fmt: skip
+            (1, 1, 7, 5000, True, "delete"),
+            (2, 20, 7, 5000, False, "update"),
+            (3, 3, 7, 5000, True, "delete"),
+            (9, 3, 7, 5000, False, "insert"),
+        ]
         assert rows(applying, "h", "id, x, y, length(large), _current, _op, _valid_to is null") == [
-            (1, 1, 7, 5000, False, "read", False), (2, 2, 7, 5000, False, "read", False),
-            (2, 20, 7, 5000, True, "update", True), (3, 3, 7, 5000, False, "read", False),
+            (1, 1, 7, 5000, False, "read", False),
+            (2, 2, 7, 5000, False, "read", False),
+            (2, 20, 7, 5000, True, "update", True),
+            (3, 3, 7, 5000, False, "read", False),
             (9, 3, 7, 5000, True, "insert", True),
-        ]  # fmt: skip
+        ]
         assert rows(applying, "a", "_op, id, x, y, length(large), _unchanged") == [
-            ("delete", 1, None, None, None, None), ("delete", 3, None, None, None, None),
-            ("insert", 9, 3, 7, None, ["large"]), ("read", 1, 1, None, 5000, None),
-            ("read", 2, 2, None, 5000, None), ("read", 3, 3, None, 5000, None),
+            ("delete", 1, None, None, None, None),
+            ("delete", 3, None, None, None, None),
+            ("insert", 9, 3, 7, None, ["large"]),
+            ("read", 1, 1, None, 5000, None),
+            ("read", 2, 2, None, 5000, None),
+            ("read", 3, 3, None, 5000, None),
             ("update", 2, 20, None, None, ["large"]),
-        ]  # fmt: skip
+        ]
         said = json.loads(scene.pipeline.ask("status", "--json").stdout)["tables"]
         assert {table["table"]: table["mode"] for table in said} == {
-            "m": "mirror", "s": "mirror, soft delete", "h": "history", "a": "append",
-        }  # fmt: skip
+            "m": "mirror",
+            "s": "mirror, soft delete",
+            "h": "history",
+            "a": "append",
+        }
         shown = scene.pipeline.ask("status").stdout
         assert "mirror, soft delete" in shown
         assert "history" in shown
@@ -93,15 +106,13 @@ def test_a_table_that_keeps_the_past_keeps_it_when_it_is_loaded_again(database: 
             execute(database, f"DELETE FROM {name} WHERE id = 1")
         assert scene.settled(applying)
         loads = {table: life(applying, table).last_load for table in ("s", "h", "a")}
-        assert {name: load.way for name, load in loads.items() if load} == {
-            "s": "chunked", "h": "exact", "a": "exact",
-        }  # fmt: skip
+        assert {name: load.way for name, load in loads.items() if load} == {"s": "chunked", "h": "exact", "a": "exact"}
         scene.pipeline.ask("snapshot", "public.s", "public.h", "public.a")
         assert eventually(lambda: all(life(applying, name).last_load is not loads[name] for name in loads))
         assert scene.settled(applying)
         assert rows(applying, "s", "id, _deleted") == [(1, True), (2, False), (3, False)]
         assert rows(applying, "h", "id, _current") == [(1, False), (2, True), (3, True)]
-        assert [op for op, in rows(applying, "a", "_op")] == ["delete", "read", "read", "read", "read", "read"]
+        assert [op for (op,) in rows(applying, "a", "_op")] == ["delete", "read", "read", "read", "read", "read"]
         refused = scene.pipeline.ask("snapshot", "public.h", "--where", "id = 2")
         assert refused.returncode != 0
         assert "cannot be read again" in refused.stderr
@@ -165,9 +176,7 @@ def test_another_mode_is_refused_until_a_person_has_the_table_replaced(database:
             wait_for_state(applying, "t", TableState.LIVE)
             execute(database, "DELETE FROM t WHERE id = 4")
             assert scene.settled(applying)
-            assert rows(applying, "t", "_op, id") == [
-                ("delete", 4), ("read", 1), ("read", 2), ("read", 3), ("read", 4),
-            ]  # fmt: skip
+            assert rows(applying, "t", "_op, id") == [("delete", 4), ("read", 1), ("read", 2), ("read", 3), ("read", 4)]
 
 
 def test_a_source_table_that_cannot_have_the_mode_says_so_and_holds_back_only_itself(
@@ -221,8 +230,9 @@ def test_rows_that_change_while_they_are_read_are_marked_as_they_should_be(datab
         assert len(applying.chunks) > 2
         assert rows(applying, "t", "count(*)  filter (not _deleted)") == [(198,)]
         assert rows(applying, "t", "id, x, length(large), _op", "where id in (1, 2) and not _deleted") == [
-            (1, 7, 5, "insert"), (2, -2, 3000, "update"),
-        ]  # fmt: skip
+            (1, 7, 5, "insert"),
+            (2, -2, 3000, "update"),
+        ]
 
 
 def test_rows_that_must_be_read_again_come_in_the_tables_own_shape(database: str, tmp_path: Path) -> None:
@@ -248,13 +258,14 @@ def test_tables_lie_where_their_names_say_and_have_the_columns_that_were_asked_f
         assert life(applying, "t").place.path == scene.pipeline.lake / "gold"
         assert life(applying, "u").place.path == scene.pipeline.lake / "test" / "public_u"
         assert rows(applying, "t", "id, amount, y, length(large)") == [
-            (1, 5, None, 5000), (2, 2, None, 5000), (3, 3, None, 5000), (9, 9, 9, 1),
-        ]  # fmt: skip
+            (1, 5, None, 5000),
+            (2, 2, None, 5000),
+            (3, 3, None, 5000),
+            (9, 9, 9, 1),
+        ]
 
 
-def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written(
-    database: str, tmp_path: Path
-) -> None:
+def test_tables_that_would_share_a_folder_are_refused_before_anything_is_written(database: str, tmp_path: Path) -> None:
     execute(database, "CREATE SCHEMA other")
     make(database, "t", "u")
     met = Scene(tmp_path, database, tables='["public.*", "other.*"]').tables_are("names: '{table}'")
@@ -319,8 +330,11 @@ def test_a_pipeline_on_spark_writes_tables_in_every_mode(database: str, tmp_path
     assert found["m"]["id", "x", "_op"].rows() == [(2, 20, "update"), (3, 3, "read")]
     assert found["s"]["id", "_deleted"].rows() == [(1, True), (2, False), (3, False)]
     assert found["h"]["id", "_current", "_op"].rows() == [
-        (1, False, "read"), (2, False, "read"), (2, True, "update"), (3, True, "read"),
-    ]  # fmt: skip
+        (1, False, "read"),
+        (2, False, "read"),
+        (2, True, "update"),
+        (3, True, "read"),
+    ]
     assert found["a"]["id", "_op"].rows() == [(1, "delete"), (1, "read"), (2, "read"), (2, "update"), (3, "read")]
     assert all(frame["large"].str.len_chars().max() == 5000 for frame in found.values())
 

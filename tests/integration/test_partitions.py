@@ -53,14 +53,22 @@ def test_partitioned_tables_follow_their_source(database: str, tmp_path: Path) -
             assert scene.settled(applying)
             assert len({Path(file).parent for file in life(applying, "m").place.open().files()}) == 6
             execute(
-                database, "UPDATE m SET region = 'a%=/b' WHERE id < 5", "DELETE FROM m WHERE id = 9",
-                "UPDATE m SET id = 100, day = NULL WHERE id = 10", "INSERT INTO m VALUES (200, '', '2026-01-01', 'x')",
-                "UPDATE h SET x = 0 WHERE id < 3", "DELETE FROM k WHERE ctid = '(0,1)'", "UPDATE k SET region = NULL",
-            )  # fmt: skip
+                database,
+                "UPDATE m SET region = 'a%=/b' WHERE id < 5",
+                "DELETE FROM m WHERE id = 9",
+                "UPDATE m SET id = 100, day = NULL WHERE id = 10",
+                "INSERT INTO m VALUES (200, '', '2026-01-01', 'x')",
+                "UPDATE h SET x = 0 WHERE id < 3",
+                "DELETE FROM k WHERE ctid = '(0,1)'",
+                "UPDATE k SET region = NULL",
+            )
             assert scene.settled(applying)
             assert [row for row in rows(applying, "m", "id", "area") if row[1] == "a%=/b"] == [
-                (1, "a%=/b"), (2, "a%=/b"), (3, "a%=/b"), (4, "a%=/b"),
-            ]  # fmt: skip
+                (1, "a%=/b"),
+                (2, "a%=/b"),
+                (3, "a%=/b"),
+                (4, "a%=/b"),
+            ]
             assert rows(applying, "k", "region", "x") == [(None, 1)] * 3
             assert rows(applying, "h", "id", "x", "_current")[:3] == [(1, 0, True), (1, 1, False), (2, 0, True)]
             (letter,) = json.loads(scene.pipeline.ask("dead-letters", "list", "--json").stdout)["letters"]

@@ -120,8 +120,10 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
         assert scene.pipeline.ask("evolve", "--dry-run").stdout.splitlines()[2:] == ["public.z z: nothing to do"]
     first, second = points
     assert [(table["schema"], table["table"]) for table in second["tables"]] == [
-        ("public", "left_accounts"), ("public", "right_accounts"), ("public", "z\nz"),
-    ]  # fmt: skip
+        ("public", "left_accounts"),
+        ("public", "right_accounts"),
+        ("public", "z\nz"),
+    ]
     assert first["tables"][0]["version"] < second["tables"][0]["version"]
     assert first["tables"][1] == second["tables"][1]
     assert first["time"] < second["time"]
@@ -133,9 +135,10 @@ def test_points_are_told_by_time_and_by_position(database: str, tmp_path: Path) 
     assert (told[1], len(told)) == (f"public.left_accounts: version {version}", 4)
     assert told[3].startswith("public.z z: version "), "a name is one line"
     for wrong, said in (
-        (("--time", "yesterday"), "this is no time"), (("--time", "1999-01-01"), "the first point that is known"),
+        (("--time", "yesterday"), "this is no time"),
+        (("--time", "1999-01-01"), "the first point that is known"),
         (("--position", "here"), "not a log sequence number"),
         (("--position", "0/1", "--time", "2999-01-01"), "one of the two"),
-    ):  # fmt: skip
+    ):
         refused = scene.pipeline.ask("at", *wrong)
         assert (refused.returncode, said in refused.stderr) == (2, True), refused.stderr

@@ -113,7 +113,7 @@ def holder(source: psycopg.Connection) -> Path:
     (number,) = held(source)
     (found,) = [
         path for path in Path("/proc").glob("[0-9]*") if f"holder\0{number}".encode() in _read(path / "cmdline")
-    ]  # fmt: skip
+    ]
     return found
 
 
@@ -137,8 +137,9 @@ def test_every_type_arrives_as_in_a_load(source: psycopg.Connection, database: s
     columns = [f"c{n}" for n in range(len(kinds))]
     source.execute(
         "create table types (id int primary key, "
-        + ", ".join(f"{name} {kind}" for name, kind in zip(columns, kinds, strict=True)) + ")"
-    )  # fmt: skip
+        + ", ".join(f"{name} {kind}" for name, kind in zip(columns, kinds, strict=True))
+        + ")"
+    )
     for row in range(max(map(len, kinds.values()))):
         cells = [f"({of[row]})::{kind}" if row < len(of) else "null" for kind, of in kinds.items()]
         source.execute(f"insert into types values ({row}, {', '.join(cells)})".encode())
@@ -228,7 +229,7 @@ def test_columns_and_where_are_the_sources_business(source: psycopg.Connection, 
     source.execute(
         'create table t (id int primary key, "a, ""b" text, c int, twice int generated always as (c * 2) stored)'
     )
-    source.execute("insert into t (id, \"a, \"\"b\", c) select g, 'x' || g, g % 3 from generate_series(1, 9) g")
+    source.execute('insert into t (id, "a, ""b", c) select g, \'x\' || g, g % 3 from generate_series(1, 9) g')
     assert read("public.t").columns == ["id", 'a, "b', "c", "twice"], "generated columns too"
     frame = read("public.t", columns='twice, "a, ""b"', where="c = 2 and id > 4 -- the rest")
     assert frame.columns == ["twice", 'a, "b']
@@ -347,9 +348,7 @@ def test_a_table_that_is_rewritten_under_a_read_is_refused(
         frame.collect()
 
 
-def test_a_table_that_got_other_columns_since_it_was_loaded_is_refused(
-    source: psycopg.Connection, read: Read
-) -> None:
+def test_a_table_that_got_other_columns_since_it_was_loaded_is_refused(source: psycopg.Connection, read: Read) -> None:
     source.execute("create table t (id int); insert into t values (1)")
     frame = read("public.t")
     source.execute("alter table t add more text")
@@ -389,9 +388,13 @@ def test_no_holder_outlives_a_spark_of_any_kind(
     environment = os.environ | {"PYSPARK_PYTHON": sys.executable, "JAVA_HOME": str(find_java())}
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(
-            [sys.executable, "-c", STOCK, url], stdout=subprocess.PIPE, stderr=said, env=environment, cwd=tmp_path,
+            [sys.executable, "-c", STOCK, url],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            env=environment,
+            cwd=tmp_path,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"read 100\n", (tmp_path / "said").read_text()
@@ -440,12 +443,14 @@ def test_no_point_that_the_helper_reads_sees_money_appear_or_vanish(
 
 def test_tables_of_a_pipeline_are_read_as_of_one_point(spark: SparkSession, database: str, tmp_path: Path) -> None:
     execute(
-        database, "CREATE TABLE a (id int PRIMARY KEY, t timestamp)",
-        "CREATE TABLE b (id int PRIMARY KEY, n numeric(10,2))", "INSERT INTO a VALUES (1, '2026-01-02 03:04:05')",
+        database,
+        "CREATE TABLE a (id int PRIMARY KEY, t timestamp)",
+        "CREATE TABLE b (id int PRIMARY KEY, n numeric(10,2))",
+        "INSERT INTO a VALUES (1, '2026-01-02 03:04:05')",
         "INSERT INTO b VALUES (1, 1.5)",
         "CREATE TABLE p (id int PRIMARY KEY, region text, at timestamp)",
         "INSERT INTO p VALUES (1, 'a/b %', '2026-01-02 03:04:05.000006'), (2, NULL, NULL)",
-    )  # fmt: skip
+    )
     rule = 'rules: {"public.p": {partition_by: [region, at]}}'
     with Scene(tmp_path, database).tables_are(rule) as scene, scene.loader() as applying:
         for statement in ("UPDATE a SET id = 2", "DELETE FROM b", "ALTER TABLE a ADD c text DEFAULT 'x'"):

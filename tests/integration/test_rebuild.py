@@ -28,10 +28,12 @@ def test_a_wrecked_table_is_rebuilt_over_a_change_of_its_shape(database: str, tm
             scene.assert_equal(applying, "things")
             path = life(applying, "things").place.path
         execute(
-            database, "ALTER TABLE things ADD COLUMN added int DEFAULT 5",
-            "INSERT INTO things VALUES (2000, 1, 'y', 6)", "DELETE FROM things WHERE id = 8",
+            database,
+            "ALTER TABLE things ADD COLUMN added int DEFAULT 5",
+            "INSERT INTO things VALUES (2000, 1, 'y', 6)",
+            "DELETE FROM things WHERE id = 8",
             "UPDATE things SET x = -1 WHERE id = 1000",
-        )  # fmt: skip
+        )
         scene.wait_for_capture()
         DeltaTable(str(path)).delete("id > 100")
         done = scene.pipeline.ask("rebuild", "public.things")

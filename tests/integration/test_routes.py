@@ -122,9 +122,12 @@ def test_loads_changes_and_restarts_leave_each_table_with_what_the_rules_say(
             assert_equal(scene, applying)
         # What comes while nobody applies, a column more, and rows that go.
         execute(
-            url, "ALTER TABLE people ADD COLUMN extra int DEFAULT 4", "ALTER TABLE orders ADD COLUMN extra text",
-            "UPDATE people SET country = 'DE', extra = 5 WHERE id = 13", "INSERT INTO orders VALUES (301, 1, 'x', 'y')",
-        )  # fmt: skip
+            url,
+            "ALTER TABLE people ADD COLUMN extra int DEFAULT 4",
+            "ALTER TABLE orders ADD COLUMN extra text",
+            "UPDATE people SET country = 'DE', extra = 5 WHERE id = 13",
+            "INSERT INTO orders VALUES (301, 1, 'x', 'y')",
+        )
         with scene.loader() as applying:
             assert_equal(scene, applying)
             assert not applying.chunks, "nothing is loaded twice"
@@ -154,26 +157,34 @@ def test_messages_of_an_outbox_stay_whatever_becomes_of_its_rows(database: str, 
     with with_rules(Scene(tmp_path, database), SENT) as scene:
         # One that came, and was gone, before anybody applied; one of a type that nobody knew, gone at once.
         execute(
-            database, "INSERT INTO outbox VALUES (5, 'order', 'e')", "DELETE FROM outbox WHERE id = 5",
+            database,
+            "INSERT INTO outbox VALUES (5, 'order', 'e')",
+            "DELETE FROM outbox WHERE id = 5",
             "BEGIN; INSERT INTO outbox VALUES (6, 'note', 'f'); DELETE FROM outbox WHERE id = 6; COMMIT",
-        )  # fmt: skip
+        )
         scene.wait_for_capture()
         with scene.loader() as applying:
             assert_settled(scene, applying)
             first = {"events.order": [1, 3, 5], "events.bill": [2], "events.note": [6], "events.Old/One": [4]}
             assert messages(applying) == first
             execute(
-                database, "INSERT INTO outbox VALUES (7, 'order', 'g'), (8, 'new', 'h')", "DELETE FROM outbox",
-                "INSERT INTO outbox VALUES (9, 'new', 'i')", "UPDATE outbox SET id = 10 WHERE id = 9",
+                database,
+                "INSERT INTO outbox VALUES (7, 'order', 'g'), (8, 'new', 'h')",
+                "DELETE FROM outbox",
+                "INSERT INTO outbox VALUES (9, 'new', 'i')",
+                "UPDATE outbox SET id = 10 WHERE id = 9",
                 "TRUNCATE outbox",
-            )  # fmt: skip
+            )
             assert_settled(scene, applying)
             then = first | {"events.order": [1, 3, 5, 7], "events.new": [8, 9]}
             assert messages(applying) == then
         execute(
-            database, "ALTER TABLE outbox ADD COLUMN trace text", "INSERT INTO outbox VALUES (11, 'note', 'j', 't')",
-            "DELETE FROM outbox", "INSERT INTO outbox VALUES (12, 'new', 'k', 'u')",
-        )  # fmt: skip
+            database,
+            "ALTER TABLE outbox ADD COLUMN trace text",
+            "INSERT INTO outbox VALUES (11, 'note', 'j', 't')",
+            "DELETE FROM outbox",
+            "INSERT INTO outbox VALUES (12, 'new', 'k', 'u')",
+        )
         with scene.loader() as applying:
             assert_settled(scene, applying)
             last = then | {"events.note": [6, 11], "events.new": [8, 9, 12]}
@@ -182,9 +193,11 @@ def test_messages_of_an_outbox_stay_whatever_becomes_of_its_rows(database: str, 
             source = applying._source.settings
             publication = source.publication if key == "PRIMARY KEY" else source.publication_inserts
             execute(
-                database, f"ALTER PUBLICATION {publication} DROP TABLE outbox",
-                "INSERT INTO outbox VALUES (13, 'note', 'l', 'v')", f"ALTER PUBLICATION {publication} ADD TABLE outbox",
-            )  # fmt: skip
+                database,
+                f"ALTER PUBLICATION {publication} DROP TABLE outbox",
+                "INSERT INTO outbox VALUES (13, 'note', 'l', 'v')",
+                f"ALTER PUBLICATION {publication} ADD TABLE outbox",
+            )
             done = scene.pipeline.ask("snapshot", "events.*")
             assert done.returncode == 0, done.stderr
             assert eventually(lambda: messages(applying).get("events.note") == [6, 11, 13], seconds=LOADED_SECONDS_MAX)
@@ -211,23 +224,31 @@ transforms:
 
 def test_rules_are_for_the_rows_of_which_their_condition_is_true(database: str, tmp_path: Path) -> None:
     execute(
-        database, *OUTBOX.strip().split(";\n"), "INSERT INTO outbox VALUES (5, 'order', 'test')",
-        "CREATE TABLE people (id int PRIMARY KEY, country text, x int)", "ALTER TABLE people REPLICA IDENTITY FULL",
+        database,
+        *OUTBOX.strip().split(";\n"),
+        "INSERT INTO outbox VALUES (5, 'order', 'test')",
+        "CREATE TABLE people (id int PRIMARY KEY, country text, x int)",
+        "ALTER TABLE people REPLICA IDENTITY FULL",
         "INSERT INTO people VALUES (1, 'DE', 1), (2, 'FR', 2)",
-    )  # fmt: skip
+    )
     with with_rules(Scene(tmp_path, database), SOME) as scene, scene.loader() as applying:
         assert_settled(scene, applying)
         execute(
-            database, "INSERT INTO people VALUES (3, 'DE', 3), (4, 'FR', 4)", "DELETE FROM people WHERE id <> 4",
-            "INSERT INTO outbox VALUES (6, 'bill', 'f'), (7, 'bill', 'test')", "DELETE FROM outbox",
-        )  # fmt: skip
+            database,
+            "INSERT INTO people VALUES (3, 'DE', 3), (4, 'FR', 4)",
+            "DELETE FROM people WHERE id <> 4",
+            "INSERT INTO outbox VALUES (6, 'bill', 'f'), (7, 'bill', 'test')",
+            "DELETE FROM outbox",
+        )
         assert_settled(scene, applying)
         rows = found(applying)
     people = [(row["id"], row["x"], row["left"]) for row in rows.pop(("public", "people"))]
     assert people == [(1, "1", True), (3, "3", True), (4, "4", None)]
     assert {name: [row["id"] for row in some] for (_, name), some in rows.items()} == {
-        "order": [1, 3], "bill": [2, 6], "Old/One": [4],
-    }  # fmt: skip
+        "order": [1, 3],
+        "bill": [2, 6],
+        "Old/One": [4],
+    }
 
 
 def test_the_tools_know_a_table_by_the_name_that_a_rule_gave_it(database: str, tmp_path: Path) -> None:
@@ -307,5 +328,6 @@ def test_killed_while_it_loads_and_while_it_applies_a_pipeline_comes_to_what_the
     assert found_in(settings, *HOLDS) == wanted(database)
     there = found_in(settings, *(("events", name) for name in ("order", "late")))
     assert {name: [row["id"] for row in rows] for (_, name), rows in there.items()} == {
-        "order": [1, 3, 5], "late": [6, 7],
-    }  # fmt: skip
+        "order": [1, 3, 5],
+        "late": [6, 7],
+    }

@@ -58,13 +58,19 @@ def test_a_row_that_enters_a_publication_s_condition_is_read_from_the_source(dat
         assert_live(scene, applying)
         assert larges(applying) == {11: "a", 20: "b"}
         # In one transaction, so that the table has the row of before when the new one comes.
-        execute(database, "UPDATE t SET id = 1 WHERE id = 11; UPDATE t SET large = repeat('c', 4000) WHERE id = 1;"
-                          "UPDATE t SET id = 11 WHERE id = 1; UPDATE t SET state = 'open' WHERE id = 11")  # fmt: skip
+        execute(
+            database,
+            "UPDATE t SET id = 1 WHERE id = 11; UPDATE t SET large = repeat('c', 4000) WHERE id = 1;"
+            "UPDATE t SET id = 11 WHERE id = 1; UPDATE t SET state = 'open' WHERE id = 11",
+        )
         assert_live(scene, applying)
         assert larges(applying) == {11: "c", 20: "b"}
-        execute(database, "TRUNCATE t; INSERT INTO t VALUES (1, 'open', repeat('d', 4000));"
-                          "UPDATE t SET id = 12 WHERE id = 1; INSERT INTO t VALUES (2, '', repeat('e', 4000));"
-                          "UPDATE t SET id = 13 WHERE id = 2; DELETE FROM t WHERE id = 13")  # fmt: skip
+        execute(
+            database,
+            "TRUNCATE t; INSERT INTO t VALUES (1, 'open', repeat('d', 4000));"
+            "UPDATE t SET id = 12 WHERE id = 1; INSERT INTO t VALUES (2, '', repeat('e', 4000));"
+            "UPDATE t SET id = 13 WHERE id = 2; DELETE FROM t WHERE id = 13",
+        )
         assert_live(scene, applying)
         assert larges(applying) == {12: "d"}
         assert read_status(scene.settings).tables[0].note is None
@@ -78,25 +84,31 @@ def test_a_row_is_not_read_under_names_that_are_other_columns_by_now(database: s
             assert_live(scene, applying)
         execute(database, "UPDATE t SET id = 11 WHERE id = 1")
         scene.wait_for_capture()
-        execute(database, "ALTER TABLE t RENAME large TO x; ALTER TABLE t RENAME state TO large;"
-                          "ALTER TABLE t RENAME x TO state")  # fmt: skip
+        execute(
+            database,
+            "ALTER TABLE t RENAME large TO x; ALTER TABLE t RENAME state TO large;ALTER TABLE t RENAME x TO state",
+        )
         with scene.loader() as applying:
             assert eventually(lambda: life(applying, "t").last_load is not None, seconds=LOADED_SECONDS_MAX)
             assert_live(scene, applying)
             rows = rows_of(life(applying, "t").place.path).to_pylist()
             assert {row["id"]: (row["state"][0], row["large"]) for row in rows} == {
-                11: ("a", "closed"), 20: ("b", "open"),
-            }  # fmt: skip
+                11: ("a", "closed"),
+                20: ("b", "open"),
+            }
 
 
 def test_a_row_that_a_filter_sent_away_comes_back_in_one_transaction(database: str, tmp_path: Path) -> None:
     execute(database, *TABLE)
     with with_rules(Scene(tmp_path, database), FILTER) as scene, scene.loader() as applying:
         wait_for_state(applying, "t", TableState.LIVE, seconds=LOADED_SECONDS_MAX)
-        execute(database, "UPDATE t SET state = 'closed' WHERE id = 20;"
-                          "UPDATE t SET large = repeat('c', 4000) WHERE id = 20;"
-                          "UPDATE t SET state = 'open' WHERE id = 20; UPDATE t SET state = 'open' WHERE id = 1;"
-                          "UPDATE t SET id = 2 WHERE id = 1")  # fmt: skip
+        execute(
+            database,
+            "UPDATE t SET state = 'closed' WHERE id = 20;"
+            "UPDATE t SET large = repeat('c', 4000) WHERE id = 20;"
+            "UPDATE t SET state = 'open' WHERE id = 20; UPDATE t SET state = 'open' WHERE id = 1;"
+            "UPDATE t SET id = 2 WHERE id = 1",
+        )
         assert_live(scene, applying)
         assert larges(applying) == {2: "a", 20: "c"}
 

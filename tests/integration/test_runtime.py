@@ -58,9 +58,11 @@ KEEPALIVE_SECONDS = 6
 def source(database: str, request: pytest.FixtureRequest) -> Iterator[PostgresCapture]:
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(TABLES)
-    made = PostgresCapture(PostgresSettings(
-        url=database, wanted=lambda table: table in (ITEMS, PAIRS, LOOSE), slot="library", publication="library",
-    ))  # fmt: skip
+    made = PostgresCapture(
+        PostgresSettings(
+            url=database, wanted=lambda table: table in (ITEMS, PAIRS, LOOSE), slot="library", publication="library"
+        )
+    )
     made.scan_chunk_bytes = 16_384
     yield made
     if not request.session.testsfailed:  # a runtime that was left running holds the slot
@@ -109,10 +111,11 @@ def test_a_snapshot_and_the_stream_make_a_mirror_while_others_write(
 ) -> None:
     """Bulk, killed in the middle and resumed in snapshots of its own; then incremental beside the writer."""
     sql(
-        source, "insert into items select i, repeat('x', 100) || i, 0 from generate_series(1, 3000) i",
+        source,
+        "insert into items select i, repeat('x', 100) || i, 0 from generate_series(1, 3000) i",
         "insert into pairs select chr(97 + i % 26), i / 26, '2020-01-01Z'::timestamptz + i * interval '1 us', 'p' || i "
         "from generate_series(1, 500) i",
-    )  # fmt: skip
+    )
     mirror, history = Mirror(), MemorySchemaHistory()
     limits = Limits(rows=200)
     first = CdcRuntime(source, store, history, snapshot_tables=(PAIRS, ITEMS), limits=limits)
@@ -129,8 +132,10 @@ def test_a_snapshot_and_the_stream_make_a_mirror_while_others_write(
         again = drive(second, mirror, lambda: bool(ended(heard)))
         seen = {
             (event.table, *(event.key or {}).values())
-            for batch in again if batch.kind is Kind.SNAPSHOT for event in batch.events()
-        }  # fmt: skip
+            for batch in again
+            if batch.kind is Kind.SNAPSHOT
+            for event in batch.events()
+        }
         assert seen, "there was a rest"
         assert not seen & acknowledged.keys(), "nothing acknowledged is read again"
         mirror.forget()
@@ -150,9 +155,11 @@ def test_a_snapshot_whose_key_a_rule_hides_goes_on_behind_it_and_the_stream_is_h
     """Lessons 7 and 8, of this part: nothing comes out in plain, and nothing acknowledged comes again."""
     sql(source, "insert into items select i, 'plain ' || i, i % 2 from generate_series(1, 400) i")
     rules = plan_of(
-        Filter(where="n == 0"), Rename(columns={"id": "number"}), Sha256(columns=("number",)),
+        Filter(where="n == 0"),
+        Rename(columns={"id": "number"}),
+        Sha256(columns=("number",)),
         Encrypt(columns=("name",), key="new"),
-    )  # fmt: skip
+    )
     seen: list[Batch] = []
     for rows in (60, 200):
         runtime = CdcRuntime(source, store, snapshot_tables=(ITEMS,), transforms=rules, limits=Limits(rows=25))
@@ -192,17 +199,20 @@ def test_lesson_21_a_key_update_of_a_row_with_a_large_value_keeps_the_value(
 ) -> None:
     """Twice in one transaction, in batches of one row, and after a snapshot that has read the row."""
     sql(
-        source, "alter table items alter name set storage external",
+        source,
+        "alter table items alter name set storage external",
         "insert into items select i, repeat(i::text, 9000), 0 from generate_series(1, 3) i",
-    )  # fmt: skip
+    )
     limits = Limits(rows=1, transactions=Transactions.SPLIT)
     runtime, mirror = CdcRuntime(source, store, snapshot_tables=(ITEMS,), limits=limits), Mirror()
     runtime.start()
     drive(runtime, mirror, lambda: len(mirror.rows) == 3)
     sql(
-        source, "begin; update items set id = 12 where id = 2; update items set id = 22, n = 5 where id = 12; commit",
-        "insert into items values (2, 'another', 0)", "update items set id = 23 where id = 3",
-    )  # fmt: skip
+        source,
+        "begin; update items set id = 12 where id = 2; update items set id = 22, n = 5 where id = 12; commit",
+        "insert into items values (2, 'another', 0)",
+        "update items set id = 23 where id = 3",
+    )
     found = drive(runtime, mirror, reached(runtime, source))
     unsent = [event.unchanged for batch in found for event in batch.events() if event.moved_from]
     assert unsent == [("name",)] * 3, "the server leaves it out"
@@ -214,10 +224,11 @@ def test_a_snapshot_goes_on_behind_a_key_of_any_year(source: PostgresCapture, st
     """Python's calendar has the years from 1 to 9999; the server has more."""
     days = ["4000-02-03 BC", "0044-03-15 BC", "0001-01-02", "2020-02-29", "12345-06-07", "5874897-12-31"]
     sql(
-        source, "create table ages (day date, at timestamptz, primary key (day, at))",
+        source,
+        "create table ages (day date, at timestamptz, primary key (day, at))",
         "insert into ages select d::date, t::timestamptz "
         f"from unnest(array{days}) d, unnest(array['0100-01-01 BC', '2020-01-01', '200000-01-01']) t",
-    )  # fmt: skip
+    )
     ages = TableId("public", "ages")
     source.settings = replace(source.settings, wanted=lambda table: table == ages)
     seen: list[tuple[object, ...]] = []
@@ -233,8 +244,13 @@ def test_a_snapshot_goes_on_behind_a_key_of_any_year(source: PostgresCapture, st
         runtime.force_stop()
     assert len(set(seen)) == len(seen) == 18
     assert [str(day) for day, _ in seen[::3]] == [
-        "-3999-02-03", "-043-03-15", "0001-01-02", "2020-02-29", "12345-06-07", "5874897-12-31",
-    ]  # fmt: skip
+        "-3999-02-03",
+        "-043-03-15",
+        "0001-01-02",
+        "2020-02-29",
+        "12345-06-07",
+        "5874897-12-31",
+    ]
 
 
 def test_a_snapshot_on_demand_can_be_filtered(source: PostgresCapture, store: MemoryCheckpointStore) -> None:
@@ -257,9 +273,12 @@ def test_a_condition_that_makes_no_sense_ends_its_snapshot_and_the_stream_goes_o
     runtime, mirror = CdcRuntime(source, store, observers=(heard.append,)), Mirror()
     runtime.start()
     wrong = {
-        "nmae = 'x'": "column \"nmae\" does not exist", "id in (select id from public.itmes)": "does not exist",
-        "name = 5": "operator does not exist", "true) or (true": "does not stand by itself", "": "it is empty",
-    }  # fmt: skip
+        "nmae = 'x'": 'column "nmae" does not exist',
+        "id in (select id from public.itmes)": "does not exist",
+        "name = 5": "operator does not exist",
+        "true) or (true": "does not stand by itself",
+        "": "it is empty",
+    }
     for number, (where, words) in enumerate(wrong.items()):
         runtime.control.snapshot(ITEMS, where=where)
         sql(source, f"insert into items values ({1000 + number}, 'late', 0)")
@@ -279,9 +298,11 @@ def test_a_condition_that_no_longer_makes_sense_ends_its_snapshot_and_nothing_is
 ) -> None:
     """What it names went away while it was read; the table itself is as it was."""
     sql(
-        source, "create table apart_too (id int8)", "insert into apart_too select generate_series(1, 300)",
+        source,
+        "create table apart_too (id int8)",
+        "insert into apart_too select generate_series(1, 300)",
         "insert into items select i, repeat('x', 100), 0 from generate_series(1, 300) i",
-    )  # fmt: skip
+    )
     heard: list[Fact] = []
     for restarted in (False, True):
         runtime = CdcRuntime(source, store, observers=(heard.append,), limits=Limits(rows=20))

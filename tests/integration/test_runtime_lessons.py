@@ -40,9 +40,11 @@ FAR = "123456789012345678901234567890123456789.000000000001"
 def source(database: str, request: pytest.FixtureRequest) -> Iterator[PostgresCapture]:
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(TABLES)
-    made = PostgresCapture(PostgresSettings(
-        url=database, wanted=lambda table: table in (LEFT, RIGHT, ODD), slot="lessons", publication="lessons",
-    ))  # fmt: skip
+    made = PostgresCapture(
+        PostgresSettings(
+            url=database, wanted=lambda table: table in (LEFT, RIGHT, ODD), slot="lessons", publication="lessons"
+        )
+    )
     made.scan_chunk_bytes = 16_384
     yield made
     if not request.session.testsfailed:  # a runtime that was left running holds the slot
@@ -181,9 +183,7 @@ def test_lesson_20_odd_values_are_kept_or_mapped_by_a_stated_rule_and_read_and_s
     said: dict[int, dict[str, Any]] = {key: event.values for key, event in read.items()}
     end = datetime(9999, 12, 31, 23, 59, 59, 999999)
     assert (said[1]["day"], said[1]["at"], said[1]["plain"]) == (date(9999, 12, 31), end.replace(tzinfo=UTC), end)
-    assert (said[1]["f"], said[1]["small"], said[1]["wide"], said[1]["free"]) == (
-        float("inf"), float("-inf"), FAR, FAR,
-    )  # fmt: skip
+    assert (said[1]["f"], said[1]["small"], said[1]["wide"], said[1]["free"]) == (float("inf"), float("-inf"), FAR, FAR)
     assert (said[2]["day"], said[2]["plain"]) == (date(1, 1, 1), datetime(1, 1, 1))
     assert str((said[2]["f"], said[2]["small"], said[2]["wide"], said[2]["free"])) == "(nan, nan, 'NaN', 'NaN')"
     assert (str(said[3]["day"]), str(said[3]["at"])[:11], said[3]["free"]) == ("10000-01-01", "10000-01-01", "Infinity")

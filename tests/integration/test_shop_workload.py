@@ -50,9 +50,7 @@ def test_every_kind_of_transaction_happens(server: EmbeddedPostgres, shop: Conne
     assert {kind for kind, count in workload.counts.items() if count > 0} == set(KINDS)
 
 
-def test_what_it_does_is_seen_in_the_servers_log_of_changes(
-    server: EmbeddedPostgres, shop: Connection
-) -> None:
+def test_what_it_does_is_seen_in_the_servers_log_of_changes(server: EmbeddedPostgres, shop: Connection) -> None:
     shop.execute("CREATE PUBLICATION p FOR TABLES IN SCHEMA public")
     shop.execute("SELECT pg_create_logical_replication_slot('s', 'pgoutput')")
     try:
@@ -107,9 +105,7 @@ def test_what_is_rolled_back_leaves_no_trace(server: EmbeddedPostgres, shop: Con
 
 def test_the_large_values_are_out_of_line(shop: Connection) -> None:
     for table in ("customers", "products", "orders"):
-        ((size,),) = rows(
-            shop, f"SELECT pg_relation_size(reltoastrelid) FROM pg_class WHERE oid = '{table}'::regclass"
-        )
+        ((size,),) = rows(shop, f"SELECT pg_relation_size(reltoastrelid) FROM pg_class WHERE oid = '{table}'::regclass")
         assert size > 10 * LARGE_BYTES_MIN
 
 

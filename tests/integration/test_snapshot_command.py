@@ -192,10 +192,7 @@ def test_a_load_is_paused_for_long_and_the_table_is_changed_meanwhile(
 ) -> None:
     if "FULL" in key:
         execute(filled, "ALTER TABLE things DROP CONSTRAINT things_pkey", f"ALTER TABLE things {key}")
-    with (
-        Scene(tmp_path, filled, way=way) as scene,
-        scene.loader(before=once(lambda: pause(scene), at=3)) as applying,
-    ):
+    with Scene(tmp_path, filled, way=way) as scene, scene.loader(before=once(lambda: pause(scene), at=3)) as applying:
         wait_for_state(applying, "things", TableState.PAUSED)
         execute(filled, "UPDATE things SET x = 5 WHERE id % 2 = 0", "INSERT INTO things VALUES (9000, 1, 'new')")
         execute(filled, "DELETE FROM things WHERE id = 1")

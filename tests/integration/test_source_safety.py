@@ -39,20 +39,21 @@ def test_the_application_can_update_and_delete_in_every_table_that_is_captured(d
     execute(
         database,
         "CREATE TABLE keyless (id int)",
-        "CREATE TABLE nothing (id int PRIMARY KEY)", "ALTER TABLE nothing REPLICA IDENTITY NOTHING",
+        "CREATE TABLE nothing (id int PRIMARY KEY)",
+        "ALTER TABLE nothing REPLICA IDENTITY NOTHING",
         "CREATE TABLE deferred (id int PRIMARY KEY DEFERRABLE)",
-        "CREATE TABLE parent (id int PRIMARY KEY)", "CREATE TABLE child () INHERITS (parent)",
-        "CREATE TABLE root (id int) PARTITION BY RANGE (id)", "ALTER TABLE root REPLICA IDENTITY FULL",
+        "CREATE TABLE parent (id int PRIMARY KEY)",
+        "CREATE TABLE child () INHERITS (parent)",
+        "CREATE TABLE root (id int) PARTITION BY RANGE (id)",
+        "ALTER TABLE root REPLICA IDENTITY FULL",
         "CREATE TABLE leaf PARTITION OF root FOR VALUES FROM (0) TO (100)",
         "CREATE TABLE good (id int PRIMARY KEY)",
-    )  # fmt: skip
+    )
     names = ["keyless", "nothing", "deferred", "parent", "child", "root", "good"]
     capture = capture_of(database, *names)
     capture.prepare(None)
     for name in names:
-        execute(
-            database, f"INSERT INTO {name} VALUES (1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}"
-        )
+        execute(database, f"INSERT INTO {name} VALUES (1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")
     published = {table.name: publications for table, publications in capture.published().items()}
     told = {"parent", "good"}
     assert {name for name, where in published.items() if where == {"mine"}} == told
@@ -89,11 +90,15 @@ def test_who_asks_for_no_table_at_all_is_refused_and_nothing_is_made_or_unpublis
 def test_a_load_that_a_policy_would_filter_is_refused(server: EmbeddedPostgres, database: str) -> None:
     execute(
         database,
-        "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1), (2)",
+        "CREATE TABLE t (id int PRIMARY KEY)",
+        "INSERT INTO t VALUES (1), (2)",
         "CREATE PUBLICATION mine FOR TABLE t",
-        "ALTER TABLE t ENABLE ROW LEVEL SECURITY", "CREATE POLICY one ON t USING (id = 1)",
-        "DROP ROLE IF EXISTS reader", "CREATE ROLE reader LOGIN REPLICATION", "GRANT SELECT ON t TO reader",
-    )  # fmt: skip
+        "ALTER TABLE t ENABLE ROW LEVEL SECURITY",
+        "CREATE POLICY one ON t USING (id = 1)",
+        "DROP ROLE IF EXISTS reader",
+        "CREATE ROLE reader LOGIN REPLICATION",
+        "GRANT SELECT ON t TO reader",
+    )
     url = server.url(database.rpartition("/")[2], user="reader")
     with pytest.raises(SourceRefused, match="row-level security") as caught:
         rows_of(url, "t")
@@ -104,10 +109,12 @@ def test_a_load_that_a_policy_would_filter_is_refused(server: EmbeddedPostgres, 
 def test_a_load_has_the_columns_and_rows_that_the_publication_has(database: str) -> None:
     execute(
         database,
-        "CREATE TABLE t (id int PRIMARY KEY, secret text, x int)", "INSERT INTO t VALUES (1, 'no', 2)",
-        "CREATE TABLE picked (id int PRIMARY KEY)", "INSERT INTO picked SELECT generate_series(1, 7)",
+        "CREATE TABLE t (id int PRIMARY KEY, secret text, x int)",
+        "INSERT INTO t VALUES (1, 'no', 2)",
+        "CREATE TABLE picked (id int PRIMARY KEY)",
+        "INSERT INTO picked SELECT generate_series(1, 7)",
         "CREATE PUBLICATION mine FOR TABLE t (id, x), picked WHERE (id > 5)",
-    )  # fmt: skip
+    )
     assert rows_of(database, "t") == [{"id": 1, "x": 2}]
     assert rows_of(database, "picked") == [{"id": 6}, {"id": 7}]
 
@@ -122,9 +129,12 @@ def test_what_a_role_or_database_sets_does_not_change_a_value(database: str) -> 
     )
     plain = rows_of(database, "t")
     settings = {
-        "datestyle": "German", "timezone": "Asia/Tokyo", "intervalstyle": "iso_8601", "extra_float_digits": "-10",
+        "datestyle": "German",
+        "timezone": "Asia/Tokyo",
+        "intervalstyle": "iso_8601",
+        "extra_float_digits": "-10",
         "bytea_output": "escape",
-    }  # fmt: skip
+    }
     execute(database, *(f"ALTER DATABASE {name} SET {key} = '{value}'" for key, value in settings.items()))
     assert rows_of(database, "t") == plain
 

@@ -39,9 +39,10 @@ RUN_SECONDS_MAX = 3000.0
 ])  # fmt: skip
 def test_a_transaction_of_many_changes_is_held_by_no_process(database: str, tmp_path: Path, features: str) -> None:
     execute(
-        database, "CREATE TABLE big (id int PRIMARY KEY, a bigint, t text, n numeric(12, 2), at timestamptz)",
+        database,
+        "CREATE TABLE big (id int PRIMARY KEY, a bigint, t text, n numeric(12, 2), at timestamptz)",
         f"INSERT INTO big SELECT g, g, 'row ' || g, g, now() FROM generate_series(1, {THERE}) g",
-    )  # fmt: skip
+    )
     pipeline = Pipeline(tmp_path / "one", database)
     pipeline.file.write_text(pipeline.file.read_text() + "  engine: spark\n" + features)
     pipeline.catch_up()

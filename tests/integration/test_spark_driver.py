@@ -18,17 +18,7 @@ import pytest
 from tailrace.spark.merging import BROADCAST_ROWS_MAX
 from tailrace.spark.tasks import advance_table
 from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
-from tests.support.changes import (
-    KEYLESS,
-    SHOP,
-    Change,
-    delete,
-    insert,
-    move,
-    record_batches,
-    truncate,
-    update,
-)
+from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session, spark_engine
 from tests.unit.spark.test_folding import START, stretch
 
@@ -109,9 +99,14 @@ def finished() -> dict[int, int]:
 
 
 def apply(
-    folder: Path, patch: pytest.MonkeyPatch, rows: Sequence[Change], form: Form = PLAIN, *, there: int = 5,
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    rows: Sequence[Change],
+    form: Form = PLAIN,
+    *,
+    there: int = 5,
     schema: Any = SHOP,
-) -> Driver:  # fmt: skip
+) -> Driver:
     """Changes of a real log into a table of so many rows, as a pipeline has it done."""
     folder.mkdir(exist_ok=True)
     work = stretch(folder, schema, [rows], form)

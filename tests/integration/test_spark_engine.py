@@ -14,17 +14,7 @@ from tailrace.tables.fold import fold
 from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.staging import StagedFile, stage
 from tailrace.tables.upkeep import Upkeep
-from tests.support.changes import (
-    KEYLESS,
-    SHOP,
-    changes,
-    delete,
-    insert,
-    move,
-    record_batches,
-    truncate,
-    update,
-)
+from tests.support.changes import KEYLESS, SHOP, changes, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, ordered, tx
 from tests.support.mirrors import BIG, LOG, ROWS, at, by_id, content
@@ -59,9 +49,11 @@ def test_each_engine_goes_on_with_the_other_s_table(tmp_path: Path) -> None:
     engines = [DeltaRsTable(path, LOG), open_table(path, LOG)]
     engines[0].load(SHOP, record_batches(SHOP, ROWS), at(0))
     steps: list[tuple[Any, ...]] = [
-        (update(1, n=1, unchanged=BIG), delete(2)), (*move(1, 11, unchanged=BIG), insert(6, big="six")),
-        (update(11, n=2, unchanged=BIG), update(6, n=1, unchanged=BIG)), (delete(77), *move(3, 33, unchanged=BIG)),
-    ]  # fmt: skip
+        (update(1, n=1, unchanged=BIG), delete(2)),
+        (*move(1, 11, unchanged=BIG), insert(6, big="six")),
+        (update(11, n=2, unchanged=BIG), update(6, n=1, unchanged=BIG)),
+        (delete(77), *move(3, 33, unchanged=BIG)),
+    ]
     for number, rows in enumerate(steps):
         table = engines[(number + 1) % 2]
         applied = table.apply(SHOP, fold(SHOP, changes(SHOP, *rows)), at(number * 10), at(number * 10 + 10))
@@ -77,11 +69,16 @@ def test_a_table_of_any_form_goes_on_with_either(tmp_path: Path, form: Form) -> 
     by = [DeltaRsTable(path, LOG, form), open_table(path, LOG, form)]
     rows = [{"id": i, "name": "begun", "big": f"large {i}", "n": i} for i in (1, 2, 3)]
     table, account = Formed(by[0], form, path, SHOP, rows), Account(SHOP)
-    for number, given in enumerate([
-        (tx(2000, update(1, name="a", n=1, unchanged=BIG), delete(2)), tx(1500, *move(1, 11, unchanged=BIG, n=5))),
-        (tx(2500, update(11, name="b", n=2, unchanged=BIG)), tx(3000, truncate(), insert(3, name="c", n=0))),
-        (tx(2800, update(3, name="d", n=1, unchanged=BIG), insert(2, n=2)), tx(4000, *move(3, 1, unchanged=BIG, n=4))),
-    ]):  # fmt: skip
+    for number, given in enumerate(
+        [
+            (tx(2000, update(1, name="a", n=1, unchanged=BIG), delete(2)), tx(1500, *move(1, 11, unchanged=BIG, n=5))),
+            (tx(2500, update(11, name="b", n=2, unchanged=BIG)), tx(3000, truncate(), insert(3, name="c", n=0))),
+            (
+                tx(2800, update(3, name="d", n=1, unchanged=BIG), insert(2, n=2)),
+                tx(4000, *move(3, 1, unchanged=BIG, n=4)),
+            ),
+        ]
+    ):
         table.table = by[(number + 1) % 2]
         assert table.apply(*given).committed
     account.load(rows)

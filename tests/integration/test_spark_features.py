@@ -53,9 +53,14 @@ def test_rows_that_change_get_a_vector_and_their_file_stays(tmp_path: Path) -> N
     (file,) = table.files()
     size = (tmp_path / file).stat().st_size
     applied = apply(
-        table, 0, update(1, name="one", n=1, unchanged=BIG), delete(2), *move(3, 333, unchanged=BIG), insert(1000),
+        table,
+        0,
+        update(1, name="one", n=1, unchanged=BIG),
+        delete(2),
+        *move(3, 333, unchanged=BIG),
+        insert(1000),
         delete(4),
-    )  # fmt: skip
+    )
     adds = {action["add"]["path"]: action["add"] for action in newest(tmp_path, table) if "add" in action}
     assert adds[file]["deletionVector"]["cardinality"] == 4, "rows went, and the file is the same"
     assert applied.bytes < size, "it was not written anew"
@@ -78,20 +83,21 @@ def test_columns_are_renamed_dropped_and_added_and_no_file_is_touched(tmp_path: 
     steps = [
         Recast(schema=replace(SHOP, columns=(id_, title, big, n)), renamed=((name.name, title.name),)),
         Recast(
-            schema=replace(SHOP, columns=(id_, was_n, was_big)), renamed=(("big", "n"), ("n", "big")),
+            schema=replace(SHOP, columns=(id_, was_n, was_big)),
+            renamed=(("big", "n"), ("n", "big")),
             dropped=(title.name,),
         ),
         Recast(schema=replace(SHOP, columns=(id_, was_n, was_big, name)), added=("name",)),
-    ]  # fmt: skip
+    ]
     for step, recast in enumerate(steps):
         shape = recast.schema
         assert table.evolve(recast, at(0)).committed
         assert (table.version(), table.files(), table.shape()) == (step + 1, files, shape)
         assert not [action for action in newest(tmp_path, table) if {"add", "remove"} & set(action)]
         assert not table.evolve(recast, at(0)).committed, "it is so already"
-    assert read(tmp_path) == [
-        {"id": row["id"], "big": row["n"], "n": row["big"], "name": None} for row in MANY[:5]
-    ], "what was called so before does not come back"
+    assert read(tmp_path) == [{"id": row["id"], "big": row["n"], "n": row["big"], "name": None} for row in MANY[:5]], (
+        "what was called so before does not come back"
+    )
     apply(table, 0, update(1, big=7, n="seven", name="new"), delete(2), schema=shape)
     found = {row["id"]: (row["big"], row["n"], row["name"]) for row in read(tmp_path)}
     assert found == {1: (7, "seven", "new")} | {i: (i, f"large {i}", None) for i in (3, 4, 5)}
@@ -175,11 +181,13 @@ SETTINGS = """  engine: spark
 
 def test_a_pipeline_has_tables_with_them(database: str, tmp_path: Path) -> None:
     execute(
-        database, "CREATE TABLE orders (id int PRIMARY KEY, name text, n numeric(12, 3), gone int)",
-        "CREATE TABLE marks (a int, b text)", "ALTER TABLE marks REPLICA IDENTITY FULL",
+        database,
+        "CREATE TABLE orders (id int PRIMARY KEY, name text, n numeric(12, 3), gone int)",
+        "CREATE TABLE marks (a int, b text)",
+        "ALTER TABLE marks REPLICA IDENTITY FULL",
         "INSERT INTO orders SELECT g, 'n' || g, g, g FROM generate_series(1, 50) g",
         "INSERT INTO marks VALUES (1, 'x'), (1, 'x'), (2, NULL)",
-    )  # fmt: skip
+    )
     pipeline = Pipeline(tmp_path / "one", database)
     plain = pipeline.file.read_text()
     pipeline.file.write_text(plain + SETTINGS)
@@ -188,10 +196,14 @@ def test_a_pipeline_has_tables_with_them(database: str, tmp_path: Path) -> None:
     table = DeltaRsTable(orders, ChangeLog.open(pipeline.log).log_id, features=BOTH)
     files = table.files()
     execute(
-        database, "ALTER TABLE orders RENAME name TO title", "ALTER TABLE orders DROP gone",
-        "ALTER TABLE marks RENAME b TO c", "DELETE FROM marks WHERE a = 2",
-        "UPDATE orders SET title = 'changed' WHERE id <= 10", "DELETE FROM orders WHERE id = 11",
-    )  # fmt: skip
+        database,
+        "ALTER TABLE orders RENAME name TO title",
+        "ALTER TABLE orders DROP gone",
+        "ALTER TABLE marks RENAME b TO c",
+        "DELETE FROM marks WHERE a = 2",
+        "UPDATE orders SET title = 'changed' WHERE id <= 10",
+        "DELETE FROM orders WHERE id = 11",
+    )
     pipeline.catch_up()
     assert set(files) <= set(table.files()), "renamed, dropped, updated and deleted, and not written anew"
     assert table.rows() == 49

@@ -59,10 +59,11 @@ class Account:
         """What a load reads."""
         for name in NAMES:
             execute(
-                self.url, f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)",
+                self.url,
+                f"CREATE TABLE {name} (id int PRIMARY KEY, x int, large text)",
                 f"ALTER TABLE {name} ALTER large SET STORAGE EXTERNAL",
                 f"INSERT INTO {name} SELECT g, g, repeat('l', {SIZE}) FROM generate_series(1, {ROWS}) g",
-            )  # fmt: skip
+            )
         for key in range(1, ROWS + 1):
             self.live[key] = (key, SIZE)
             self.marked[key] = (self.live[key], False)
@@ -223,10 +224,14 @@ def test_a_version_that_was_missing_is_put_in_by_spark_once(tmp_path: Path) -> N
 def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path: Path) -> None:
     some, account = random.Random(20261116), Account(database)
     account.begin()
-    execute(database, "CREATE TABLE d (id int PRIMARY KEY, n numeric(10, 2), large text)",
-            "ALTER TABLE d ALTER large SET STORAGE EXTERNAL",
-            f"INSERT INTO d SELECT g, g, repeat('l', {SIZE}) FROM generate_series(1, 4) g",
-            "CREATE TABLE e (id int PRIMARY KEY, x int)", "INSERT INTO e VALUES (1, 1), (2, 2)")  # fmt: skip
+    execute(
+        database,
+        "CREATE TABLE d (id int PRIMARY KEY, n numeric(10, 2), large text)",
+        "ALTER TABLE d ALTER large SET STORAGE EXTERNAL",
+        f"INSERT INTO d SELECT g, g, repeat('l', {SIZE}) FROM generate_series(1, 4) g",
+        "CREATE TABLE e (id int PRIMARY KEY, x int)",
+        "INSERT INTO e VALUES (1, 1), (2, 2)",
+    )
     pipeline = Pipeline(tmp_path / "one", database)
     pipeline.file.write_text(pipeline.file.read_text() + TABLES)
     catch_up(pipeline)
@@ -234,8 +239,12 @@ def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path:
 
     for _ in range(25):
         account.transact(some)
-    execute(database, "UPDATE d SET n = 'NaN' WHERE id = 1", "UPDATE d SET n = 20 WHERE id = 2",
-            "DELETE FROM d WHERE id = 3")  # fmt: skip
+    execute(
+        database,
+        "UPDATE d SET n = 'NaN' WHERE id = 1",
+        "UPDATE d SET n = 20 WHERE id = 2",
+        "DELETE FROM d WHERE id = 3",
+    )
     catch_up(pipeline)
     account.check(pipeline.lake)
     for name in NAMES:
@@ -243,8 +252,12 @@ def test_tables_in_every_mode_are_what_was_done_to_them(database: str, tmp_path:
     assert (amounts(pipeline), letters(pipeline)) == ({1: 1, 2: 20, 4: 4}, ["value-unfit"])
 
     # A change builds on the one that is missing; a replay puts both right.
-    execute(database, "UPDATE d SET n = 10 WHERE id = 1", "ALTER TABLE e ADD y int DEFAULT 7",
-            "UPDATE e SET x = 10 WHERE id = 1")  # fmt: skip
+    execute(
+        database,
+        "UPDATE d SET n = 10 WHERE id = 1",
+        "ALTER TABLE e ADD y int DEFAULT 7",
+        "UPDATE e SET x = 10 WHERE id = 1",
+    )
     for _ in range(5):
         account.transact(some)
     assert pipeline.ask("dead-letters", "replay").returncode == 0

@@ -22,17 +22,7 @@ from tailrace.tables.formed import fold_into
 from tailrace.tables.forms import Form, TableMode
 from tailrace.tables.partitions import misfits
 from tailrace.tables.upkeep import Upkeep
-from tests.support.changes import (
-    COMPOSITE,
-    KEYLESS,
-    SHOP,
-    KeylessModel,
-    delete,
-    insert,
-    move,
-    truncate,
-    update,
-)
+from tests.support.changes import COMPOSITE, KEYLESS, SHOP, KeylessModel, delete, insert, move, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx
 from tests.unit.tables.test_partitions import assert_taken_out_as_put_in
@@ -65,10 +55,17 @@ def steps(count: int) -> list[Any]:
     some = random.Random(20261116)
     kinds = ["insert", "insert", "update", "update", "delete", "move", "truncate"]
     return [
-        (some.choice(kinds), some.randint(0, 3), some.randint(0, 3), some.choice(NAMES),
-         some.choice([(), ("big",), ("name", "big")]), some.random() < 0.5, some.randint(900, 1100))
+        (
+            some.choice(kinds),
+            some.randint(0, 3),
+            some.randint(0, 3),
+            some.choice(NAMES),
+            some.choice([(), ("big",), ("name", "big")]),
+            some.random() < 0.5,
+            some.randint(900, 1100),
+        )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("form", "first"), [(form, at % 2) for at, form in enumerate(FORMS)], ids=str)
@@ -198,13 +195,33 @@ def test_a_row_that_is_read_again_has_a_value_for_a_partition(tmp_path: Path) ->
 
 def test_spark_and_arrow_refuse_the_same_values() -> None:
     kinds: list[tuple[pa.DataType, list[Any]]] = [
-        (pa.string(), ["", "x", "__HIVE_DEFAULT_PARTITION__", "L" * 253, "L" * 254, "é" * 42, "é" * 43, "~" * 84,
-                       "~" * 85, "-_." * 84, "💧" * 21, "💧" * 22, "a/" * 63, "a/" * 64, None]),
+        (
+            pa.string(),
+            [
+                "",
+                "x",
+                "__HIVE_DEFAULT_PARTITION__",
+                "L" * 253,
+                "L" * 254,
+                "é" * 42,
+                "é" * 43,
+                "~" * 84,
+                "~" * 85,
+                "-_." * 84,
+                "💧" * 21,
+                "💧" * 22,
+                "a/" * 63,
+                "a/" * 64,
+                None,
+            ],
+        ),
         (pa.date32(), [-719_163, -719_162, 0, 2_932_896, 2_932_897, None]),
-        (pa.timestamp("us"), [-62_135_596_800_000_001, -62_135_596_800_000_000, 253_402_300_799_999_999,
-                              253_402_300_800_000_000, None]),
+        (
+            pa.timestamp("us"),
+            [-62_135_596_800_000_001, -62_135_596_800_000_000, 253_402_300_799_999_999, 253_402_300_800_000_000, None],
+        ),
         (pa.int32(), [0, None]),
-    ]  # fmt: skip
+    ]
     for kind, values in kinds:
         column = Column(name="p", source_type="", type=kind)
         rows = session().createDataFrame(pa.table({"p": pa.array(values, kind)}))

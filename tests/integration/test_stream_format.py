@@ -117,9 +117,14 @@ def test_a_log_is_read_and_streamed_with_no_import(spark: SparkSession, diary: D
     diary.commit(inserts(2), inserts(7, schema=OTHER))
     frame = read(spark, log=diary.path, table="public.things")
     assert frame.dtypes[:7] == [
-        ("_op", "string"), ("_seq", "bigint"), ("_commit", "bigint"), ("_position", "string"), ("_tx", "bigint"),
-        ("_tx_index", "int"), ("_committed_at", "timestamp"),
-    ]  # fmt: skip
+        ("_op", "string"),
+        ("_seq", "bigint"),
+        ("_commit", "bigint"),
+        ("_position", "string"),
+        ("_tx", "bigint"),
+        ("_tx_index", "int"),
+        ("_committed_at", "timestamp"),
+    ]
     assert frame.columns[7:] == ["_unchanged", "_before", "_moved_from", "_unfit", "id", "name", "big", "n"]
     wanted = [n.row.values | {"_commit": n.commit} for n in diary.noted if n.row.schema == SHOP]
     for row in (found := [row.asDict(recursive=True) for row in frame.orderBy("_seq").collect()]):
@@ -162,8 +167,10 @@ def test_an_envelope_and_a_change_feed_are_what_spark_takes_them_for(spark: Spar
     diary.commit((FULL, [update(1, n=2, before={"id": 1, "n": 1}), delete(2, n=1)]))
     feed = read(spark, log=diary.path, table="public.things", shape="changelog", startingPosition=4)
     assert feed.dtypes[-3:] == [
-        ("_change_type", "string"), ("_commit_version", "bigint"), ("_commit_timestamp", "timestamp")
-    ]  # fmt: skip
+        ("_change_type", "string"),
+        ("_commit_version", "bigint"),
+        ("_commit_timestamp", "timestamp"),
+    ]
     changes = sorted((row["_change_type"], row["id"], row["n"], row["_commit_version"]) for row in feed.collect())
     assert changes == [("delete", 2, 1, 4), ("update_postimage", 1, 2, 4), ("update_preimage", 1, 1, 4)]
 
@@ -248,9 +255,12 @@ def test_every_shape_is_streamed(spark: SparkSession, diary: Diary, tmp_path: Pa
     many.run()
     told = [(row["_table"], row["_op"], row["_row"] and row["_row"].toPython()["id"]) for row in many.rows]
     assert told == [
-        ("things", "insert", 1), ("other", "insert", 7), ("things", "insert", 2), ("things", "update", 1),
+        ("things", "insert", 1),
+        ("other", "insert", 7),
+        ("things", "insert", 2),
+        ("things", "update", 1),
         ("things", "truncate", None),
-    ]  # fmt: skip
+    ]
     feed = Streamed(spark, tmp_path / "feed", log=diary.path, table="public.things", shape="changelog")
     if LIMITS:  # else a query that ends by itself has one micro-batch, and that cannot be planned
         with pytest.raises(PySparkException, match="TRUNCATE cannot be told"):

@@ -69,13 +69,19 @@ class Drivers:
     @contextmanager
     def running(self, trigger: str = "on") -> Iterator[subprocess.Popen[bytes]]:
         environment = os.environ | {
-            "PYSPARK_PYTHON": sys.executable, "JAVA_HOME": str(find_java()), "PYTHONPATH": os.pathsep.join(sys.path)
-        }  # fmt: skip
+            "PYSPARK_PYTHON": sys.executable,
+            "JAVA_HOME": str(find_java()),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         with (self._folder / "said").open("ab") as said:
             process = subprocess.Popen(
                 [sys.executable, "-c", DRIVER, json.dumps(self._options), str(self._folder), self._master, trigger],
-                stdout=subprocess.PIPE, stderr=said, env=environment, cwd=self._folder, start_new_session=True,
-            )  # fmt: skip
+                stdout=subprocess.PIPE,
+                stderr=said,
+                env=environment,
+                cwd=self._folder,
+                start_new_session=True,
+            )
         assert process.stdout is not None
         try:
             assert process.stdout.readline() == b"started\n", (self._folder / "said").read_text()[-3000:]
@@ -150,8 +156,6 @@ def alive(pids: set[int]) -> list[bytes]:
         if status.rpartition(b")")[2].split()[0] != b"Z":
             found.append(said)
     return found
-
-
 
 
 @pytest.mark.parametrize(

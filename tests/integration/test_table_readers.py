@@ -140,11 +140,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     @functools.cache
     def make(name: str) -> tuple[Path, list[dict[str, Any]]]:
         some, form, folder = random.Random(20261118), FORMS[name], tmp_path_factory.mktemp("forms") / "t"
-        begun, transactions = story([
-            (some.choice(KINDS_OF_STEPS), some.randint(0, 7), some.randint(0, 7), some.choice(NAMES),
-             some.choice([(), ("big",)]), some.random() < 0.5, some.randint(900, 1100))
-            for _ in range(40)
-        ])  # fmt: skip
+        begun, transactions = story(
+            [
+                (
+                    some.choice(KINDS_OF_STEPS),
+                    some.randint(0, 7),
+                    some.randint(0, 7),
+                    some.choice(NAMES),
+                    some.choice([(), ("big",)]),
+                    some.random() < 0.5,
+                    some.randint(900, 1100),
+                )
+                for _ in range(40)
+            ]
+        )
         batch = stored(COMPOSITE, transactions)
         table = Formed(open_table(folder, LOG, form), form, folder, COMPOSITE, begun)
         account = Account.of(COMPOSITE, begun, batch)

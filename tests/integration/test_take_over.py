@@ -18,14 +18,7 @@ from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogFenced
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.settings import load_settings
-from tests.support.pipelines import (
-    Pipeline,
-    Running,
-    assert_log_is_whole,
-    eventually,
-    execute,
-    wait_for_free_slots,
-)
+from tests.support.pipelines import Pipeline, Running, assert_log_is_whole, eventually, execute, wait_for_free_slots
 from tests.support.thorough import thorough
 
 
@@ -186,9 +179,7 @@ def test_without_take_over_a_second_capture_waits_and_is_refused_even_by_one_tha
 
 
 @thorough
-def test_a_whole_pipeline_that_was_stopped_can_be_taken_over(
-    database: str, tmp_path: Path, ended: ExitStack
-) -> None:
+def test_a_whole_pipeline_that_was_stopped_can_be_taken_over(database: str, tmp_path: Path, ended: ExitStack) -> None:
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, x text)", "INSERT INTO t VALUES (1, 'x')")
     pipeline = Pipeline(tmp_path, database)
     first = pipeline.start("run", "--json")

@@ -116,14 +116,15 @@ def test_what_is_hidden_is_nowhere_and_lesson_8_loads_and_changes_agree(scene: S
         assert {row["mail"] for row in loaded} == {"**********.org"}
         shape = life(applying, "users").shape
         execute(
-            url, "INSERT INTO users VALUES (7, 'streamed-7@x.org', 'SSN-streamed', '77', 'sesame-streamed', 'DE')",
+            url,
+            "INSERT INTO users VALUES (7, 'streamed-7@x.org', 'SSN-streamed', '77', 'sesame-streamed', 'DE')",
             "UPDATE users SET mail = 'streamed-1@x.org' WHERE id = 1",  # its large value is not sent
             "UPDATE users SET id = 22 WHERE id = 2",
             "DELETE FROM users WHERE id = 3",
             "UPDATE users SET country = 'FR' WHERE id = 4",
             "INSERT INTO users VALUES (91, 'streamed-fr@x.org', 'SSN-streamed', '1', 'sesame-streamed', 'FR')",
             "UPDATE users SET country = 'DE', ssn = 'SSN-streamed-fr' WHERE id = 90",
-        )  # fmt: skip
+        )
         assert scene.settled(applying), life(applying, "users").error
         found = {row["id"]: row for row in rows(applying)}
         assert found.keys() == {number(key) for key in (1, 5, 6, 7, 22, 90)}
@@ -144,9 +145,10 @@ def test_rows_that_a_rule_fails_at_are_set_aside_and_a_replay_brings_them_in(sce
     with with_rules(scene, text), scene.loader() as applying:
         wait_for_state(applying, "users", TableState.LIVE)
         execute(
-            url, "UPDATE users SET code = 'no number', mail = 'streamed-1@x.org' WHERE id = 1",
+            url,
+            "UPDATE users SET code = 'no number', mail = 'streamed-1@x.org' WHERE id = 1",
             "UPDATE users SET code = 55 WHERE id = 5",
-        )  # fmt: skip
+        )
         assert scene.settled(applying)
         (letter,) = letters(scene)
         assert (letter["code"], letter["operation"]) == ("transform-failed", "update")
@@ -174,8 +176,9 @@ def test_other_rules_have_the_table_loaded_anew(scene: Scene) -> None:
     text = 'transforms: {rules: [{do: redact, tables: ["public.users"], columns: [mail]}]}\n'
     with with_rules(scene, text), scene.loader() as applying:
         assert eventually(lambda: {row["mail"] for row in rows(applying)} == {"[redacted]"}), [
-            life(applying, "users").state, life(applying, "users").error
-        ]  # fmt: skip
+            life(applying, "users").state,
+            life(applying, "users").error,
+        ]
         execute(scene.pipeline.url, "UPDATE users SET mail = 'streamed' WHERE id = 1")
         assert scene.settled(applying)
         assert {row["mail"] for row in rows(applying)} == {"[redacted]"}
@@ -218,9 +221,11 @@ def test_the_whole_pipeline_with_spark_hides_what_it_is_told_to(scene: Scene) ->
     pipeline = scene.pipeline
     pipeline.catch_up()
     execute(
-        pipeline.url, "INSERT INTO users VALUES (7, 'streamed-7@x.org', 'SSN-streamed', '77', 'sesame-streamed', 'DE')",
-        "UPDATE users SET mail = 'streamed-1@x.org' WHERE id = 1", "UPDATE users SET id = 22 WHERE id = 2",
-    )  # fmt: skip
+        pipeline.url,
+        "INSERT INTO users VALUES (7, 'streamed-7@x.org', 'SSN-streamed', '77', 'sesame-streamed', 'DE')",
+        "UPDATE users SET mail = 'streamed-1@x.org' WHERE id = 1",
+        "UPDATE users SET id = 22 WHERE id = 2",
+    )
     pipeline.catch_up()
     files = DeltaTable(pipeline.lake / "public" / "users").file_uris()
     found = {row["id"]: row for file in files for row in pq.read_table(file).to_pylist()}
@@ -259,14 +264,21 @@ def test_chunks_rows_read_again_and_parts_of_a_table_go_through_the_rules(databa
         return sorted((row["number"], row["x"], row["large"]) for row in rows(applying, "things"))
 
     # While chunks are read: rows whose large value is not sent, and that no chunk may have seen; others come and go.
-    meanwhile = once(lambda: execute(
-        database, "UPDATE things SET id = 1000 WHERE id = 2", "UPDATE things SET x = 1 WHERE id IN (1000, 4, 298)",
-        "UPDATE things SET kind = 'no' WHERE id IN (5, 299)", "DELETE FROM things WHERE id IN (7, 8)",
-    ), at=1)  # fmt: skip
+    meanwhile = once(
+        lambda: execute(
+            database,
+            "UPDATE things SET id = 1000 WHERE id = 2",
+            "UPDATE things SET x = 1 WHERE id IN (1000, 4, 298)",
+            "UPDATE things SET kind = 'no' WHERE id IN (5, 299)",
+            "DELETE FROM things WHERE id IN (7, 8)",
+        ),
+        at=1,
+    )
     with scene, scene.loader(after=meanwhile) as applying:
         assert eventually(lambda: life(applying, "things").state is TableState.LIVE), [
-            life(applying, "things").state, life(applying, "things").error
-        ]  # fmt: skip
+            life(applying, "things").state,
+            life(applying, "things").error,
+        ]
         assert len(applying.chunks) > 3
         assert scene.settled(applying)
         assert there(applying) == expected()
@@ -274,10 +286,13 @@ def test_chunks_rows_read_again_and_parts_of_a_table_go_through_the_rules(databa
         # A part that is read again: the condition is the source's own, and so are its columns.
         publication = applying._source.settings.publication
         execute(
-            database, f"ALTER PUBLICATION {publication} DROP TABLE things", "UPDATE things SET x = 9 WHERE id < 50",
-            "DELETE FROM things WHERE id = 10", "UPDATE things SET kind = 'no' WHERE id = 11",
+            database,
+            f"ALTER PUBLICATION {publication} DROP TABLE things",
+            "UPDATE things SET x = 9 WHERE id < 50",
+            "DELETE FROM things WHERE id = 10",
+            "UPDATE things SET kind = 'no' WHERE id = 11",
             f"ALTER PUBLICATION {publication} ADD TABLE things",
-        )  # fmt: skip
+        )
         done = scene.pipeline.ask("snapshot", "public.things", "--where", "id < 50 and large like 'large-%'")
         assert done.returncode == 0, done.stderr
         assert eventually(lambda: there(applying) == expected()), life(applying, "things").error

@@ -70,9 +70,7 @@ class MemoryBench:
         }
 
     def write(self, *rows: tuple[str, int]) -> None:
-        self.capture.commit(
-            *[batch_of(self._shapes[table], (Operation.INSERT, {"id": n})) for table, n in rows]
-        )
+        self.capture.commit(*[batch_of(self._shapes[table], (Operation.INSERT, {"id": n})) for table, n in rows])
 
     def write_many(self, begin: int, end: int) -> None:
         middle = (begin + end) // 2
@@ -93,10 +91,7 @@ class MemoryBench:
 def _inserts(schema: TableSchema, begin: int, end: int) -> ChangeBatch:
     """As `batch_of` makes them, many at once."""
     one = batch_of(schema, (Operation.INSERT, {"id": 0}))
-    columns = [
-        pa.nulls(end - begin, field.type).fill_null(one.data.column(field.name)[0])
-        for field in one.data.schema
-    ]
+    columns = [pa.nulls(end - begin, field.type).fill_null(one.data.column(field.name)[0]) for field in one.data.schema]
     columns[one.data.schema.get_field_index("id")] = pa.array(np.arange(begin, end))
     return ChangeBatch(schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=one.data.schema))
 
@@ -111,9 +106,9 @@ class PostgresBench:
         for table in ("items", "others", "elsewhere"):
             self.execute(f"create table {name}.{table} (id int8 primary key)")
         wanted = {TableId(name, "items"), TableId(name, "others")}
-        self.capture = PostgresCapture(PostgresSettings(
-            url=server.url(), wanted=wanted.__contains__, slot=name, publication=name,
-        ))  # fmt: skip
+        self.capture = PostgresCapture(
+            PostgresSettings(url=server.url(), wanted=wanted.__contains__, slot=name, publication=name)
+        )
         begin = self.capture.prepare(None)
         assert begin is not None
         self.begin = begin
@@ -149,9 +144,7 @@ class PostgresBench:
 
     def walsender(self) -> int:
         """The server's process that serves the slot now."""
-        ((pid,),) = self.execute(
-            f"select active_pid from pg_replication_slots where slot_name = '{self.schema}'"
-        )
+        ((pid,),) = self.execute(f"select active_pid from pg_replication_slots where slot_name = '{self.schema}'")
         return int(pid)
 
     def close(self) -> None:
@@ -212,11 +205,7 @@ def rows_of(*windows: Window) -> list[Row]:
     """Every row, window by window, in order of `_seq` within each."""
     found: list[Row] = []
     for window in windows:
-        rows = [
-            {"table": batch.schema.table.name} | row
-            for batch in window.batches
-            for row in batch.data.to_pylist()
-        ]
+        rows = [{"table": batch.schema.table.name} | row for batch in window.batches for row in batch.data.to_pylist()]
         found += sorted(rows, key=lambda row: int(row[change.SEQ]))
     return found
 
@@ -232,9 +221,7 @@ def numbers(name: str, *windows: Window) -> npt.NDArray[np.int64]:
     for window in windows:
         if window.batches:
             seqs, values = (
-                np.concatenate(
-                    [batch.data.column(column).cast(pa.int64()).to_numpy() for batch in window.batches]
-                )
+                np.concatenate([batch.data.column(column).cast(pa.int64()).to_numpy() for batch in window.batches])
                 for column in (change.SEQ, name)
             )
             found.append(values[np.argsort(seqs)])

@@ -60,9 +60,14 @@ def insert(key: Any, *, unfit: tuple[str, ...] | None = None, unfit_text: str = 
 
 
 def update(
-    key: Any, *, unchanged: tuple[str, ...] | None = None, unfit: tuple[str, ...] | None = None,
-    before: Row | None = None, unfit_text: str = "SECRET", **values: Any,
-) -> Change:  # fmt: skip
+    key: Any,
+    *,
+    unchanged: tuple[str, ...] | None = None,
+    unfit: tuple[str, ...] | None = None,
+    before: Row | None = None,
+    unfit_text: str = "SECRET",
+    **values: Any,
+) -> Change:
     return Change(
         op="update", values=_key(key) | values, unchanged=unchanged, unfit=unfit, before=before, unfit_text=unfit_text
     )
@@ -72,9 +77,7 @@ def delete(key: Any, *, unfit: tuple[str, ...] | None = None, **values: Any) -> 
     return Change(op="delete", values=_key(key) | values, unfit=unfit)
 
 
-def move(
-    old: Any, new: Any, *, unchanged: tuple[str, ...] | None = None, **values: Any
-) -> tuple[Change, Change]:
+def move(old: Any, new: Any, *, unchanged: tuple[str, ...] | None = None, **values: Any) -> tuple[Change, Change]:
     """A key update: the two neighbouring rows it arrives as."""
     arrival = Change(op="insert", values=_key(new) | values, unchanged=unchanged, moved_from=_key(old))
     return delete(old), arrival
@@ -108,9 +111,7 @@ def _stored(schema: TableSchema, row: Change, seq: int) -> Row:
         change.UNCHANGED: None if row.unchanged is None else list(row.unchanged),
         change.BEFORE: _renamed(row.before),
         change.MOVED_FROM: _renamed(row.moved_from),
-        change.UNFIT: None
-        if row.unfit is None
-        else [{"column": name, "text": row.unfit_text} for name in row.unfit],
+        change.UNFIT: None if row.unfit is None else [{"column": name, "text": row.unfit_text} for name in row.unfit],
         **{change.stored_name(name): row.values.get(name) for name in schema.names},
     }
 
@@ -172,9 +173,7 @@ class Model:
             by_key[tuple(whole[name] for name in self.schema.names if name in self.schema.key)] = whole
         return by_key
 
-    def step(
-        self, kind: str, at: int, to: int, value: str | None, unchanged: tuple[str, ...]
-    ) -> list[Change]:
+    def step(self, kind: str, at: int, to: int, value: str | None, unchanged: tuple[str, ...]) -> list[Change]:
         if kind == "truncate":
             self.rows.clear()
             self.away.clear()

@@ -56,9 +56,14 @@ class Cluster:
         file = self.folder / f"{name}.log"
         with file.open("wb") as log:
             process = subprocess.Popen(
-                [spark_program("spark-class"), *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True, env=cluster_environment(), cwd=self.folder,
-            )  # fmt: skip
+                [spark_program("spark-class"), *arguments],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=cluster_environment(),
+                cwd=self.folder,
+            )
         self._processes.append(process)
         assert eventually(lambda: re.search(until, file.read_text()), START_SECONDS_MAX), file.read_text()
         found = re.search(until, file.read_text())

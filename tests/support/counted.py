@@ -98,11 +98,16 @@ class CountedStream(Generic[P]):
             return None
         ended = window.continued_end
         return Window(
-            start=self._kind.count(window.start), end=self._kind.count(window.end), transactions=window.transactions,
-            batches=tuple(map(self._placed, window.batches)), rows=window.rows, open=window.open,
-            continues=window.continues, continued_end=None if ended is None else self._kind.count(ended),
+            start=self._kind.count(window.start),
+            end=self._kind.count(window.end),
+            transactions=window.transactions,
+            batches=tuple(map(self._placed, window.batches)),
+            rows=window.rows,
+            open=window.open,
+            continues=window.continues,
+            continued_end=None if ended is None else self._kind.count(ended),
             last_committed_at=window.last_committed_at,
-        )  # fmt: skip
+        )
 
     def _placed(self, batch: ChangeBatch) -> ChangeBatch:
         at = batch.data.schema.get_field_index(change.POSITION)

@@ -45,8 +45,7 @@ def built(folder: Path) -> Path | None:
         return None
     library = folder / "failing_disk.so"
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-o", str(library), str(_SOURCE), "-ldl"],
-        check=True,
+        [compiler, "-shared", "-fPIC", "-U_FORTIFY_SOURCE", "-o", str(library), str(_SOURCE), "-ldl"], check=True
     )
     return library
 

@@ -27,16 +27,7 @@ from tailrace.model.position import ZERO, Lsn
 from tests.support.changes import SHOP, insert, table_schema
 from tests.support.failing_disk import Call, Disk
 from tests.support.logs import assert_nothing_left_over
-from tests.support.windows import (
-    SOURCE,
-    batch,
-    finishing_window,
-    ids,
-    named,
-    open_window,
-    rows_window,
-    window,
-)
+from tests.support.windows import SOURCE, batch, finishing_window, ids, named, open_window, rows_window, window
 
 OTHER = named("public", "other", 2)
 ALTERED = table_schema({"id": pa.int64(), "name": pa.string()})
@@ -144,13 +135,7 @@ class Life:
 
 
 def turns(life: Life) -> tuple[Callable[[], None], ...]:
-    return (
-        lambda: life.capture(EARLY),
-        life.seal,
-        lambda: life.capture((*EARLY, *LATE)),
-        life.seal,
-        life.trim,
-    )
+    return (lambda: life.capture(EARLY), life.seal, lambda: life.capture((*EARLY, *LATE)), life.seal, life.trim)
 
 
 def live(life: Life) -> int:
@@ -200,12 +185,7 @@ def tell(top: Path, calls: Call, nth: int, error: int, *, lasting: bool) -> tupl
 
 def main(arguments: list[str]) -> None:
     """FOLDER CALLS ERROR LASTING LIVES SEED: so many of the calls fail, in a life each, spread evenly."""
-    top, calls, error, lasting = (
-        Path(arguments[0]),
-        Call(int(arguments[1])),
-        int(arguments[2]),
-        arguments[3] == "1",
-    )
+    top, calls, error, lasting = (Path(arguments[0]), Call(int(arguments[1])), int(arguments[2]), arguments[3] == "1")
     made, _ = tell(top, calls, 0, error, lasting=False)
     step = max(1, made // int(arguments[4]))
     lived = failed = 0

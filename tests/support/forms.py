@@ -128,15 +128,17 @@ def again(table: Formed, rows: list[dict[str, Any]], name: str, read_at: int) ->
         assert table.table.cursor() == table.cursor(table.seq)
 
 
-def steps_with(
-    texts: st.SearchStrategy[str | None], *, least: int = 1, most: int = 12
-) -> st.SearchStrategy[list[Any]]:
+def steps_with(texts: st.SearchStrategy[str | None], *, least: int = 1, most: int = 12) -> st.SearchStrategy[list[Any]]:
     """Steps for `story`, with these texts among their values."""
     step = st.tuples(
         st.sampled_from(["insert", "insert", "update", "update", "delete", "move", "truncate"]),
-        st.integers(0, 3), st.integers(0, 3), texts, st.sampled_from([(), ("big",), ("name", "big")]), st.booleans(),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        texts,
+        st.sampled_from([(), ("big",), ("name", "big")]),
+        st.booleans(),
         st.integers(900, 1100),
-    )  # fmt: skip
+    )
     return st.lists(step, min_size=least, max_size=most)
 
 
@@ -192,9 +194,7 @@ class Account:
             key = self._key(row)
             self.live[key] = row
             self.marked[key] = {**row, "_deleted": False, **said}
-            self.versions.append(
-                {**row, "_valid_from": second(READ_AT), "_valid_to": None, "_current": True, **said}
-            )
+            self.versions.append({**row, "_valid_from": second(READ_AT), "_valid_to": None, "_current": True, **said})
 
     def _key(self, row: Row) -> Any:
         return tuple(row[name] for name in self.schema.names if name in self.schema.key)
@@ -228,8 +228,7 @@ class Account:
                 continue
             base = gone if op == "insert" else self.live.get(key, {})
             whole = {
-                name: base[name] if name in (row.get(change.UNCHANGED) or ()) else value
-                for name, value in own.items()
+                name: base[name] if name in (row.get(change.UNCHANGED) or ()) else value for name, value in own.items()
             }
             self.live[key] = whole
             self.marked[key] = {**whole, "_deleted": False, **said}

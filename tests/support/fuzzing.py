@@ -47,12 +47,12 @@ TEXTS: list[tuple[pa.DataType, bytes]] = [
 ]  # fmt: skip
 """A good text for every kernel; what is fed in lies near these."""
 
-ITEMS = Sent(oid=1, name="items", columns=(
-    ("id", INT4, -1), ("note", TEXT, -1), ("price", NUMERIC, numeric(10, 2)), ("at", TIMESTAMPTZ, -1),
-))  # fmt: skip
-WHOLE = Sent(oid=2, name="whole", replica="f", columns=(
-    ("id", TEXT, -1), ("x", FLOAT8, -1), ("list", INT4_ARRAY, -1),
-))  # fmt: skip
+ITEMS = Sent(
+    oid=1,
+    name="items",
+    columns=(("id", INT4, -1), ("note", TEXT, -1), ("price", NUMERIC, numeric(10, 2)), ("at", TIMESTAMPTZ, -1)),
+)
+WHOLE = Sent(oid=2, name="whole", replica="f", columns=(("id", TEXT, -1), ("x", FLOAT8, -1), ("list", INT4_ARRAY, -1)))
 _AT = "2026-01-02 03:04:05.6+00"
 
 
@@ -61,14 +61,19 @@ def sample() -> list[bytes]:
     return [
         *transaction(ITEMS.relation(), ITEMS.insert(1, "a", "1.25", _AT), ITEMS.update(1, UNSENT, None, _AT)),
         *transaction(
-            WHOLE.relation(), WHOLE.insert("k", "NaN", "{1,NULL}"),
+            WHOLE.relation(),
+            WHOLE.insert("k", "NaN", "{1,NULL}"),
             WHOLE.update("l", 2.5, UNSENT, old=("k", "NaN", "{1,NULL}")),
             ITEMS.update(2, UNSENT, "1.00", _AT, key=(1, None, None, None)),
-            ITEMS.delete(key=(2, None, None, None)), WHOLE.delete(old=("l", 2.5, None)), truncate(ITEMS, WHOLE),
-            message("inside", b"\x00\xff"), xid=8, end=0x200,
+            ITEMS.delete(key=(2, None, None, None)),
+            WHOLE.delete(old=("l", 2.5, None)),
+            truncate(ITEMS, WHOLE),
+            message("inside", b"\x00\xff"),
+            xid=8,
+            end=0x200,
         ),
         message("outside", b"", lsn=0x280, outside_at=EPOCH_2000),
-    ]  # fmt: skip
+    ]
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:

@@ -51,6 +51,10 @@ def run_guarded(target: str, *arguments: str, seconds: float = 600.0) -> subproc
     module, _, function = target.partition(":")
     code = f"import sys; from {module} import {function} as run; run(*sys.argv[1:])"
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code, *arguments], capture_output=True, text=True,
-        cwd=_REPOSITORY, timeout=seconds, check=False,
-    )  # fmt: skip
+        [sys.executable, "-X", "faulthandler", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=_REPOSITORY,
+        timeout=seconds,
+        check=False,
+    )

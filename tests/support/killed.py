@@ -56,9 +56,10 @@ def save(folder: Path) -> None:
 
 def record(folder: Path) -> None:
     """Tell a history of ever wider tables, of which it keeps the last three."""
-    with FileSchemaHistory(folder / "state", retention=Retention(keep_last=3)) as history, (
-        folder / "done"
-    ).open("a") as done:
+    with (
+        FileSchemaHistory(folder / "state", retention=Retention(keep_last=3)) as history,
+        (folder / "done").open("a") as done,
+    ):
         for turn in range(SAVES):
             extra = tuple(Column(name=f"x{n}", source_type="int", type=pa.int32()) for n in range(turn))
             history.record(replace(SHOP, columns=(*SHOP.columns, *extra)))
@@ -73,9 +74,12 @@ class Killed:
 
     def __init__(self, hits: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.killed", str(hits)], text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env={**os.environ, "TAILRACE_FAILPOINT_LOG": str(hits)},
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.support.killed", str(hits)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TAILRACE_FAILPOINT_LOG": str(hits)},
+        )
 
     def __enter__(self) -> Killed:
         return self

@@ -89,18 +89,14 @@ class Local(Applying):
 class Scene:
     """One pipeline: its capture runs as long as the scene, its loader as often as it is opened."""
 
-    def __init__(
-        self, folder: Path, url: str, *, tables: str = '["public.*"]', source: str = "", **load: Any
-    ) -> None:
+    def __init__(self, folder: Path, url: str, *, tables: str = '["public.*"]', source: str = "", **load: Any) -> None:
         self.pipeline = Pipeline(folder, url, tables=tables, extra=source)
         self.pipeline.file.write_text(self.pipeline.file.read_text() + engine_lines())
         settings = load_settings(self.pipeline.file)
         given = {"chunk": CHUNK_BYTES, "throttle": False, "connections": 1, **load}
         if standby := given.pop("standby", None):
             given["secret_standby"] = SecretStr(standby)
-        self.settings: PipelineSettings = settings.model_copy(
-            update={"load": settings.load.model_copy(update=given)}
-        )
+        self.settings: PipelineSettings = settings.model_copy(update={"load": settings.load.model_copy(update=given)})
         self.reread()
         self._stop = threading.Event()
         self._capture: threading.Thread | None = None

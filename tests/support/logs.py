@@ -119,9 +119,7 @@ class Diary:
         ended = str(Lsn(begin + STEP))
         batches = self._batches(given, ended)
         first = self.writer.next_seq
-        header = self.writer.append(
-            finishing_window(begin, begin + STEP + more, *batches, continued_end=begin + STEP)
-        )
+        header = self.writer.append(finishing_window(begin, begin + STEP + more, *batches, continued_end=begin + STEP))
         assert header is not None
         for row in self._pieces:
             row.values[change.POSITION] = ended
@@ -184,9 +182,7 @@ def write_everything(diary: Diary) -> None:
     diary.commit()
     diary.commit(inserts(4, schema=OTHER), inserts(5), (WIDER, [insert(6, added=True), insert(7)]))
     diary.commit((WIDER, [insert(8, added=False)]), inserts(9, schema=OTHER))
-    diary.commit(
-        (RETYPED, [insert(10, n=1 << 40), *move(10, 11)]), (KEYLESS_OTHER, [insert({"a": None}, b=None)])
-    )
+    diary.commit((RETYPED, [insert(10, n=1 << 40), *move(10, 11)]), (KEYLESS_OTHER, [insert({"a": None}, b=None)]))
     diary.commit()
 
 
@@ -278,12 +274,7 @@ def assert_nothing_left_over(path: LogPath) -> None:
     log.cold.refresh()
     gone = log.trimmed()
     names = {f"cold/{seal.stem}{end}" for seal in log.cold.seals for end in (".json", ".commits.parquet")}
-    files = {
-        file.file
-        for seal in log.cold.seals
-        for file in seal.files
-        if not gone.covers(file.table, file.last_seq)
-    }
+    files = {file.file for seal in log.cold.seals for file in seal.files if not gone.covers(file.table, file.last_seq)}
     assert stored_files(path, "cold/*.json", "cold/*.parquet") == names
     assert stored_files(path, "cold/files/*/*", "cold/files/*/.*") == files
     hot = {f"hot/{commit:020d}.arrow" for commit in range(max(log.cold.last, gone.commit) + 1, newest + 1)}
@@ -298,7 +289,5 @@ def assert_nothing_left_over(path: LogPath) -> None:
     views = [os.readlink(view) for view in (path / "cold").iterdir() if view.is_symlink()]
     folders = (path / "cold" / "views").iterdir() if (path / "cold" / "views").is_dir() else ()
     assert sorted(f"views/{folder.name}" for folder in folders) == sorted(views)
-    shown = {
-        os.path.relpath(link.resolve(), path.resolve()) for link in (path / "cold").glob("[0-9]*/*.parquet")
-    }
+    shown = {os.path.relpath(link.resolve(), path.resolve()) for link in (path / "cold").glob("[0-9]*/*.parquet")}
     assert shown == files

@@ -47,9 +47,11 @@ class Capture:
     """Our reader of one database."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.capture = PostgresCapture(PostgresSettings(
-            url=url, wanted=lambda table: True, messages=lambda prefix: True, slot=SLOT, publication=SLOT,
-        ))  # fmt: skip
+        self.capture = PostgresCapture(
+            PostgresSettings(
+                url=url, wanted=lambda table: True, messages=lambda prefix: True, slot=SLOT, publication=SLOT
+            )
+        )
         self._source, self._folder = identify(url), folder
         begin = self.capture.prepare(None)
         assert begin is not None
@@ -184,20 +186,23 @@ def _rows_of(schema: Any, data: pa.RecordBatch) -> Iterator[tuple[int, Row]]:
 
     for n in range(data.num_rows):
         unfit = {item["column"]: item["text"] for item in columns[change.UNFIT][n] or ()}
-        yield columns[change.SEQ][n], Row(
-            op=columns[change.OP][n],
-            table=(schema.table.schema, schema.table.name),
-            values={name: columns[at][n] for name, at in stored.items()},
-            unchanged=tuple(columns[change.UNCHANGED][n] or ()),
-            before=renamed(columns[change.BEFORE][n]),
-            moved_from=renamed(columns[change.MOVED_FROM][n]),
-            types=types,
-            kinds=kinds,
-            unfit=unfit,
-            tx=columns[change.TX][n],
-            index=columns[change.TX_INDEX][n],
-            position=columns[change.POSITION][n],
-            committed_at=columns[change.COMMITTED_AT][n],
+        yield (
+            columns[change.SEQ][n],
+            Row(
+                op=columns[change.OP][n],
+                table=(schema.table.schema, schema.table.name),
+                values={name: columns[at][n] for name, at in stored.items()},
+                unchanged=tuple(columns[change.UNCHANGED][n] or ()),
+                before=renamed(columns[change.BEFORE][n]),
+                moved_from=renamed(columns[change.MOVED_FROM][n]),
+                types=types,
+                kinds=kinds,
+                unfit=unfit,
+                tx=columns[change.TX][n],
+                index=columns[change.TX_INDEX][n],
+                position=columns[change.POSITION][n],
+                committed_at=columns[change.COMMITTED_AT][n],
+            ),
         )
 
 
@@ -355,9 +360,7 @@ def _row_differences(mine: Row, other: Row) -> Iterator[str]:
         yield f"unfit names {sorted(unheard)}"
 
 
-def _value_differences(
-    mine: Row, got: dict[str, Any], texts: dict[str, str | None], prefix: str
-) -> Iterator[str]:
+def _value_differences(mine: Row, got: dict[str, Any], texts: dict[str, str | None], prefix: str) -> Iterator[str]:
     if not texts.keys() <= got.keys():
         yield f"{prefix}: columns {sorted(got)} instead of {sorted(texts)}"
         return

@@ -31,9 +31,12 @@ class Subscriber:
     """Tables on a second server that follow those of the first."""
 
     def __init__(
-        self, source: EmbeddedPostgres, target: EmbeddedPostgres, tables: Sequence[Table],
+        self,
+        source: EmbeddedPostgres,
+        target: EmbeddedPostgres,
+        tables: Sequence[Table],
         in_part: Sequence[Published] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source, self._target = source, target
         self._marks = 0
         self.url = target.url()

@@ -63,9 +63,7 @@ class Sent:
     def insert(self, *cells: Cell) -> bytes:
         return b"I" + struct.pack(">I", self.oid) + b"N" + row(*cells)
 
-    def update(
-        self, *cells: Cell, key: tuple[Cell, ...] | None = None, old: tuple[Cell, ...] | None = None
-    ) -> bytes:
+    def update(self, *cells: Cell, key: tuple[Cell, ...] | None = None, old: tuple[Cell, ...] | None = None) -> bytes:
         before = b"K" + row(*key) if key is not None else b"O" + row(*old) if old is not None else b""
         return b"U" + struct.pack(">I", self.oid) + before + b"N" + row(*cells)
 
@@ -129,12 +127,15 @@ def shape(
     oid: int, table: TableId, columns: list[tuple[str, int, int]], key: tuple[str, ...], identity: Identity
 ) -> TableSchema:
     return TableSchema(
-        table=table, relation=oid, key=key, identity=identity,
+        table=table,
+        relation=oid,
+        key=key,
+        identity=identity,
         columns=tuple(
             Column(name=name, source_type=str(kind), type=arrow_type(kind, modifier))
             for name, kind, modifier in columns
         ),
-    )  # fmt: skip
+    )
 
 
 def laid_out(messages: list[bytes]) -> tuple[bytes, np.ndarray[Any, np.dtype[np.int64]]]:
@@ -144,9 +145,7 @@ def laid_out(messages: list[bytes]) -> tuple[bytes, np.ndarray[Any, np.dtype[np.
     return b"".join(messages), starts
 
 
-def decode(
-    messages: list[bytes], after: Lsn = ZERO, end: Lsn = Lsn(1 << 40), decoder: Decoder | None = None
-) -> Window:
+def decode(messages: list[bytes], after: Lsn = ZERO, end: Lsn = Lsn(1 << 40), decoder: Decoder | None = None) -> Window:
     """The window these messages make."""
     b, starts = laid_out(messages)
     return (decoder or Decoder(describe)).decode(_writable(b), starts, len(messages), after, end)
@@ -159,17 +158,18 @@ def decode_part(messages: list[bytes], decoder: Decoder, after: Lsn = ZERO) -> W
 
 
 def decode_in_parts(
-    messages: list[bytes], cuts: Sequence[int], after: Lsn = ZERO, end: Lsn = Lsn(1 << 40),
+    messages: list[bytes],
+    cuts: Sequence[int],
+    after: Lsn = ZERO,
+    end: Lsn = Lsn(1 << 40),
     decoder: Decoder | None = None,
-) -> list[Window]:  # fmt: skip
+) -> list[Window]:
     """The windows these messages make when they are cut before each of these numbers; the cuts lie inside one
     transaction."""
     decoder = decoder or Decoder(describe)
     edges = [0, *cuts]
     found = [decode_part(messages[begin:stop], decoder, after) for begin, stop in itertools.pairwise(edges)]
-    return [window for window in found if window is not None] + [
-        decode(messages[edges[-1] :], after, end, decoder)
-    ]
+    return [window for window in found if window is not None] + [decode(messages[edges[-1] :], after, end, decoder)]
 
 
 def _writable(b: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:

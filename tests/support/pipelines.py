@@ -54,14 +54,16 @@ class Pipeline:
         """Start a command in a process group of its own."""
         return Running(["-m", "tailrace", command, str(self.file), *flags], self.folder, environment or {})
 
-    def call(
-        self, command: str, *flags: str, seconds: float = RUN_SECONDS_MAX
-    ) -> subprocess.CompletedProcess[str]:
+    def call(self, command: str, *flags: str, seconds: float = RUN_SECONDS_MAX) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         return subprocess.run(
-            [sys.executable, "-m", "tailrace", command, str(self.file), *flags], capture_output=True, text=True,
-            timeout=seconds, check=False, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "tailrace", command, str(self.file), *flags],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+            start_new_session=True,
+        )
 
     def ask(self, command: str, *flags: str) -> subprocess.CompletedProcess[str]:
         """Run a short command in this process: starting Python for each look takes a second of a small machine."""
@@ -98,9 +100,13 @@ class Running:
     def __init__(self, arguments: list[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.output = (folder / f"output-{time.monotonic_ns()}.txt").open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=self.output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            start_new_session=True, env={**os.environ, **environment},
-        )  # fmt: skip
+            [sys.executable, *arguments],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
 
     def said(self) -> str:
         self.output.flush()

@@ -72,9 +72,7 @@ NARROW = replace(
 class Quiet:
     """One pipeline of one table, whose source never answers."""
 
-    def __init__(
-        self, folder: Path, *, on_bad_row: str = "stop", form: str = "", table_format: str = "delta"
-    ) -> None:
+    def __init__(self, folder: Path, *, on_bad_row: str = "stop", form: str = "", table_format: str = "delta") -> None:
         self.file = folder / "tailrace.yaml"
         folder.mkdir(parents=True, exist_ok=True)
         said = SETTINGS.format(format=table_format, on_bad_row=on_bad_row, form=f", {form}" if form else "")
@@ -109,9 +107,14 @@ class Quiet:
         table.load(schema, record_batches(schema, rows), lives.cursor_at(at))
 
     def load_anew(
-        self, rows: Sequence[dict[str, Any]], name: str, schema: TableSchema = SHOP, *, passed: Lsn | None = None,
+        self,
+        rows: Sequence[dict[str, Any]],
+        name: str,
+        schema: TableSchema = SHOP,
+        *,
+        passed: Lsn | None = None,
         letters: Sequence[Bundle] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """What a load leaves that saw these rows and all of the log; with `passed`, some rows as they were later, and
         with `letters`, others that it could not bring."""
         lives = self.lives()
@@ -181,9 +184,11 @@ class Quiet:
     def apply_killed(self, failpoint: str, hits: Path) -> int:
         """The same in a process that dies at a named place; how that ended."""
         return subprocess.run(
-            [sys.executable, "-m", "tests.support.quiet", str(self.file)], check=False, start_new_session=True,
+            [sys.executable, "-m", "tests.support.quiet", str(self.file)],
+            check=False,
+            start_new_session=True,
             env={**os.environ, "TAILRACE_FAILPOINT": failpoint, "TAILRACE_FAILPOINT_LOG": str(hits)},
-        ).returncode  # fmt: skip
+        ).returncode
 
     def content(self) -> list[dict[str, Any]]:
         """The lake table's rows."""
@@ -217,9 +222,15 @@ def apply(settings: PipelineSettings, to: int | None = None) -> list[Outcome]:
             assert life.cursor is not None
             assert life.shape is not None
             work: ApplyWork | EvolveWork = ApplyWork(
-                table=THINGS, log=log.path, place=life.place, slices=stretch.slices, shape=life.shape,
-                expected=life.cursor, cursor=stretch.cursor, letters=settings.tables.sets_aside(THINGS),
-            )  # fmt: skip
+                table=THINGS,
+                log=log.path,
+                place=life.place,
+                slices=stretch.slices,
+                shape=life.shape,
+                expected=life.cursor,
+                cursor=stretch.cursor,
+                letters=settings.tables.sets_aside(THINGS),
+            )
             if stretch.recast is not None:
                 work = EvolveWork(table=THINGS, place=life.place, recast=stretch.recast, expected=life.cursor)
             outcome = _advanced(work)

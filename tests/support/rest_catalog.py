@@ -20,8 +20,12 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
-_STATUS = {"NoSuchTableException": 404, "NoSuchNamespaceException": 404, "AlreadyExistsException": 409,
-           "CommitFailedException": 409}  # fmt: skip
+_STATUS = {
+    "NoSuchTableException": 404,
+    "NoSuchNamespaceException": 404,
+    "AlreadyExistsException": 409,
+    "CommitFailedException": 409,
+}
 _NOTHING = "{}"
 
 

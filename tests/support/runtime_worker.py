@@ -33,15 +33,14 @@ ITEMS = TableId("public", "items")
 SECONDS_MAX = 240.0
 KEY_ID, KEY_VARIABLE = "main", "TAILRACE_WORKER_KEY"
 ENCRYPTING = Transforms(
-    keys={KEY_ID: KeySource(env=KEY_VARIABLE)},
-    rules=(Encrypt(tables=(str(ITEMS),), columns=("name",), key=KEY_ID),),
+    keys={KEY_ID: KeySource(env=KEY_VARIABLE)}, rules=(Encrypt(tables=(str(ITEMS),), columns=("name",), key=KEY_ID),)
 )
 
 
 def capture(url: str) -> PostgresCapture:
-    made = PostgresCapture(PostgresSettings(
-        url=url, wanted=lambda table: table == ITEMS, slot="library", publication="library",
-    ))  # fmt: skip
+    made = PostgresCapture(
+        PostgresSettings(url=url, wanted=lambda table: table == ITEMS, slot="library", publication="library")
+    )
     made.scan_chunk_bytes = 8192
     return made
 
@@ -54,10 +53,12 @@ def told(batch: Batch) -> dict[str, Any]:
     events = list(batch.events())
     names = [event.values["name"] for event in events]
     return {
-        "kind": batch.kind.value, "ids": [event.values["id"] for event in events],
-        "seqs": [event.seq for event in events], "ops": [event.operation.value for event in events],
+        "kind": batch.kind.value,
+        "ids": [event.values["id"] for event in events],
+        "seqs": [event.seq for event in events],
+        "ops": [event.operation.value for event in events],
         "names": [name.hex() if isinstance(name, bytes) else name for name in names],
-    }  # fmt: skip
+    }
 
 
 class Followed(JsonlSink):

@@ -67,20 +67,23 @@ class Stranger:
             pa.field(stored_name(field.name), field.type)
             for field in pa.ipc.read_schema(pa.py_buffer(base64.b64decode(shape["arrow"])))
         ]
-        key = [
-            field
-            for field, column in zip(own, shape["columns"], strict=True)
-            if column["name"] in shape["key"]
-        ]
+        key = [field for field, column in zip(own, shape["columns"], strict=True) if column["name"] in shape["key"]]
         unfit = pa.list_(pa.struct([("column", pa.string()), ("text", pa.string())]))
-        return pa.schema([
-            pa.field("_op", pa.string(), nullable=False), pa.field("_seq", pa.int64(), nullable=False),
-            pa.field("_position", pa.string(), nullable=False), pa.field("_tx", pa.int64(), nullable=False),
-            pa.field("_tx_index", pa.int32(), nullable=False),
-            pa.field("_committed_at", pa.timestamp("us", "UTC"), nullable=False),
-            pa.field("_unchanged", pa.list_(pa.string())), pa.field("_before", pa.struct(own)),
-            pa.field("_moved_from", pa.struct(key)), pa.field("_unfit", unfit), *own,
-        ])  # fmt: skip
+        return pa.schema(
+            [
+                pa.field("_op", pa.string(), nullable=False),
+                pa.field("_seq", pa.int64(), nullable=False),
+                pa.field("_position", pa.string(), nullable=False),
+                pa.field("_tx", pa.int64(), nullable=False),
+                pa.field("_tx_index", pa.int32(), nullable=False),
+                pa.field("_committed_at", pa.timestamp("us", "UTC"), nullable=False),
+                pa.field("_unchanged", pa.list_(pa.string())),
+                pa.field("_before", pa.struct(own)),
+                pa.field("_moved_from", pa.struct(key)),
+                pa.field("_unfit", unfit),
+                *own,
+            ]
+        )
 
     def _commit(self, commit: int) -> list[tuple[str, Row]]:
         data = (self._log / "hot" / f"{commit:020d}.arrow").read_bytes()

@@ -52,9 +52,11 @@ class Told:
     @property
     def short(self) -> tuple[Any, ...]:
         """The operation, the table and the values sent: `("insert", "t", 1, "x")`; of a truncate no values."""
-        sent = [] if self.op == "truncate" else [
-            value for name, value in self.values.items() if name not in self.event.unchanged
-        ]  # fmt: skip
+        sent = (
+            []
+            if self.op == "truncate"
+            else [value for name, value in self.values.items() if name not in self.event.unchanged]
+        )
         return (self.op, self.table.name, *sent)
 
 
@@ -78,9 +80,14 @@ class Scene:
         """A capture of everything here, unless told otherwise; `own`: of a publication that the test has made."""
         names = {TableId(self.name, name) for name in named}
         return PostgresSettings(
-            url=self._server.url(), wanted=wanted or (lambda table: table.schema in self._schemas),
-            named=names.__contains__, slot=self.name, slot_anew=True, publication=self.name, publication_create=not own,
-        )  # fmt: skip
+            url=self._server.url(),
+            wanted=wanted or (lambda table: table.schema in self._schemas),
+            named=names.__contains__,
+            slot=self.name,
+            slot_anew=True,
+            publication=self.name,
+            publication_create=not own,
+        )
 
     def schema(self, ending: str) -> str:
         """One more schema."""
@@ -111,9 +118,7 @@ class Scene:
         wanted = {self.id(name) for name in tables}
         if publication:
             self.run(f"create publication {self.name} {publication}")
-        self.capture = PostgresCapture(
-            self.settings(wanted.__contains__ if tables else None, own=bool(publication))
-        )
+        self.capture = PostgresCapture(self.settings(wanted.__contains__ if tables else None, own=bool(publication)))
         begin = self.capture.prepare(None)
         assert begin is not None
         self.position = begin
@@ -202,9 +207,7 @@ def replay(told: Iterable[Told]) -> list[Row]:
 
 
 def _filled(event: Event, base: Mapping[str, Any]) -> Row:
-    return {
-        name: base[name] if name in event.unchanged else value for name, value in event.values.items()
-    }
+    return {name: base[name] if name in event.unchanged else value for name, value in event.values.items()}
 
 
 def _sorted(rows: Iterable[Row]) -> list[Row]:

@@ -18,14 +18,17 @@ from tailrace.transforms.rules import KeySource, Rule, Transforms
 KEYS = {"OLD": "11" * 32, "NEW": "22" * 32}
 """An environment with two keys."""
 PEOPLE = TableSchema(
-    table=TableId("public", "people"), relation=41, key=("id",), identity=Identity.FULL,
+    table=TableId("public", "people"),
+    relation=41,
+    key=("id",),
+    identity=Identity.FULL,
     columns=(
         Column(name="id", source_type="bigint", type=pa.int64()),
         Column(name="mail", source_type="text", type=pa.string()),
         Column(name="amount", source_type="numeric(10,2)", type=pa.decimal128(10, 2)),
         Column(name="country", source_type="text", type=pa.string()),
     ),
-)  # fmt: skip
+)
 
 
 def plan_of(*rules: Rule) -> TransformPlan:
@@ -40,16 +43,24 @@ def person(
 
 
 def changed(
-    operation: Operation, values: Mapping[str, Any], *, before: Mapping[str, Any] | None = None,
-    moved_from: Mapping[str, Any] | None = None, unchanged: Sequence[str] | None = None,
+    operation: Operation,
+    values: Mapping[str, Any],
+    *,
+    before: Mapping[str, Any] | None = None,
+    moved_from: Mapping[str, Any] | None = None,
+    unchanged: Sequence[str] | None = None,
     unfit: Mapping[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One change, as a stored row."""
     cells = [{"column": name, "text": text} for name, text in (unfit or {}).items()] or None
     return {
-        change.OP: operation.value, **values, change.BEFORE: before, change.MOVED_FROM: moved_from,
-        change.UNCHANGED: unchanged, change.UNFIT: cells,
-    }  # fmt: skip
+        change.OP: operation.value,
+        **values,
+        change.BEFORE: before,
+        change.MOVED_FROM: moved_from,
+        change.UNCHANGED: unchanged,
+        change.UNFIT: cells,
+    }
 
 
 def batch(*rows: Mapping[str, Any], schema: TableSchema = PEOPLE) -> ChangeBatch:
@@ -62,11 +73,12 @@ def batch(*rows: Mapping[str, Any], schema: TableSchema = PEOPLE) -> ChangeBatch
     used = {name for row in rows for name in change.OPTIONAL if row.get(name) is not None}
     fields = [field for field in schema.change_schema() if field.name not in change.OPTIONAL or field.name in used]
     return ChangeBatch(
-        schema=schema, data=pa.RecordBatch.from_pylist(stored, pa.schema(fields)),
+        schema=schema,
+        data=pa.RecordBatch.from_pylist(stored, pa.schema(fields)),
         moves=sum(row.get(change.MOVED_FROM) is not None for row in rows),
         unfit=sum(len(row.get(change.UNFIT) or ()) for row in rows),
         truncates=sum(row[change.OP] == Operation.TRUNCATE.value for row in rows),
-    )  # fmt: skip
+    )
 
 
 def only(found: Sequence[ChangeBatch]) -> list[dict[str, Any]]:

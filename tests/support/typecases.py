@@ -172,9 +172,7 @@ BUILT_IN: dict[str, list[str]] = {
 }  # fmt: skip
 """By type: SQL for values that fit."""
 
-NEWER: dict[int, dict[str, list[str]]] = {
-    17: {"interval": quoted("infinity", "-infinity")},
-}
+NEWER: dict[int, dict[str, list[str]]] = {17: {"interval": quoted("infinity", "-infinity")}}
 """What only servers from this version on can hold."""
 
 XML = quoted('<a b="1">é &amp; <![CDATA[x]]></a>', "only text", '<?xml version="1.0" encoding="UTF-8"?><a/>')
@@ -238,8 +236,8 @@ SHAPES: dict[str, list[str]] = {
     "numeric[]": quoted("{{1.5,NaN},{NULL,Infinity}}", "[0:1]={1,2}", "{}"),
     "uuid[]": quoted("{{00000000-0000-0000-0000-000000000000},{NULL}}"),
     "time[]": quoted("[-1:0]={24:00:00,NULL}", "{}"),
-    "odd.mood[]": quoted("{{sad,NULL},{\"NULL\",é}}", "[5:5]={sad}"),
-    "jsonb[]": ["array['{\"a\": \"b,c\"}'::jsonb, null]"],
+    "odd.mood[]": quoted('{{sad,NULL},{"NULL",é}}', "[5:5]={sad}"),
+    "jsonb[]": ['array[\'{"a": "b,c"}\'::jsonb, null]'],
     "int[4]": quoted("{1,2}", "{NULL}"),
     "int[][]": quoted("{1,2,3}"),
 }
@@ -303,9 +301,7 @@ def meaning(kind: pa.DataType, text: str) -> Any:
         return UNFIT if text == "NaN" else _unscaled(Fraction(text), kind)
     if pa.types.is_date32(kind):
         return _days({"infinity": "9999-12-31", "-infinity": "0001-01-01"}.get(text, text))
-    return _micros(
-        {"infinity": "9999-12-31 23:59:59.999999", "-infinity": "0001-01-01 00:00:00"}.get(text, text)
-    )
+    return _micros({"infinity": "9999-12-31 23:59:59.999999", "-infinity": "0001-01-01 00:00:00"}.get(text, text))
 
 
 def plain(column: pa.Array) -> list[Any]:

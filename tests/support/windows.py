@@ -25,27 +25,36 @@ def batch(schema: TableSchema, *rows: Change, first: int = 0) -> ChangeBatch:
     """A batch whose `_seq` counts from `first`, as a source hands it over."""
     (data,) = changes(schema, *rows, first=first).combine_chunks().to_batches()
     return ChangeBatch(
-        schema=schema, data=data,
+        schema=schema,
+        data=data,
         moves=sum(row.moved_from is not None for row in rows),
         truncates=sum(row.op == "truncate" for row in rows),
         unfit=sum(len(row.unfit or ()) for row in rows),
-    )  # fmt: skip
+    )
 
 
 def window(start: int, end: int, *batches: ChangeBatch, transactions: int = 1) -> Window:
     """Whole transactions between two positions; without batches only the position moves."""
     return Window(
-        start=Lsn(start), end=Lsn(end), batches=batches, transactions=transactions if batches else 0,
-        rows=sum(map(len, batches)), last_committed_at=1_000_000 if batches else None,
-    )  # fmt: skip
+        start=Lsn(start),
+        end=Lsn(end),
+        batches=batches,
+        transactions=transactions if batches else 0,
+        rows=sum(map(len, batches)),
+        last_committed_at=1_000_000 if batches else None,
+    )
 
 
 def open_window(at: int, *batches: ChangeBatch, continues: bool = False) -> Window:
     """A part of a transaction that has not ended; its rows have no `_position`."""
     return Window(
-        start=Lsn(at), end=Lsn(at), open=True, continues=continues, rows=sum(map(len, batches)),
+        start=Lsn(at),
+        end=Lsn(at),
+        open=True,
+        continues=continues,
+        rows=sum(map(len, batches)),
         batches=tuple(_without_position(batch) for batch in batches),
-    )  # fmt: skip
+    )
 
 
 def finishing_window(
@@ -53,9 +62,15 @@ def finishing_window(
 ) -> Window:
     """The rest of the transaction of the open windows before it, and what followed it."""
     return Window(
-        start=Lsn(start), end=Lsn(end), continues=True, continued_end=Lsn(continued_end or end),
-        batches=batches, transactions=transactions, rows=sum(map(len, batches)), last_committed_at=1_000_000,
-    )  # fmt: skip
+        start=Lsn(start),
+        end=Lsn(end),
+        continues=True,
+        continued_end=Lsn(continued_end or end),
+        batches=batches,
+        transactions=transactions,
+        rows=sum(map(len, batches)),
+        last_committed_at=1_000_000,
+    )
 
 
 def _without_position(batch: ChangeBatch) -> ChangeBatch:
@@ -73,7 +88,5 @@ def ids(batches: Sequence[ChangeBatch]) -> list[tuple[int, Any]]:
     return sorted(
         pair
         for found in batches
-        for pair in zip(
-            found.data.column(change.SEQ).to_pylist(), found.data.column("id").to_pylist(), strict=True
-        )
+        for pair in zip(found.data.column(change.SEQ).to_pylist(), found.data.column("id").to_pylist(), strict=True)
     )

@@ -105,9 +105,16 @@ class Script:
 
 @st.composite
 def scripts(
-    draw: st.DrawFn, tables: Sequence[Table], *, ddl: bool = False, rare: bool = False, looks: bool = False,
-    messages: bool = False, told_only: bool = False, bursts_min: int = 1,
-) -> Script:  # fmt: skip
+    draw: st.DrawFn,
+    tables: Sequence[Table],
+    *,
+    ddl: bool = False,
+    rare: bool = False,
+    looks: bool = False,
+    messages: bool = False,
+    told_only: bool = False,
+    bursts_min: int = 1,
+) -> Script:
     """Scripts over some of the tables, with changes of their shape, values that fit nowhere and looks of a reader in
     between, as asked; and, if only what is told is wanted, without changes that a table cannot tell of."""
     often = [*tables, *(table for table in tables if table.often)]
@@ -143,10 +150,13 @@ def _needed(tables: Sequence[Table], steps: Sequence[Step]) -> tuple[Table, ...]
 
 def filling(tables: Sequence[Table]) -> Transaction:
     """Some rows to begin with."""
-    return Transaction(tuple(
-        Statement(f"insert into {table.sql} {_selected(_numbered_row(table, number, rare=False))}")
-        for table in tables for number in range(FILLED_ROWS)
-    ))  # fmt: skip
+    return Transaction(
+        tuple(
+            Statement(f"insert into {table.sql} {_selected(_numbered_row(table, number, rare=False))}")
+            for table in tables
+            for number in range(FILLED_ROWS)
+        )
+    )
 
 
 def _numbered_row(table: Table, number: int, *, rare: bool) -> dict[str, str]:
@@ -199,9 +209,7 @@ def transactions(draw: st.DrawFn, tables: Sequence[Table], how: Wanted) -> Trans
     if draw(st.booleans()) and open_savepoints:
         body.append(Statement(f"rollback to {open_savepoints[0]}"))
     end = draw(st.sampled_from(["commit"] * 6 + ["rollback", "prepare"]))
-    return Transaction(
-        tuple(body), end, beside=draw(st.integers(0, 4)) == 4, origin=draw(st.integers(0, 7)) == 7
-    )
+    return Transaction(tuple(body), end, beside=draw(st.integers(0, 4)) == 4, origin=draw(st.integers(0, 7)) == 7)
 
 
 def _about(table: Table, statements: Sequence[Statement]) -> list[Statement]:
@@ -406,11 +414,13 @@ def _merge(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
     each = draw(st.sampled_from(table.columns))
     using = ", ".join(f"{row[name]} as {name}" for name in keys)
     on = " and ".join(f"t.{name} = s.{name}" for name in keys)
-    return [Statement(
-        f"merge into {table.sql} t using (select {using}) s on {on} "
-        f"when matched then update set {each.sql} = {draw(st.sampled_from(_values(each, rare)))} "
-        f"when not matched then insert ({', '.join(row)}) values ({', '.join(row.values())})"
-    )]  # fmt: skip
+    return [
+        Statement(
+            f"merge into {table.sql} t using (select {using}) s on {on} "
+            f"when matched then update set {each.sql} = {draw(st.sampled_from(_values(each, rare)))} "
+            f"when not matched then insert ({', '.join(row)}) values ({', '.join(row.values())})"
+        )
+    ]
 
 
 def _leaf(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
@@ -425,18 +435,23 @@ def _caught(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
     """A subtransaction that fails after it has changed something, inside the server."""
     done = "; ".join(statement.sql for statement in _update(draw, table, rare))
     lost = "; ".join(statement.sql for statement in _delete(draw, table, rare))
-    return [Statement(
-        f"do $do$ begin {done}; begin {lost}; perform 1 / 0; exception when division_by_zero then null; end; end $do$"
-    )]  # fmt: skip
+    return [
+        Statement(
+            f"do $do$ begin {done}; begin {lost}; perform 1 / 0; "
+            "exception when division_by_zero then null; end; end $do$"
+        )
+    ]
 
 
 def _subtransactions(draw: st.DrawFn, table: Table, rare: bool) -> list[Statement]:
     """More subtransactions than a session keeps at hand, every other one undone."""
     change = "; ".join(statement.sql for statement in _touch(draw, table, rare))
-    return [Statement(
-        f"do $do$ begin for i in 1 .. 80 loop begin {change}; if i % 2 = 0 then perform 1 / 0; end if; "
-        "exception when division_by_zero then null; end; end loop; end $do$"
-    )]  # fmt: skip
+    return [
+        Statement(
+            f"do $do$ begin for i in 1 .. 80 loop begin {change}; if i % 2 = 0 then perform 1 / 0; end if; "
+            "exception when division_by_zero then null; end; end loop; end $do$"
+        )
+    ]
 
 
 _MAKERS: dict[str, Callable[[st.DrawFn, Table, bool], list[Statement]]] = {

@@ -32,9 +32,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     diary = Diary(tmp_path / "shop" / "changes")
     diary.commit(inserts(1, 2, schema=ORDERS))
     seal(diary.path, join=False)
-    diary.commit(
-        (ORDERS, [*move(1, 11, unchanged=("big",)), update(2, name="x", unchanged=("big",)), delete(11)])
-    )
+    diary.commit((ORDERS, [*move(1, 11, unchanged=("big",)), update(2, name="x", unchanged=("big",)), delete(11)]))
     seal(diary.path, join=False)
     diary.commit((LATER, [insert(4, extra="e")]))
     seal(diary.path, join=False)

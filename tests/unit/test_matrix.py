@@ -22,9 +22,13 @@ ICEBERG = ROOT / "docs" / "guides" / "iceberg.md"
 
 def test_every_kind_of_cell_can_be_chosen() -> None:
     assert list(matrix.cells(matrix.KINDS, [15, 18], [])) == [
-        "PostgreSQL 15", "PostgreSQL 18", "Spark 4.2, Delta connector", "Spark 4.1, Delta connector",
-        "Spark 4.1, Iceberg connector", "Spark 4.3, Connect and declarative pipelines",
-    ]  # fmt: skip
+        "PostgreSQL 15",
+        "PostgreSQL 18",
+        "Spark 4.2, Delta connector",
+        "Spark 4.1, Delta connector",
+        "Spark 4.1, Iceberg connector",
+        "Spark 4.3, Connect and declarative pipelines",
+    ]
     assert list(matrix.cells(["iceberg"], [15, 16], [])) == ["Spark 4.1, Iceberg connector"]
 
 

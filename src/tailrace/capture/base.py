@@ -133,9 +133,11 @@ def require_kind(position: Position, beginning: Position) -> None:
     """Refuse a position of a source that does not count in such."""
     if type(position) is not type(beginning):
         raise ConfigError(
-            "a source gave a position of another kind than it counts in", found=type_of(position).value,
-            expected=type_of(beginning).value, hint="Let its `beginning` be of the kind that its windows have.",
-        )  # fmt: skip
+            "a source gave a position of another kind than it counts in",
+            found=type_of(position).value,
+            expected=type_of(beginning).value,
+            hint="Let its `beginning` be of the kind that its windows have.",
+        )
 
 
 @runtime_checkable

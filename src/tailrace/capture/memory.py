@@ -66,9 +66,10 @@ def _require_row(schema: TableSchema, row: object) -> None:
             unknown = [str(name) for name in values if name not in schema.names]
         case _:
             raise ConfigError(
-                "a row is no pair of an operation and values", found=type(row).__name__,
-                hint="Give `(Operation.INSERT, {\"id\": 1})` for each.",
-            )  # fmt: skip
+                "a row is no pair of an operation and values",
+                found=type(row).__name__,
+                hint='Give `(Operation.INSERT, {"id": 1})` for each.',
+            )
     if unknown:
         raise no_such_column(schema, unknown)
 
@@ -101,9 +102,7 @@ class _Transaction:
         for batch in self.batches:
             low, high = max(begin - index, 0), min(end - index, len(batch))
             if low < high:
-                yield self._stamp(
-                    _slice(batch, low, high), first_seq + index + low - begin, index + low, is_open
-                )
+                yield self._stamp(_slice(batch, low, high), first_seq + index + low - begin, index + low, is_open)
             index += len(batch)
 
     def _stamp(self, batch: ChangeBatch, seq: int, index: int, is_open: bool) -> ChangeBatch:
@@ -128,10 +127,12 @@ def _slice(batch: ChangeBatch, begin: int, end: int) -> ChangeBatch:
     operations = data.column(change.OP).to_pylist()
     unfit = data.column(change.UNFIT).to_pylist() if change.UNFIT in names else []
     return replace(
-        batch, data=data, truncates=operations.count(Operation.TRUNCATE.value),
+        batch,
+        data=data,
+        truncates=operations.count(Operation.TRUNCATE.value),
         moves=len(data) - data.column(change.MOVED_FROM).null_count if change.MOVED_FROM in names else 0,
         unfit=sum(len(cells or ()) for cells in unfit),
-    )  # fmt: skip
+    )
 
 
 class MemoryCapture:
@@ -140,9 +141,13 @@ class MemoryCapture:
     capabilities = Capabilities(live=True, snapshot=False, lag=True)
 
     def __init__(
-        self, *, window_transactions_max: int = 1, part_rows_max: int | None = None, keep_tables: bool = False,
+        self,
+        *,
+        window_transactions_max: int = 1,
+        part_rows_max: int | None = None,
+        keep_tables: bool = False,
         chunk_rows: int = 100,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """With `keep_tables` it knows what its tables hold, and they can be scanned, so many rows to a chunk."""
         require_whole("window_transactions_max", window_transactions_max, least=1)
         require_whole("chunk_rows", chunk_rows, least=1)
@@ -183,9 +188,9 @@ class MemoryCapture:
             if self._tables is not None:
                 self._tables.apply(batches)
             self._end = Lsn(self._end.value + size)
-            self._kept.append(_Transaction(
-                number=self._count, end=self._end, committed_at=time.time_ns() // 1000, batches=batches,
-            ))  # fmt: skip
+            self._kept.append(
+                _Transaction(number=self._count, end=self._end, committed_at=time.time_ns() // 1000, batches=batches)
+            )
             self._changed.notify_all()
             return self._end
 
@@ -198,7 +203,7 @@ class MemoryCapture:
 
     def break_next_read(self, error: TailraceError) -> None:
         """Have the next read, or the one under way, fail with this error. Faults queue up: one a stream."""
-        require_instance("error", error, TailraceError, "Give one of ours: `SourceUnreachable(\"…\")`.")
+        require_instance("error", error, TailraceError, 'Give one of ours: `SourceUnreachable("…")`.')
         with self._changed:
             self._faults.append(error)
             self._changed.notify_all()
@@ -238,9 +243,7 @@ class MemoryCapture:
 
     def _view(self) -> tuple[Tables, Lsn]:
         if self._tables is None:
-            raise Unsupported(
-                "this source does not know what its tables hold", hint="Make it with `keep_tables=True`."
-            )
+            raise Unsupported("this source does not know what its tables hold", hint="Make it with `keep_tables=True`.")
         with self._changed:
             return self._tables.copy(), self._end
 
@@ -253,22 +256,24 @@ class MemoryCapture:
     def _require_kept(self, after: Lsn) -> None:
         if after < self._confirmed:
             raise PositionLost(
-                "the source discarded what comes after this position", position=after,
-                confirmed=self._confirmed, hint="Begin again: a confirmed position cannot be gone back on.",
-            )  # fmt: skip
+                "the source discarded what comes after this position",
+                position=after,
+                confirmed=self._confirmed,
+                hint="Begin again: a confirmed position cannot be gone back on.",
+            )
         if after > self._end:
             raise PositionLost(
-                "the position lies beyond the end of the source's log", position=after, end=self._end,
+                "the position lies beyond the end of the source's log",
+                position=after,
+                end=self._end,
                 hint="It belongs to another source. Begin again.",
-            )  # fmt: skip
+            )
 
     def _take(self, after: Lsn, wait_seconds: float, given: int) -> Window | None:
         """The next window after the position, and after so many rows of the transaction behind it."""
         with self._changed:
             self._require_kept(after)
-            self._changed.wait_for(
-                lambda: self._faults or (self._kept and self._kept[-1].end > after), wait_seconds
-            )
+            self._changed.wait_for(lambda: self._faults or (self._kept and self._kept[-1].end > after), wait_seconds)
             if self._faults:
                 raise self._faults.popleft()
             behind = itertools.dropwhile(lambda kept: kept.end <= after, self._kept)
@@ -288,9 +293,11 @@ class MemoryCapture:
         with self._changed:
             if position > self._end:
                 raise ConfigError(
-                    "a position was confirmed that was never given out", position=position, end=self._end,
+                    "a position was confirmed that was never given out",
+                    position=position,
+                    end=self._end,
                     hint="Confirm the `end` of a window.",
-                )  # fmt: skip
+                )
             self._confirmed = max(self._confirmed, position)
             while self._kept and self._kept[0].end <= self._confirmed:
                 self._kept.popleft()
@@ -305,17 +312,26 @@ def _window(after: Lsn, picked: list[_Transaction], given: int) -> Window:
         batches += transaction.stamped(rows, begin, transaction.rows, is_open=False)
         rows += transaction.rows - begin
     return Window(
-        start=after, end=picked[-1].end, batches=tuple(batches), transactions=len(picked), rows=rows,
-        last_committed_at=max(transaction.committed_at for transaction in picked), continues=given > 0,
+        start=after,
+        end=picked[-1].end,
+        batches=tuple(batches),
+        transactions=len(picked),
+        rows=rows,
+        last_committed_at=max(transaction.committed_at for transaction in picked),
+        continues=given > 0,
         continued_end=picked[0].end if given else None,
-    )  # fmt: skip
+    )
 
 
 def _open_window(after: Lsn, transaction: _Transaction, begin: int, end: int) -> Window:
     return Window(
-        start=after, end=after, batches=tuple(transaction.stamped(0, begin, end, is_open=True)), rows=end - begin,
-        open=True, continues=begin > 0,
-    )  # fmt: skip
+        start=after,
+        end=after,
+        batches=tuple(transaction.stamped(0, begin, end, is_open=True)),
+        rows=end - begin,
+        open=True,
+        continues=begin > 0,
+    )
 
 
 class _MemoryStream:

@@ -53,9 +53,7 @@ class Tables:
 
     def copy(self) -> Tables:
         made = Tables()
-        made._tables = {
-            name: Table(table.schema, table.mirror.copy()) for name, table in self._tables.items()
-        }
+        made._tables = {name: Table(table.schema, table.mirror.copy()) for name, table in self._tables.items()}
         return made
 
 
@@ -70,26 +68,35 @@ class Cursor:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "tables": [[table.schema, table.name] for table in self.tables], "live": self.live, "at": self.at,
+            "tables": [[table.schema, table.name] for table in self.tables],
+            "live": self.live,
+            "at": self.at,
             "after": None if self.after is None else list(self.after),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Cursor:
         after = stored["after"]
         return cls(
-            tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"], at=stored["at"],
+            tables=tuple(TableId(*names) for names in stored["tables"]),
+            live=stored["live"],
+            at=stored["at"],
             after=None if after is None else tuple(after),
-        )  # fmt: skip
+        )
 
 
 class MemoryScan:
     """Tables being read. `view` gives them as they are now; a bulk scan that is fresh keeps what it saw first."""
 
     def __init__(
-        self, cursor: Cursor, view: Callable[[], tuple[Tables, Lsn]], hidden: Collection[int], chunk_rows: int, *,
+        self,
+        cursor: Cursor,
+        view: Callable[[], tuple[Tables, Lsn]],
+        hidden: Collection[int],
+        chunk_rows: int,
+        *,
         fresh: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cursor, self._hidden, self._chunk_rows = cursor, hidden, chunk_rows
         first = view()
         self.start = first[1]
@@ -98,9 +105,10 @@ class MemoryScan:
             schema = first[0].get(table).schema  # one that is missing is told now, not when its turn comes
             if cursor.live and not schema.key:
                 raise Unsupported(
-                    "a table without a key cannot be read beside the stream", table=table,
+                    "a table without a key cannot be read beside the stream",
+                    table=table,
                     hint="Name it in `snapshot_tables`, or give it a key.",
-                )  # fmt: skip
+                )
         self._rows: list[tuple[Key, Row]] = []
         self._schema: TableSchema | None = None
         self._seen = self.start

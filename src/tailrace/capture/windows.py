@@ -32,9 +32,11 @@ def require_window(window: AnyWindow, after: Position) -> None:
     require_kind(window.end, after)
     if not reaches(after, window.start):
         raise ConfigError(
-            "a window begins behind the place that it was asked for: something is left out", start=window.start,
-            after=after, hint="It begins where the one before has ended: `start=after`.",
-        )  # fmt: skip
+            "a window begins behind the place that it was asked for: something is left out",
+            start=window.start,
+            after=after,
+            hint="It begins where the one before has ended: `start=after`.",
+        )
     rows = 0
     numbers: list[int] = []
     for batch in window.batches:
@@ -46,14 +48,19 @@ def require_window(window: AnyWindow, after: Position) -> None:
         numbers += (seqs[0].as_py(), seqs[-1].as_py())
     if rows != window.rows:
         raise ConfigError(
-            "a window does not have the rows that it says it has", says=window.rows, has=rows,
+            "a window does not have the rows that it says it has",
+            says=window.rows,
+            has=rows,
             hint="Give it `rows=`, how many all its batches have together, and `transactions=`.",
-        )  # fmt: skip
+        )
     if numbers and max(numbers) - min(numbers) != rows - 1:
         raise ConfigError(
-            "the rows of a window are not numbered one after the other", first=min(numbers), last=max(numbers),
-            rows=rows, hint="`_seq` counts from 0 through all batches of a window, in the order of the changes.",
-        )  # fmt: skip
+            "the rows of a window are not numbered one after the other",
+            first=min(numbers),
+            last=max(numbers),
+            rows=rows,
+            hint="`_seq` counts from 0 through all batches of a window, in the order of the changes.",
+        )
 
 
 def require_batch(batch: ChangeBatch, *, placed: bool) -> None:
@@ -66,7 +73,9 @@ def require_batch(batch: ChangeBatch, *, placed: bool) -> None:
     lacking = [name for name in needed if name not in there and (placed or name != change.POSITION)]
     if lacking:
         raise ConfigError(
-            "rows lack what their shape says they have", table=batch.schema.table, columns=", ".join(lacking),
+            "rows lack what their shape says they have",
+            table=batch.schema.table,
+            columns=", ".join(lacking),
             hint="`schema.change_schema()` has all: what every change has, and the table's own columns. `batch_of(…)` "
             "makes such a batch.",
-        )  # fmt: skip
+        )

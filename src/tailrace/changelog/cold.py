@@ -177,9 +177,7 @@ def _seal(stored: dict[str, Any]) -> Seal:
     known = {name: stored[name] for name in names}
     known |= {"start": Lsn.parse(stored["start"]), "end": Lsn.parse(stored["end"])}
     known["files"] = tuple(
-        ColdFile(
-            **{**_only(file, ColdFile), "groups": tuple(Group(**_only(g, Group)) for g in file["groups"])}
-        )
+        ColdFile(**{**_only(file, ColdFile), "groups": tuple(Group(**_only(g, Group)) for g in file["groups"])})
         for file in stored["files"]
     )
     return Seal(**known)

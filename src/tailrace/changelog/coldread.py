@@ -40,9 +40,7 @@ class Span:
 class ColdReader:
     """Opens sealed files of one log; notes in `checked` which it need not check again."""
 
-    def __init__(
-        self, log: LogPath, shape: Callable[[int, int], Version], checked: set[tuple[str, int]]
-    ) -> None:
+    def __init__(self, log: LogPath, shape: Callable[[int, int], Version], checked: set[tuple[str, int]]) -> None:
         self._log = log
         self._shape = shape
         self._checked = checked
@@ -91,9 +89,7 @@ class ColdReader:
         except (OSError, pa.ArrowException) as error:
             raise damaged(path, "a page of it cannot be read") from error
 
-    def merged(
-        self, found: list[ColdFile], commits: CommitList, span: Span
-    ) -> Iterator[tuple[int, int, ChangeBatch]]:
+    def merged(self, found: list[ColdFile], commits: CommitList, span: Span) -> Iterator[tuple[int, int, ChangeBatch]]:
         """The rows of many tables commit by commit, as they were before they were sealed."""
         rows_max = max(MERGED_ROWS // len(found), MERGED_ROWS_MIN)
         sources = [
@@ -150,11 +146,8 @@ class _Source:
 
 def _cut(rows: pa.RecordBatch, span: Span) -> pa.RecordBatch:
     seqs, commits = rows.column(change.SEQ).to_numpy(), rows.column(change.COMMIT).to_numpy()
-    begin = max(
-        int(np.searchsorted(seqs, span.after_seq, side="right")), int(np.searchsorted(commits, span.first))
-    )
+    begin = max(int(np.searchsorted(seqs, span.after_seq, side="right")), int(np.searchsorted(commits, span.first)))
     end = min(
-        int(np.searchsorted(seqs, span.to_seq, side="right")),
-        int(np.searchsorted(commits, span.last, side="right")),
+        int(np.searchsorted(seqs, span.to_seq, side="right")), int(np.searchsorted(commits, span.last, side="right"))
     )
     return rows.slice(begin, max(0, end - begin))

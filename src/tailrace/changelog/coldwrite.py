@@ -102,10 +102,7 @@ class TableFiles:
         """A commit ends here: row groups may."""
         for table in self._grown:
             writer = self._open[table]
-            if (
-                writer.pending_rows >= self._sizes.group_rows
-                or writer.pending_bytes >= self._sizes.group_bytes
-            ):
+            if writer.pending_rows >= self._sizes.group_rows or writer.pending_bytes >= self._sizes.group_bytes:
                 self._write_group(writer)
         self._grown.clear()
         while self._pending_bytes > self._sizes.pending_bytes_max:
@@ -197,10 +194,15 @@ class _Writer:
         commits, seqs = rows.column(change.COMMIT), rows.column(change.SEQ)
         self._counts = [mine + more for mine, more in zip(self._counts, self._pending_counts, strict=True)]
         self._pending_counts = [0, 0, 0]
-        self._groups.append(Group(
-            rows=rows.num_rows, first=commits[0].as_py(), last=commits[-1].as_py(), last_seq=seqs[-1].as_py(),
-            committed_at=rows.column(change.COMMITTED_AT)[-1].value,
-        ))  # fmt: skip
+        self._groups.append(
+            Group(
+                rows=rows.num_rows,
+                first=commits[0].as_py(),
+                last=commits[-1].as_py(),
+                last_seq=seqs[-1].as_py(),
+                committed_at=rows.column(change.COMMITTED_AT)[-1].value,
+            )
+        )
         if len(self._groups) == 1:
             self._first = (commits[0].as_py(), seqs[0].as_py())
         self._pending, self.pending_rows, self.pending_bytes = [], 0, 0
@@ -212,10 +214,15 @@ class _Writer:
         self._sink = pa.OSFile(str(self._aside), "wb")
         place = rows.schema.get_field_index(change.SEQ)
         self._parquet = pq.ParquetWriter(
-            self._sink, rows.schema, compression="zstd", compression_level=1, use_dictionary=_repetitive(rows),
-            write_page_checksum=True, sorting_columns=[pq.SortingColumn(place)],
+            self._sink,
+            rows.schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=_repetitive(rows),
+            write_page_checksum=True,
+            sorting_columns=[pq.SortingColumn(place)],
             column_encoding={change.SEQ: "DELTA_BINARY_PACKED", change.TX_INDEX: "DELTA_BINARY_PACKED"},
-        )  # fmt: skip
+        )
 
     def close(self) -> list[ColdFile]:
         """Write what is left, and end the file."""
@@ -236,11 +243,21 @@ class _Writer:
         failpoints.hit("seal.file_written")
         moves, truncates, unfit = self._counts
         done = ColdFile(
-            table=self._version.table, schema=self._version.version, rows=sum(group.rows for group in self._groups),
-            first=first, last=last.last, first_seq=first_seq, last_seq=last.last_seq,
-            moves=moves, truncates=truncates, unfit=unfit, file=files.below(self._log, path),
-            size=size, crc=crc, groups=tuple(self._groups),
-        )  # fmt: skip
+            table=self._version.table,
+            schema=self._version.version,
+            rows=sum(group.rows for group in self._groups),
+            first=first,
+            last=last.last,
+            first_seq=first_seq,
+            last_seq=last.last_seq,
+            moves=moves,
+            truncates=truncates,
+            unfit=unfit,
+            file=files.below(self._log, path),
+            size=size,
+            crc=crc,
+            groups=tuple(self._groups),
+        )
         self._parquet = self._sink = self._aside = None
         self._groups, self._counts, self.file_bytes = [], [0, 0, 0], 0
         return [done]
@@ -259,9 +276,7 @@ class _Writer:
 def _without_empty(data: pa.RecordBatch) -> pa.RecordBatch:
     """The rows without the optional columns that are null throughout."""
     empty = [
-        name
-        for name in change.OPTIONAL
-        if name in data.schema.names and data.column(name).null_count == data.num_rows
+        name for name in change.OPTIONAL if name in data.schema.names and data.column(name).null_count == data.num_rows
     ]
     return data.drop_columns(empty) if empty else data
 
@@ -271,8 +286,7 @@ def _fill(data: pa.RecordBatch, shape: pa.Schema) -> pa.RecordBatch:
         return data
     names = set(data.schema.names)
     columns = [
-        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type)
-        for field in shape
+        data.column(field.name) if field.name in names else pa.nulls(data.num_rows, field.type) for field in shape
     ]
     return pa.RecordBatch.from_arrays(columns, schema=shape)
 

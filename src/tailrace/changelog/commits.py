@@ -105,10 +105,11 @@ class Scale:
         commit = max(first, self._log.trimmed().commit + 1)
         while commit <= last:
             end, found = _looked_up(
-                self._log, commit,
+                self._log,
+                commit,
                 lambda header: (header.commit, _weigh_hot(header, tables)),
                 lambda seal: (seal.last, self._weigh_seal(seal, tables)),
-            )  # fmt: skip
+            )
             yield from (weight for weight in found if commit <= weight.commit <= last)
             commit = end + 1
 
@@ -153,9 +154,7 @@ def _told_after(start: Lsn, end: Lsn, rows: int) -> Lsn:
     return end if start == ZERO and not rows else start
 
 
-def _looked_up(
-    log: ChangeLog, commit: int, of_header: Callable[[Header], _T], of_seal: Callable[[Seal], _T]
-) -> _T:
+def _looked_up(log: ChangeLog, commit: int, of_header: Callable[[Header], _T], of_seal: Callable[[Seal], _T]) -> _T:
     """What a commit's file says, or what the seal that covers it says. It may be sealed and joined meanwhile."""
     for _ in range(_TRIES_MAX):
         log.cold.refresh()
@@ -169,9 +168,11 @@ def _looked_up(
             if seal is not None or log.cold.covering(commit) is None:
                 raise
     raise LogTrimmed(
-        "the log is being trimmed where it is read", commit=commit, log=log.path,
+        "the log is being trimmed where it is read",
+        commit=commit,
+        log=log.path,
         hint="Start again. A reader with a name (`consumer`) is waited for.",
-    )  # fmt: skip
+    )
 
 
 def _of_seal(log: ChangeLog, seal: Seal) -> Block:

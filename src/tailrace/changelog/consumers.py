@@ -77,12 +77,7 @@ class Consumer:
     """One named reader's place in the log."""
 
     def __init__(
-        self,
-        path: LogPath,
-        name: str,
-        wanted: Wanted | None,
-        start: tuple[int, int],
-        expires_seconds: float | None,
+        self, path: LogPath, name: str, wanted: Wanted | None, start: tuple[int, int], expires_seconds: float | None
     ) -> None:
         self._path = path
         self._saved_at = 0.0
@@ -93,9 +88,14 @@ class Consumer:
 
     @classmethod
     def open(
-        cls, log: LogPath, name: str, *, wanted: Wanted | None, start: tuple[int, int],
+        cls,
+        log: LogPath,
+        name: str,
+        *,
+        wanted: Wanted | None,
+        start: tuple[int, int],
         expires_seconds: float | None = EXPIRE_SECONDS,
-    ) -> Consumer:  # fmt: skip
+    ) -> Consumer:
         """The named reader where it stopped; a new one at `start`, a commit and a `_seq`."""
         path = consumer_path(log, name)
         stored = _read(path)
@@ -127,10 +127,14 @@ class Consumer:
     def save(self) -> None:
         """Write the place down."""
         stored = {
-            "name": self.name, "table": self._wanted.name if self._wanted else None,
+            "name": self.name,
+            "table": self._wanted.name if self._wanted else None,
             "tables": sorted(self._wanted.numbers) if self._wanted else None,
-            "commit": self.commit, "seq": self.seq, "seen_at": time.time(), "expires_seconds": self._expires,
-        }  # fmt: skip
+            "commit": self.commit,
+            "seq": self.seq,
+            "seen_at": time.time(),
+            "expires_seconds": self._expires,
+        }
         with files.explained(self._path):
             self._path.parent.mkdir(exist_ok=True)
             files.replace(self._path, records.encode({"format": FORMAT, **stored}))
@@ -167,10 +171,15 @@ class TableHint:
 def leave_hints(log: LogPath, hints: Sequence[TableHint]) -> None:
     """Say what the lake tables have covered; replaces what was said before."""
     stored = [
-        {"schema": hint.table.schema, "table": hint.table.name, "numbers": list(hint.numbers),
-         "commit": hint.commit, "seq": hint.seq}
+        {
+            "schema": hint.table.schema,
+            "table": hint.table.name,
+            "numbers": list(hint.numbers),
+            "commit": hint.commit,
+            "seq": hint.seq,
+        }
         for hint in hints
-    ]  # fmt: skip
+    ]
     path = log / "consumers" / TABLES
     with files.explained(path):
         path.parent.mkdir(exist_ok=True)
@@ -195,18 +204,31 @@ def holds(log: LogPath, named: Callable[[str], Iterable[int]] = lambda name: ())
         stored = _read(path)
         if stored is None or path.name == TABLES:
             continue
-        found.append(Hold(
-            name=stored["name"], kind="consumer", seen_at=stored["seen_at"], commit=stored["commit"],
-            tables=numbers(stored["tables"], stored["table"] or "") if stored["tables"] is not None else None,
-            seq=stored["seq"], expires_seconds=stored["expires_seconds"],
-        ))  # fmt: skip
+        found.append(
+            Hold(
+                name=stored["name"],
+                kind="consumer",
+                seen_at=stored["seen_at"],
+                commit=stored["commit"],
+                tables=numbers(stored["tables"], stored["table"] or "") if stored["tables"] is not None else None,
+                seq=stored["seq"],
+                expires_seconds=stored["expires_seconds"],
+            )
+        )
     said = _read(folder / TABLES) or {"tables": [], "at": 0.0}
     for table in said["tables"]:
         name = str(TableId.from_json(table))
-        found.append(Hold(
-            name=name, kind="table", tables=numbers(table["numbers"], name), commit=table["commit"], seq=table["seq"],
-            seen_at=said["at"], expires_seconds=None,
-        ))  # fmt: skip
+        found.append(
+            Hold(
+                name=name,
+                kind="table",
+                tables=numbers(table["numbers"], name),
+                commit=table["commit"],
+                seq=table["seq"],
+                seen_at=said["at"],
+                expires_seconds=None,
+            )
+        )
     return found
 
 
@@ -215,11 +237,10 @@ def hints(log: LogPath) -> list[TableHint]:
     said = _read(log / "consumers" / TABLES) or {"tables": []}
     return [
         TableHint(
-            table=TableId.from_json(table), numbers=tuple(table["numbers"]),
-            commit=table["commit"], seq=table["seq"],
+            table=TableId.from_json(table), numbers=tuple(table["numbers"]), commit=table["commit"], seq=table["seq"]
         )
         for table in said["tables"]
-    ]  # fmt: skip
+    ]
 
 
 def unreadable(log: LogPath) -> list[LogPath]:

@@ -38,9 +38,7 @@ class Numbers:
 
     def __add__(self, other: Numbers) -> Numbers:
         return Numbers(
-            self.count + other.count,
-            (self.total + other.total) & _WRAP,
-            (self.squares + other.squares) & _WRAP,
+            self.count + other.count, (self.total + other.total) & _WRAP, (self.squares + other.squares) & _WRAP
         )
 
     @classmethod

@@ -136,13 +136,29 @@ def encode_header(header: Header) -> bytes:
     }
     head = json.dumps(stored, separators=(",", ":"))
     # Written out by hand: a commit may have hundreds of them, and nothing in them needs escaping.
-    bodies = ",".join([
-        f'{{"table":{table},"schema":{schema},"rows":{rows},"first_seq":{first_seq},"last_seq":{last_seq},'
-        f'"moves":{moves},"truncates":{truncates},"unfit":{unfit},"without":{_names(without)},'
-        f'"at":{at},"size":{size},"crc":{crc},"piece":{piece},"base":{base}}}'
-        for (table, schema, rows, first_seq, last_seq, moves, truncates, unfit, without, at, size, crc, piece, base)
-        in header.bodies
-    ])  # fmt: skip
+    bodies = ",".join(
+        [
+            f'{{"table":{table},"schema":{schema},"rows":{rows},"first_seq":{first_seq},"last_seq":{last_seq},'
+            f'"moves":{moves},"truncates":{truncates},"unfit":{unfit},"without":{_names(without)},'
+            f'"at":{at},"size":{size},"crc":{crc},"piece":{piece},"base":{base}}}'
+            for (
+                table,
+                schema,
+                rows,
+                first_seq,
+                last_seq,
+                moves,
+                truncates,
+                unfit,
+                without,
+                at,
+                size,
+                crc,
+                piece,
+                base,
+            ) in header.bodies
+        ]
+    )
     text = f'{head[:-1]},"bodies":[{bodies}]}}'.encode()
     packed = _PREFIX.pack(MAGIC, len(text), zlib.crc32(text)) + text
     return packed.ljust(align(len(packed)), b"\0")
@@ -203,7 +219,5 @@ def _body(stored: dict[str, Any]) -> Body:
 def corrupt(path: LogPath, why: str) -> LogCorrupt:
     """The error for a file that is not what was written."""
     return LogCorrupt(
-        f"{DAMAGED}: {why}",
-        path=path,
-        hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}",
+        f"{DAMAGED}: {why}", path=path, hint=f"Restore the file from a copy of the log. Without one: {NEW_LOG_HINT}"
     )

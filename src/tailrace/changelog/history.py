@@ -35,8 +35,9 @@ def schema_history(log: ChangeLog) -> MemorySchemaHistory:
     for version in log.schemas.after(0):
         row = told.get((version.table, version.version), {})
         history.retell(
-            version.schema, time=row.get(change.COMMITTED_AT),
+            version.schema,
+            time=row.get(change.COMMITTED_AT),
             position=Lsn.parse(row[change.POSITION]) if row else None,
             evolution=Evolution.from_json(version.definition) if "rewritten" in version.definition else None,
-        )  # fmt: skip
+        )
     return history

@@ -88,9 +88,7 @@ class LogIndex:
         """Begin again from the seals: some of the commits are in them now, or gone."""
         sealed = max(seals[-1].last if seals else 0, gone.commit)
         hot = [item for item in self._hot if item.commit > sealed]
-        later = {
-            table: [item for item in found if item.first > sealed] for table, found in self._slices.items()
-        }
+        later = {table: [item for item in found if item.first > sealed] for table, found in self._slices.items()}
         slices: dict[int, list[Slice]] = {}
         if gone.tables:
             self._log.schemas.load()  # a table all of whose rows are gone is still known by its name
@@ -101,11 +99,17 @@ class LogIndex:
             captured[file.table] = captured.get(file.table, 0) + file.rows
             slices.setdefault(file.table, []).extend(
                 Slice(
-                    file.table, group.first, group.last, file.schema, group.rows, group.last_seq,
-                    group.committed_at, bool(file.truncates or file.unfit),
+                    file.table,
+                    group.first,
+                    group.last,
+                    file.schema,
+                    group.rows,
+                    group.last_seq,
+                    group.committed_at,
+                    bool(file.truncates or file.unfit),
                 )
                 for group in file.groups
-            )  # fmt: skip
+            )
         for table, found in later.items():
             slices.setdefault(table, []).extend(found)
             captured[table] = captured.get(table, 0) + sum(item.rows for item in found)
@@ -126,19 +130,29 @@ class LogIndex:
             self._know(body.table, body.schema)  # all of them first: a store may not answer, and then it is asked again
         for body in header.bodies:
             self._captured[body.table] = self._captured.get(body.table, 0) + body.rows
-            self._slices.setdefault(body.table, []).append(Slice(
-                body.table, header.commit, header.commit, body.schema, body.rows, body.last_seq,
-                header.committed_at or 0, bool(body.truncates or body.unfit),
-            ))  # fmt: skip
+            self._slices.setdefault(body.table, []).append(
+                Slice(
+                    body.table,
+                    header.commit,
+                    header.commit,
+                    body.schema,
+                    body.rows,
+                    body.last_seq,
+                    header.committed_at or 0,
+                    bool(body.truncates or body.unfit),
+                )
+            )
         size = header.bodies_at + sum(body.size for body in header.bodies)
         self.transactions += header.transactions
         self.rows += header.rows
         self.bytes += size
         newest = _newest(self.committed_upto(self.commit), header.committed_at)
         # Readers find a commit here, so what else is known of it must be there first.
-        self._hot.append(_Hot(
-            header.commit, header.start, header.end, header.next_seq, header.transactions, header.rows, size, newest
-        ))  # fmt: skip
+        self._hot.append(
+            _Hot(
+                header.commit, header.start, header.end, header.next_seq, header.transactions, header.rows, size, newest
+            )
+        )
         self.commit = header.commit
 
     def _know(self, table: int, schema: int) -> None:

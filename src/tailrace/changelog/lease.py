@@ -32,9 +32,15 @@ class Lease(lease.Lease):
     """Of one role at a log."""
 
     def __init__(
-        self, folder: LogPath, name: str = "owner", wait_seconds: float = WAIT_SECONDS_MAX, *, take_over: bool = False,
-        expiry_seconds: float = EXPIRY_SECONDS, renew_seconds: float = RENEW_SECONDS,
-    ) -> None:  # fmt: skip
+        self,
+        folder: LogPath,
+        name: str = "owner",
+        wait_seconds: float = WAIT_SECONDS_MAX,
+        *,
+        take_over: bool = False,
+        expiry_seconds: float = EXPIRY_SECONDS,
+        renew_seconds: float = RENEW_SECONDS,
+    ) -> None:
         self._folder = folder
         hold = DiskHold(folder, name) if isinstance(folder, Path) else _ObjectHold(folder, name)
         super().__init__(

@@ -155,10 +155,19 @@ class Letters:
                 yield Bundle(shape=TableSchema.from_json(step.shape), rows=rows, origin=step.origin)
 
     def write(
-        self, shape: TableSchema, reaches: int, letters: pa.Table, causes: Sequence[TailraceError],
-        cleared: Collection[int], *, passed: Collection[int] = (), there: bool = False, version: int | None = None,
-        origin: Origin | None = None, late: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        shape: TableSchema,
+        reaches: int,
+        letters: pa.Table,
+        causes: Sequence[TailraceError],
+        cleared: Collection[int],
+        *,
+        passed: Collection[int] = (),
+        there: bool = False,
+        version: int | None = None,
+        origin: Origin | None = None,
+        late: str | None = None,
+    ) -> None:
         """A step that counts once the table has come to `reaches`; durable when this returns.
 
         With `there` it has, and rows were put in where it stands: a version of before has the same `_seq`. Which one
@@ -189,9 +198,14 @@ class Letters:
     def _settled(self, path: LogPath, step: _Step) -> None:
         """Have a step count whatever comes."""
         content = _encoded(
-            self.table, TableSchema.from_json(step.shape), step.reaches, _read_rows(path), step.cleared,
-            passed=step.passed, origin=step.origin,
-        )  # fmt: skip
+            self.table,
+            TableSchema.from_json(step.shape),
+            step.reaches,
+            _read_rows(path),
+            step.cleared,
+            passed=step.passed,
+            origin=step.origin,
+        )
         files.replace_durably(path, content)
 
     def _next(self, reaches: int) -> LogPath:
@@ -410,7 +424,7 @@ def with_causes(letters: pa.Table, causes: Sequence[TailraceError]) -> pa.Table:
         pa.array([cause.headline for cause in causes], pa.string()),
         pa.array([cause.hint for cause in causes], pa.string()),
         pa.array([time.time_ns() // 1000] * len(causes), pa.timestamp("us", "UTC")),
-    ]  # fmt: skip
+    ]
     return pa.Table.from_arrays([*said, *letters.columns], schema=pa.schema([*CAUSE_FIELDS, *letters.schema]))
 
 
@@ -425,17 +439,30 @@ def read_letters(path: LogPath) -> Bundle:
 
 
 def _encoded(
-    table: TableId, shape: TableSchema, reaches: int, letters: pa.Table, cleared: Sequence[int],
-    load: str | None = None, *, passed: Sequence[int] = (), origin: Origin | None = None,
+    table: TableId,
+    shape: TableSchema,
+    reaches: int,
+    letters: pa.Table,
+    cleared: Sequence[int],
+    load: str | None = None,
+    *,
+    passed: Sequence[int] = (),
+    origin: Origin | None = None,
     late: str | None = None,
-) -> bytes:  # fmt: skip
+) -> bytes:
     meta = {
-        "format": FORMAT, "schema": table.schema, "table": table.name, "reaches": reaches, "shape": shape.to_json(),
-        "letters": letters.column(_SEQ_PLACE).to_pylist(), "cleared": [int(number) for number in cleared],
+        "format": FORMAT,
+        "schema": table.schema,
+        "table": table.name,
+        "reaches": reaches,
+        "shape": shape.to_json(),
+        "letters": letters.column(_SEQ_PLACE).to_pylist(),
+        "cleared": [int(number) for number in cleared],
         **({} if load is None else {"load": load}),
         **({"passed": [int(number) for number in passed]} if passed else {}),
-        **({} if origin is None else {"origin": list(origin)}), **({} if late is None else {"late": late}),
-    }  # fmt: skip
+        **({} if origin is None else {"origin": list(origin)}),
+        **({} if late is None else {"late": late}),
+    }
     fields = letters.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, fields) as writer:
@@ -453,11 +480,15 @@ def _read_step(path: LogPath, _: Stamp | None) -> _Step:
         if stored["format"] != FORMAT:
             raise ValueError("it has a format this version does not know")
         return _Step(
-            reaches=stored["reaches"], letters=tuple(stored["letters"]), cleared=tuple(stored["cleared"]),
-            shape=stored["shape"], load=stored.get("load"),
-            passed=tuple(stored.get("passed", ())), late=stored.get("late"),
+            reaches=stored["reaches"],
+            letters=tuple(stored["letters"]),
+            cleared=tuple(stored["cleared"]),
+            shape=stored["shape"],
+            load=stored.get("load"),
+            passed=tuple(stored.get("passed", ())),
+            late=stored.get("late"),
             origin=Origin(*stored["origin"]) if "origin" in stored else None,
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         raise
     except files.STORE_TROUBLE as error:
@@ -486,6 +517,7 @@ def _key_places(shape: TableSchema, rows: pa.Table) -> list[int]:
 
 def _unreadable(path: LogPath) -> LogCorrupt:
     return LogCorrupt(
-        "a dead letter cannot be read", path=path,
+        "a dead letter cannot be read",
+        path=path,
         hint="Restore the file from a copy of the log; or move it away and run `tailrace snapshot FILE TABLE`.",
-    )  # fmt: skip
+    )

@@ -37,8 +37,7 @@ def merged_shape(versions: Sequence[TableSchema]) -> TableSchema:
         for column in version.columns:
             names.setdefault(column.name, column)
     columns = tuple(
-        replace(column, type=functools.reduce(_common, _types_of(column.name, versions)))
-        for column in names.values()
+        replace(column, type=functools.reduce(_common, _types_of(column.name, versions))) for column in names.values()
     )
     keys = dict.fromkeys(name for version in reversed(versions) for name in version.key)
     return replace(newest, columns=columns, former_key=tuple(name for name in keys if name not in newest.key))
@@ -85,9 +84,7 @@ def conform(batch: ChangeBatch, shape: TableSchema) -> ChangeBatch:
     fields = shape.change_schema()
     names = set(batch.data.schema.names)
     columns = [
-        _cast(batch.data.column(field.name), field.type)
-        if field.name in names
-        else pa.nulls(len(batch), field.type)
+        _cast(batch.data.column(field.name), field.type) if field.name in names else pa.nulls(len(batch), field.type)
         for field in fields
     ]
     return replace(batch, schema=shape, data=pa.RecordBatch.from_arrays(columns, schema=fields))

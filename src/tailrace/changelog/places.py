@@ -95,7 +95,7 @@ def refuse_past(point: Point) -> None:
         "the log is new, and begins with what is committed from now on",
         asked=point.isoformat() if isinstance(point, datetime) else point,
         hint="Leave out `startingPosition`. What is there already is had by reading the table as a whole: "
-        "`spark.read.format(\"cdc\")` with `url`.",
+        '`spark.read.format("cdc")` with `url`.',
     )
 
 
@@ -153,9 +153,7 @@ def _before(log: ChangeLog, at: int, tables: frozenset[int]) -> tuple[Place, boo
     return Place(newest), has_earlier
 
 
-def _inside(
-    log: ChangeLog, commit: int, tables: frozenset[int], later: Callable[[pa.RecordBatch], pa.Array]
-) -> Place:
+def _inside(log: ChangeLog, commit: int, tables: frozenset[int], later: Callable[[pa.RecordBatch], pa.Array]) -> Place:
     """Before the first row of a commit that is later; rows of a transaction lie together, and none is before it.
 
     Of the tables that are asked for: whoever lacks rows of another is not concerned.
@@ -228,17 +226,19 @@ def _refuse_unread(log: ChangeLog, point: Lsn | datetime, option: str) -> None:
         name, asked, reaches = "time", point.isoformat(), until.isoformat() if until else reaches
     if unread:
         raise ConfigError(
-            f"the log has not been read up to this {name}", **{name: asked}, reaches=reaches,
+            f"the log has not been read up to this {name}",
+            **{name: asked},
+            reaches=reaches,
             hint=f"Is the capture running? Wait until the log has it, or give `{option}` an earlier one; `latest` "
             + ("begins with what comes next." if option == START else "ends with what there is."),
-        )  # fmt: skip
+        )
 
 
 def _too_early(log: ChangeLog, point: Lsn | datetime, begin: Lsn | datetime) -> TailraceError:
     asked, first = (value.isoformat() if isinstance(value, datetime) else value for value in (point, begin))
     hint = (
         f"`startingPosition` `earliest` gives all that it has; {first}, or later, is possible too. What was there "
-        "before is had by reading the table as a whole: `spark.read.format(\"cdc\")` with `url`."
+        'before is had by reading the table as a whole: `spark.read.format("cdc")` with `url`.'
     )
     if log.trimmed().commit:
         return LogTrimmed("the log no longer holds what it held then", asked=asked, begins=first, hint=hint)
@@ -247,7 +247,10 @@ def _too_early(log: ChangeLog, point: Lsn | datetime, begin: Lsn | datetime) -> 
 
 def _outside(log: ChangeLog, commit: int, newest: int, option: str) -> ConfigError:
     return ConfigError(
-        "the log has no commit of this number", commit=commit, first=log.trimmed().commit + 1, last=newest,
+        "the log has no commit of this number",
+        commit=commit,
+        first=log.trimmed().commit + 1,
+        last=newest,
         hint=f"Give `{option}` one that it has, or `earliest`, `latest`, a position (16/B374D848) or a time "
         "(2026-11-16T12:00:00Z).",
-    )  # fmt: skip
+    )

@@ -94,24 +94,23 @@ def read_published(log: LogPath) -> Published:
         return Published()
     except (ValueError, KeyError, TypeError) as error:
         raise LogCorrupt(
-            f"the record of when tables were published cannot be read: {error}", path=path,
+            f"the record of when tables were published cannot be read: {error}",
+            path=path,
             hint=f"Restore it from a copy of the log. Without one: {NEW_LOG_HINT}",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def announce(
     log: LogPath, tables: Sequence[tuple[TableId, int]], since: Lsn, *, commit: int = 0, moved: Collection[int] = ()
-) -> None:  # fmt: skip
+) -> None:
     """The tables, each with its number at the source, are about to be published."""
     known, asked = read_published(log).comings, set(tables)
     # One that was announced and never came in tells nothing.
     kept = [coming for coming in known if coming.whole is not None or (coming.table, coming.relation) not in asked]
     comings = [
-        Coming(
-            table=table, relation=relation, kind=_kind(kept, table, relation, moved), commit=commit, since=since
-        )
+        Coming(table=table, relation=relation, kind=_kind(kept, table, relation, moved), commit=commit, since=since)
         for table, relation in tables
-    ]  # fmt: skip
+    ]
     _write(log, [*_needed(log, kept), *comings])
 
 
@@ -145,30 +144,35 @@ def _needed(log: LogPath, known: Sequence[Coming]) -> list[Coming]:
     """The last of each table, and whatever else lies after what is trimmed: nobody reads on from before that."""
     gone = read_trimmed(log).position
     last = {(coming.table, coming.relation): coming for coming in known}
-    return [
-        coming for coming in known if coming.since > gone or last[coming.table, coming.relation] is coming
-    ]
+    return [coming for coming in known if coming.since > gone or last[coming.table, coming.relation] is coming]
 
 
 def _write(log: LogPath, comings: Sequence[Coming]) -> None:
     stored = [
         {
-            "schema": coming.table.schema, "table": coming.table.name, "relation": coming.relation,
-            "kind": coming.kind.value, "commit": coming.commit, "since": str(coming.since),
+            "schema": coming.table.schema,
+            "table": coming.table.name,
+            "relation": coming.relation,
+            "kind": coming.kind.value,
+            "commit": coming.commit,
+            "since": str(coming.since),
             "whole": None if coming.whole is None else str(coming.whole),
         }
         for coming in comings
-    ]  # fmt: skip
+    ]
     with files.explained(log / NAME):
         files.replace_durably(log / NAME, records.encode({"format": FORMAT, "tables": stored}))
 
 
 def _coming(stored: dict[str, Any]) -> Coming:
     return Coming(
-        table=TableId(stored["schema"], stored["table"]), relation=stored["relation"], kind=Kind(stored["kind"]),
-        commit=stored["commit"], since=Lsn.parse(stored["since"]),
+        table=TableId(stored["schema"], stored["table"]),
+        relation=stored["relation"],
+        kind=Kind(stored["kind"]),
+        commit=stored["commit"],
+        since=Lsn.parse(stored["since"]),
         whole=None if stored["whole"] is None else Lsn.parse(stored["whole"]),
-    )  # fmt: skip
+    )
 
 
 def token(table: TableId) -> str:

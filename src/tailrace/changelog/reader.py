@@ -272,9 +272,14 @@ class ChangeLog:
         return known[1]
 
     def read(
-        self, first: int, last: int, *, tables: Collection[int] | Wanted | None = None, after_seq: int = 0,
+        self,
+        first: int,
+        last: int,
+        *,
+        tables: Collection[int] | Wanted | None = None,
+        after_seq: int = 0,
         to_seq: int = SEQ_MAX,
-    ) -> Iterator[ChangeBatch]:  # fmt: skip
+    ) -> Iterator[ChangeBatch]:
         """The rows of commits from `first` to `last`, in order, sealed or not, each once.
 
         Of one table they come in `_seq` order; of all tables (`None`: those of the source) commit by commit. Where
@@ -377,9 +382,13 @@ class ChangeLog:
         return found
 
     def _refuse_trimmed(
-        self, gone: Trimmed, first: int, tables: Collection[int] | Wanted | None, after_seq: int,
+        self,
+        gone: Trimmed,
+        first: int,
+        tables: Collection[int] | Wanted | None,
+        after_seq: int,
         delivered: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rows that are gone are never passed over in silence."""
         for number, table in self.lost(gone, tables).items():
             if first <= table.commit and table.last_seq > max(after_seq, delivered.get(number, 0)):
@@ -399,10 +408,15 @@ class ChangeLog:
         return cold.damaged(files.named(self.path, error.filename) if error.filename else path, "it is missing")
 
     def follow(
-        self, after: int | Lsn | None = None, *, table: TableId | str | int | None = None,
-        wait_seconds: float | None = 0.0, consumer: str | None = None,
-        expires_seconds: float | None = EXPIRE_SECONDS, merged: bool = False,
-    ) -> Iterator[ChangeBatch]:  # fmt: skip
+        self,
+        after: int | Lsn | None = None,
+        *,
+        table: TableId | str | int | None = None,
+        wait_seconds: float | None = 0.0,
+        consumer: str | None = None,
+        expires_seconds: float | None = EXPIRE_SECONDS,
+        merged: bool = False,
+    ) -> Iterator[ChangeBatch]:
         """The batches after a commit, in order, then whatever comes, until nothing came for `wait_seconds`.
 
         `after` is a commit's number or a position of the source; without it reading begins with the oldest row that
@@ -420,9 +434,7 @@ class ChangeLog:
         gone, place, covered = self.trimmed(), None, dict[int, int]()
         start = (begin, 0) if begin is not None else self._whole_from(gone, wanted)
         if consumer is not None:
-            place = Consumer.open(
-                self.path, consumer, wanted=wanted, start=start, expires_seconds=expires_seconds
-            )
+            place = Consumer.open(self.path, consumer, wanted=wanted, start=start, expires_seconds=expires_seconds)
             start = (place.commit, place.seq) if after is None else start
         elif after is None:
             start = (gone.commit, 0)

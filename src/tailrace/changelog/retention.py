@@ -86,10 +86,15 @@ def held(change_log: ChangeLog, now: float | None = None) -> list[Held]:
     for hold in _holds(change_log):
         state = _state(change_log, hold, gone, now)
         mine = [item.file for item in kept if state == "live" and _needs(hold, item.file)]
-        found.append(Held(
-            hold=hold, state=state, files=len(mine), rows=sum(file.rows for file in mine),
-            bytes=sum(file.size for file in mine),
-        ))  # fmt: skip
+        found.append(
+            Held(
+                hold=hold,
+                state=state,
+                files=len(mine),
+                rows=sum(file.rows for file in mine),
+                bytes=sum(file.size for file in mine),
+            )
+        )
     return found
 
 
@@ -221,9 +226,7 @@ def _worst(kept: list[_Kept], live: list[Hold], going: list[_Kept]) -> Hold | No
     return hold if size else None
 
 
-def _let_go(
-    sealer: Sealer, gone: Trimmed, stamp: Stamp | None, going: list[_Kept], detached: list[Hold]
-) -> Trim:
+def _let_go(sealer: Sealer, gone: Trimmed, stamp: Stamp | None, going: list[_Kept], detached: list[Hold]) -> Trim:
     after = _record(sealer.log, gone, going, detached)
     if after == gone:
         return Trim()
@@ -236,9 +239,12 @@ def _let_go(
     failpoints.hit("trim.recorded")
     removed = sealer.let_go(after)
     return Trim(
-        commits=after.commit - gone.commit, files=len(going), rows=sum(item.file.rows for item in going),
-        bytes=removed, detached=tuple(hold.name for hold in detached),
-    )  # fmt: skip
+        commits=after.commit - gone.commit,
+        files=len(going),
+        rows=sum(item.file.rows for item in going),
+        bytes=removed,
+        detached=tuple(hold.name for hold in detached),
+    )
 
 
 def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: list[Hold]) -> Trimmed:
@@ -248,9 +254,12 @@ def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: 
         file, before = item.file, tables.get(item.file.table)
         taken = any(_needs(hold, file) for hold in detached)
         tables[file.table] = TrimmedTable(
-            last_seq=file.last_seq, commit=file.last, rows=file.rows + (before.rows if before else 0),
-            bytes=file.size + (before.bytes if before else 0), why="detached" if taken else "retention",
-        )  # fmt: skip
+            last_seq=file.last_seq,
+            commit=file.last,
+            rows=file.rows + (before.rows if before else 0),
+            bytes=file.size + (before.bytes if before else 0),
+            why="detached" if taken else "retention",
+        )
     after = replace(gone, tables=tables)
     if not going:
         return after
@@ -261,7 +270,11 @@ def _record(change_log: ChangeLog, gone: Trimmed, going: list[_Kept], detached: 
         if seal.last > newest_gone or not all(after.covers(file.table, file.last_seq) for file in seal.files):
             break
         after = replace(
-            after, commit=seal.last, position=seal.end, next_seq=seal.next_seq,
-            transactions=after.transactions + seal.transactions, rows=after.rows + seal.rows,
-        )  # fmt: skip
+            after,
+            commit=seal.last,
+            position=seal.end,
+            next_seq=seal.next_seq,
+            transactions=after.transactions + seal.transactions,
+            rows=after.rows + seal.rows,
+        )
     return after

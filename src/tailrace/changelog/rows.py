@@ -27,9 +27,7 @@ def restore(stored: pa.RecordBatch, version: Version, body: Body, position: str 
         data = data.set_column(_SEQ_PLACE, version.arrow.field(_SEQ_PLACE), seqs)
     if position is not None and change.POSITION in body.without:
         field = version.arrow.field(_POSITION_PLACE)
-        data = data.add_column(
-            _POSITION_PLACE, field, pa.repeat(pa.scalar(position, field.type), data.num_rows)
-        )
+        data = data.add_column(_POSITION_PLACE, field, pa.repeat(pa.scalar(position, field.type), data.num_rows))
     return data
 
 

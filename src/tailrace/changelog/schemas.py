@@ -151,19 +151,13 @@ class Schemas:
 
     def named(self, table: TableId | str) -> list[int]:
         """The numbers a table of this name has had; a text is `schema.table`, or the name of a system stream."""
-        found = {
-            version.table
-            for version in self._all()
-            if table in (version.schema.table, str(version.schema.table))
-        }
+        found = {version.table for version in self._all() if table in (version.schema.table, str(version.schema.table))}
         return sorted(found)
 
     def matching(self, wanted: Callable[[TableId], bool]) -> frozenset[int]:
         """The numbers of the source's tables that have, or had, a name that is wanted."""
         return frozenset(
-            version.table
-            for version in self._all()
-            if not is_system(version.schema) and wanted(version.schema.table)
+            version.table for version in self._all() if not is_system(version.schema) and wanted(version.schema.table)
         )
 
     def after(self, ordinal: int) -> list[Version]:
@@ -235,10 +229,13 @@ class Schemas:
                 raise ValueError("it belongs to another place")
             schema = TableSchema.from_json(stored)
             return Version(
-                table=stored["table"], version=stored["version"], schema=schema, arrow=schema.change_schema(),
+                table=stored["table"],
+                version=stored["version"],
+                schema=schema,
+                arrow=schema.change_schema(),
                 ordinal=stored.get("ordinal", 0),
                 definition={name: stored[name] for name in stored if name not in _PLACE},
-            )  # fmt: skip
+            )
         except files.STORE_TROUBLE as error:
             raise files.told(error, path) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
@@ -247,4 +244,3 @@ class Schemas:
                 path=path,
                 hint="Restore the file from a copy of the log, or start a new log.",
             ) from error
-

@@ -244,11 +244,17 @@ class Sealer:
             raise
         first, last = run[0], run[-1]
         joined = replace(
-            last, first=first.first, start=first.start, first_seq=first.first_seq, written_from=first.written_from,
-            transactions=sum(seal.transactions for seal in run), rows=sum(seal.rows for seal in run),
+            last,
+            first=first.first,
+            start=first.start,
+            first_seq=first.first_seq,
+            written_from=first.written_from,
+            transactions=sum(seal.transactions for seal in run),
+            rows=sum(seal.rows for seal in run),
             committed_at=max((seal.committed_at for seal in run if seal.committed_at is not None), default=None),
-            level=last.level + 1, files=tuple(kept),
-        )  # fmt: skip
+            level=last.level + 1,
+            files=tuple(kept),
+        )
         return self._publish(joined, tables, commits)
 
     def _kept_files(self, run: list[Seal]) -> list[ColdFile]:
@@ -453,12 +459,26 @@ def _seal_of(headers: list[Header]) -> Seal:
     first, last = headers[0], headers[-1]
     times = [header.committed_at for header in headers if header.committed_at is not None]
     return Seal(
-        log=first.log, first=first.commit, last=last.commit, start=first.start, end=last.end,
-        first_seq=first.next_seq - first.rows, next_seq=last.next_seq,
-        transactions=sum(header.transactions for header in headers), rows=sum(header.rows for header in headers),
-        shapes=last.shapes, timeline=last.timeline, written_from=first.written_at, written_to=last.written_at,
-        committed_at=max(times, default=None), sealed_at=0, level=0, commits_size=0, commits_crc=0, files=(),
-    )  # fmt: skip
+        log=first.log,
+        first=first.commit,
+        last=last.commit,
+        start=first.start,
+        end=last.end,
+        first_seq=first.next_seq - first.rows,
+        next_seq=last.next_seq,
+        transactions=sum(header.transactions for header in headers),
+        rows=sum(header.rows for header in headers),
+        shapes=last.shapes,
+        timeline=last.timeline,
+        written_from=first.written_at,
+        written_to=last.written_at,
+        committed_at=max(times, default=None),
+        sealed_at=0,
+        level=0,
+        commits_size=0,
+        commits_crc=0,
+        files=(),
+    )
 
 
 def _may_be_there(path: LogPath) -> bool:

@@ -29,9 +29,7 @@ class Spill:
         self.shapes = shapes
         """How many versions of shapes the log and these pieces announce."""
 
-    def write(
-        self, bodies: Sequence[Body], parts: Sequence[bytes | memoryview], rows: int, shapes: int
-    ) -> None:
+    def write(self, bodies: Sequence[Body], parts: Sequence[bytes | memoryview], rows: int, shapes: int) -> None:
         """Make one piece of the transaction durable."""
         if not self._files:
             self._folder = self._log / "big" / f"{self._commit:020d}"
@@ -50,9 +48,7 @@ class Spill:
         with files.explained(self._folder):
             files.sync_folder(self._folder)
             files.sync_folder(self._folder.parent)
-        return tuple(
-            Piece(file=files.below(self._log, path), position=position) for path in self._files
-        )
+        return tuple(Piece(file=files.below(self._log, path), position=position) for path in self._files)
 
     def forget(self) -> None:
         """Take back what was written: the transaction will come again from its beginning."""

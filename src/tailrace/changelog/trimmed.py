@@ -65,10 +65,13 @@ def read_trimmed(log: LogPath) -> Trimmed:
             text = path.read_bytes()
         stored = records.decode(text, FORMAT)
         return Trimmed(
-            commit=stored["commit"], position=Lsn.parse(stored["position"]), next_seq=stored["next_seq"],
-            transactions=stored["transactions"], rows=stored["rows"],
+            commit=stored["commit"],
+            position=Lsn.parse(stored["position"]),
+            next_seq=stored["next_seq"],
+            transactions=stored["transactions"],
+            rows=stored["rows"],
             tables={int(number): TrimmedTable(**table) for number, table in stored["tables"].items()},
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         return NOTHING
     except (ValueError, KeyError, TypeError) as error:
@@ -82,9 +85,13 @@ def read_trimmed(log: LogPath) -> Trimmed:
 def write_trimmed(log: LogPath, trimmed: Trimmed, before: Stamp | None = None) -> None:
     """Make the record durable, in place of the one that was stamped so before; only then may files go."""
     stored: dict[str, Any] = {
-        "format": FORMAT, "commit": trimmed.commit, "position": str(trimmed.position),
-        "next_seq": trimmed.next_seq, "transactions": trimmed.transactions, "rows": trimmed.rows,
+        "format": FORMAT,
+        "commit": trimmed.commit,
+        "position": str(trimmed.position),
+        "next_seq": trimmed.next_seq,
+        "transactions": trimmed.transactions,
+        "rows": trimmed.rows,
         "tables": {str(number): vars(table) for number, table in sorted(trimmed.tables.items())},
-    }  # fmt: skip
+    }
     with files.explained(log / NAME), files.alone(log / NAME):
         files.swap_durably(log / NAME, records.encode(stored), before)

@@ -114,9 +114,13 @@ class _Verifier:
             said = "a reader's place cannot be read, so the log keeps nothing for it"
             self._note(path, said, "Remove the file; its reader begins anew.")
         return Verdict(
-            commits=self._commits, rows=self._rows, files=self._files, bytes=self._bytes,
-            flaws=tuple(self._flaws.values()), flaws_total=self._flaws_total,
-        )  # fmt: skip
+            commits=self._commits,
+            rows=self._rows,
+            files=self._files,
+            bytes=self._bytes,
+            flaws=tuple(self._flaws.values()),
+            flaws_total=self._flaws_total,
+        )
 
     # Flaws.
 
@@ -256,9 +260,7 @@ class _Verifier:
                     return self._miss(commit, newest, hot, seal, error)
         raise AssertionError("unreachable")
 
-    def _miss(
-        self, commit: int, newest: int, hot: set[int], seal: Seal | None, error: FileNotFoundError
-    ) -> int:
+    def _miss(self, commit: int, newest: int, hot: set[int], seal: Seal | None, error: FileNotFoundError) -> int:
         """Something that should be there is not; the next commit that something holds."""
         if seal is not None:
             path = files.named(self._path, error.filename) if error.filename else seal_path(self._path, seal.stem)
@@ -270,9 +272,7 @@ class _Verifier:
         if damaged_to:  # what they held is told as damaged, not as missing
             return min(*later, max(damaged_to) + 1)
         last = min(later) - 1
-        some = (
-            "a commit of the log is missing" if last == commit else f"commits {commit} to {last} are missing"
-        )
+        some = "a commit of the log is missing" if last == commit else f"commits {commit} to {last} are missing"
         self._note(commit_path(self._path, commit), some)
         return last + 1
 
@@ -442,9 +442,6 @@ class _Verifier:
             wanted = {path.name for path in log.files(table)}
             view = folder / str(table)
             shown = set(files.names(view)) if view.is_dir() else set()
-            found += [
-                (view / name, "a link of the glob leads to what is no longer there")
-                for name in shown - wanted
-            ]
+            found += [(view / name, "a link of the glob leads to what is no longer there") for name in shown - wanted]
             found += [(view / name, "a link of the glob is missing") for name in wanted - shown]
         return sorted(found)

@@ -183,12 +183,22 @@ class LogWriter:
         number = self.commit + 1
         passes = window.empty and any(gap.commit == number and not gap.begun for gap in self._recorded_gaps.now())
         header = format.Header(
-            log=self.log_id, commit=number, start=window.start, end=window.end,
-            transactions=window.transactions, rows=rows, next_seq=self.next_seq + rows,
-            written_at=self._written_at, committed_at=window.last_committed_at,
-            bodies=(*spilled.bodies, *bodies), big=pieces, shapes=shapes, timeline=self.timeline,
-            gaps=self._gaps + passes, writer=self._token,
-        )  # fmt: skip
+            log=self.log_id,
+            commit=number,
+            start=window.start,
+            end=window.end,
+            transactions=window.transactions,
+            rows=rows,
+            next_seq=self.next_seq + rows,
+            written_at=self._written_at,
+            committed_at=window.last_committed_at,
+            bodies=(*spilled.bodies, *bodies),
+            big=pieces,
+            shapes=shapes,
+            timeline=self.timeline,
+            gaps=self._gaps + passes,
+            writer=self._token,
+        )
         self._publish(header, [format.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
         self._announced, self._gaps = shapes, header.gaps
@@ -225,9 +235,7 @@ class LogWriter:
             hint="Stop one of the two writers of this log, then start again.",
         )
 
-    def _encode(
-        self, window: Window, first_seq: int, announced: int
-    ) -> tuple[tuple[format.Body, ...], Parts, int]:
+    def _encode(self, window: Window, first_seq: int, announced: int) -> tuple[tuple[format.Body, ...], Parts, int]:
         """Where each batch will lie, its bytes, and how many shapes have been announced with it."""
         bodies: list[format.Body] = []
         parts: Parts = []
@@ -241,11 +249,24 @@ class LogWriter:
             first, last = batch.ends or _ends(data)
             size = laid.size
             padding = -size % format.ALIGNMENT
-            bodies.append(format.Body(
-                version.table, version.version, data.num_rows, first_seq + first, first_seq + last,
-                batch.moves, batch.truncates, batch.unfit, _left_out(data, version, window), at, size,
-                zlib.crc32(laid), 0, first_seq,
-            ))  # fmt: skip
+            bodies.append(
+                format.Body(
+                    version.table,
+                    version.version,
+                    data.num_rows,
+                    first_seq + first,
+                    first_seq + last,
+                    batch.moves,
+                    batch.truncates,
+                    batch.unfit,
+                    _left_out(data, version, window),
+                    at,
+                    size,
+                    zlib.crc32(laid),
+                    0,
+                    first_seq,
+                )
+            )
             parts.append(laid)
             if padding:
                 parts.append(_ZEROS[:padding])
@@ -301,12 +322,19 @@ def _announcements(
             break
         row = first[min(ordinal for ordinal in first if ordinal >= version.ordinal)].slice(0, 1)
         position = row.column(change.POSITION)[0].as_py() if change.POSITION in row.schema.names else None
-        found.append(system.Announcement(
-            table=version.table, version=version.version, shape=version.schema,
-            definition=version.definition, position=position,
-            seq=row.column(change.SEQ)[0].as_py(), tx=row.column(change.TX)[0].as_py(),
-            tx_index=row.column(change.TX_INDEX)[0].as_py(), committed_at=row.column(change.COMMITTED_AT)[0].value,
-        ))  # fmt: skip
+        found.append(
+            system.Announcement(
+                table=version.table,
+                version=version.version,
+                shape=version.schema,
+                definition=version.definition,
+                position=position,
+                seq=row.column(change.SEQ)[0].as_py(),
+                tx=row.column(change.TX)[0].as_py(),
+                tx_index=row.column(change.TX_INDEX)[0].as_py(),
+                committed_at=row.column(change.COMMITTED_AT)[0].value,
+            )
+        )
     return sorted(found, key=lambda item: item.seq)
 
 

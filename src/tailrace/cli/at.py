@@ -15,19 +15,28 @@ def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Show the point, and each table's version there."""
     point = find_point(settings, time=arguments.time, position=arguments.position)
     tables = [
-        {"schema": table.schema, "table": table.name, "version": version,
-         "path": str(settings.tables.layout.path(table))}
+        {
+            "schema": table.schema,
+            "table": table.name,
+            "version": version,
+            "path": str(settings.tables.layout.path(table)),
+        }
         for table, version in sorted(point.versions.items())
-    ]  # fmt: skip
+    ]
     missing = [
         {"schema": table.schema, "table": table.name, "state": absence.state, "why": absence.why}
         for table, absence in sorted(point.missing.items())
     ]
     if arguments.json:
-        print_json({
-            "time": point.time.isoformat(), "position": str(point.position), "commit": point.commit, "tables": tables,
-            "missing": missing,
-        })  # fmt: skip
+        print_json(
+            {
+                "time": point.time.isoformat(),
+                "position": str(point.position),
+                "commit": point.commit,
+                "tables": tables,
+                "missing": missing,
+            }
+        )
         return ExitCode.OK
     lines = [f"{point.time.isoformat()} · position {point.position} · commit {point.commit}"]
     lines += [f"{table['schema']}.{table['table']}: version {table['version']}" for table in tables]

@@ -47,9 +47,10 @@ def checkpoints(arguments: argparse.Namespace) -> ExitCode:
             said = f"deleted {arguments.key}"
         else:
             raise ConfigError(
-                "there is no checkpoint of this key", key=arguments.key,
+                "there is no checkpoint of this key",
+                key=arguments.key,
                 hint=f"`tailrace checkpoints {arguments.folder} list` shows all.",
-            )  # fmt: skip
+            )
     if arguments.json:
         print_json({"action": arguments.action, "key": arguments.key})
     else:
@@ -78,14 +79,16 @@ def _refuse_other_folders(folder: str) -> None:
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if any(_VERSION.fullmatch(name) for name in names):
         raise ConfigError(
-            "the folder is a schema history, and no checkpoint store", folder=folder,
+            "the folder is a schema history, and no checkpoint store",
+            folder=folder,
             hint="`tailrace schema-history FOLDER` shows what it has; a checkpoint store has its own folder.",
-        )  # fmt: skip
+        )
     if {"meta.json", "hot"} <= set(names):
         raise ConfigError(
-            "the folder is a change log, and no checkpoint store", folder=folder,
+            "the folder is a change log, and no checkpoint store",
+            folder=folder,
             hint="It keeps its place itself: `tailrace log FILE show` tells it.",
-        )  # fmt: skip
+        )
 
 
 def _text(found: dict[str, Checkpoint]) -> str:

@@ -74,10 +74,13 @@ def _replay_text(asked: Asked, file: str) -> str:
         return "\n".join(map(one_line, kept)) or "there are no dead letters"
     lines = [
         f"{table}: {_count(count)} {'is' if count == 1 else 'are'} tried again"
-        + (f" once the table, which is {asked.stopped[table]}, goes on: see `tailrace status {file}`"
-           if table in asked.stopped else "")
+        + (
+            f" once the table, which is {asked.stopped[table]}, goes on: see `tailrace status {file}`"
+            if table in asked.stopped
+            else ""
+        )
         for table, count in asked.tables.items()
-    ]  # fmt: skip
+    ]
     lines += kept
     if asked.apply_pid is not None and len(asked.stopped) == len(asked.tables):
         return "\n".join(map(one_line, lines))

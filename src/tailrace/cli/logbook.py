@@ -58,11 +58,7 @@ def consumers(settings: PipelineSettings, arguments: argparse.Namespace) -> Exit
         _print(arguments, {"forgotten": arguments.forget}, lambda: f"forgot consumer {arguments.forget}")
         return ExitCode.OK
     found = logbook.readers(path)
-    _print(
-        arguments,
-        {"consumers": [reader.to_json() for reader in found]},
-        lambda: renderlog.readers_text(found),
-    )
+    _print(arguments, {"consumers": [reader.to_json() for reader in found]}, lambda: renderlog.readers_text(found))
     return ExitCode.OK
 
 
@@ -78,8 +74,7 @@ def _older_than(arguments: argparse.Namespace) -> float | None:
         return None
     if arguments.action != "trim":
         raise ConfigError(
-            "`--older-than` goes with `trim` only",
-            hint="For example: `tailrace log FILE trim --older-than 2d`.",
+            "`--older-than` goes with `trim` only", hint="For example: `tailrace log FILE trim --older-than 2d`."
         )
     try:
         return parse_duration(arguments.older_than)

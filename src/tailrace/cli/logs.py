@@ -37,9 +37,7 @@ def hide(url: str) -> None:
     public = {parts.username, parts.path.strip("/"), *_PUBLIC}
     _secrets.add(url)
     _secrets.update(
-        secret
-        for secret in (password, unquote(password))
-        if len(secret) >= SECRET_LENGTH_MIN and secret not in public
+        secret for secret in (password, unquote(password)) if len(secret) >= SECRET_LENGTH_MIN and secret not in public
     )
 
 

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     def capture(
         self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool, child: bool
-    ) -> Summary: ...  # fmt: skip
+    ) -> Summary: ...
 
     def apply(
         self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
@@ -50,16 +50,14 @@ class Engine(Protocol):
 class PipelineEngine:
     """The real one; every method imports what it needs and no more."""
 
-    def run(
-        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
-    ) -> Summary:
+    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool) -> Summary:
         from tailrace.pipeline import runner
 
         return runner.run(settings, until_caught_up=until_caught_up, observer=observer, take_over=take_over)
 
     def capture(
         self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool, child: bool
-    ) -> Summary:  # fmt: skip
+    ) -> Summary:
         from tailrace.pipeline import runner
 
         return runner.capture(
@@ -190,9 +188,12 @@ def build_parser() -> Parser:
             _add_tail(command)
         if name in ("snapshot", "retry", "tail"):
             command.add_argument(
-                "tables", metavar="TABLE", nargs="*", default=[],
+                "tables",
+                metavar="TABLE",
+                nargs="*",
+                default=[],
                 help='schema.table or a pattern, e.g. "public.order_*"',
-            )  # fmt: skip
+            )
         if name == "snapshot":
             _add_snapshot(command)
         if name == "rebuild":
@@ -242,9 +243,11 @@ def _add_tail(command: argparse.ArgumentParser) -> None:
 
 def _add_dead_letters(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "action", metavar="ACTION", choices=_ACTIONS["dead-letters"],
+        "action",
+        metavar="ACTION",
+        choices=_ACTIONS["dead-letters"],
         help="list: show them; replay: read their rows again from the source and put them into the tables",
-    )  # fmt: skip
+    )
     command.add_argument("tables", metavar="TABLE", nargs="*", default=[], help="schema.table or a pattern; none: all")
     command.add_argument("--payload", action="store_true", help="list: show the rows' values too")
     command.add_argument("--forget", action="store_true", help="list: drop what is listed; needs TABLE")
@@ -253,9 +256,11 @@ def _add_dead_letters(command: argparse.ArgumentParser) -> None:
 
 def _add_checkpoints(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "action", metavar="ACTION", choices=_ACTIONS["checkpoints"],
+        "action",
+        metavar="ACTION",
+        choices=_ACTIONS["checkpoints"],
         help="list: show them; seed: save the first one of a key; delete: forget one",
-    )  # fmt: skip
+    )
     command.add_argument("key", metavar="KEY", nargs="?", help="seed, delete: which")
     command.add_argument("--source", metavar="TYPE", help="seed: postgresql, mysql, mariadb, sqlserver, or your own")
     command.add_argument("--type", metavar="TYPE", help="seed: how it counts, e.g. postgresql-lsn or mysql-gtid")
@@ -264,10 +269,7 @@ def _add_checkpoints(command: argparse.ArgumentParser) -> None:
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--log-level",
-        choices=logs.LEVELS,
-        default=default,
-        help="what is logged to stderr (default: warning)",
+        "--log-level", choices=logs.LEVELS, default=default, help="what is logged to stderr (default: warning)"
     )
 
 
@@ -292,11 +294,7 @@ def check(arguments: argparse.Namespace) -> ExitCode:
     problems = check_settings(arguments.file)
     if arguments.json:
         print_json(
-            {
-                "file": arguments.file,
-                "ok": not problems,
-                "problems": [problem.to_json() for problem in problems],
-            }
+            {"file": arguments.file, "ok": not problems, "problems": [problem.to_json() for problem in problems]}
         )
     elif not problems:
         print_out(f"{arguments.file}: ok")
@@ -366,11 +364,7 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
             summary = engine.apply(settings, until_caught_up=until, observer=observer, take_over=take_over)
         else:
             summary = engine.capture(
-                settings,
-                until_caught_up=until,
-                observer=observer,
-                take_over=take_over,
-                child=arguments.child,
+                settings, until_caught_up=until, observer=observer, take_over=take_over, child=arguments.child
             )
     observer.loads.see(summary.tables)
     loads = observer.loads.done

@@ -22,24 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.cli.logs import one_line, redact
-from tailrace.cli.renderload import (
-    Loads,
-    load_cell,
-    load_lines,
-    loaded_line,
-    loading,
-    loads_view,
-    rows_under_way,
-)
+from tailrace.cli.renderload import Loads, load_cell, load_lines, loaded_line, loading, loads_view, rows_under_way
 from tailrace.cli.units import human_bytes, human_count, human_seconds
-from tailrace.pipeline.report import (
-    LogStatus,
-    PipelineStatus,
-    Summary,
-    TableState,
-    TableStatus,
-    amplification,
-)
+from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus, amplification
 
 PLAIN_SECONDS = 5.0
 """How often a line is written when nobody can watch a table."""

@@ -8,14 +8,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -68,8 +61,7 @@ def log_text(log: LogOverview) -> str:
         f"positions {log.start_position or NONE} to {log.end_position or NONE}"
         + (f" · last transaction committed {log.committed_to}" if log.committed_to else ""),
         f"written {log.written_from or NONE} to {log.written_to or NONE}",
-        f"on disk {human_bytes(log.bytes)}: "
-        + ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes),
+        f"on disk {human_bytes(log.bytes)}: " + ", ".join(f"{name} {human_bytes(size)}" for name, size in sizes),
         f"kept for {human_count(log.lake_tables, 'lake table')} and {human_count(log.consumers, 'consumer')}",
     ]
     parts: list[RenderableType] = [Text(one_line(line)) for line in lines]
@@ -100,14 +92,17 @@ def _tables_view(log: LogOverview) -> Table:
     for title in ("versions", "rows", "bytes", "files", "commits", "trimmed"):
         view.add_column(title, justify="right", no_wrap=True)
     for table in log.tables:
-        commits = (
-            f"{table.first_commit:,} to {table.last_commit:,}" if table.first_commit is not None else NONE
-        )
+        commits = f"{table.first_commit:,} to {table.last_commit:,}" if table.first_commit is not None else NONE
         view.add_row(
-            str(table.number), Text(one_line(table.name), style="" if table.schema else "dim"),
-            human_count(table.versions), human_count(table.rows), human_bytes(table.bytes),
-            human_count(table.files), commits, human_count(table.rows_trimmed),
-        )  # fmt: skip
+            str(table.number),
+            Text(one_line(table.name), style="" if table.schema else "dim"),
+            human_count(table.versions),
+            human_count(table.rows),
+            human_bytes(table.bytes),
+            human_count(table.files),
+            commits,
+            human_count(table.rows_trimmed),
+        )
     return view
 
 
@@ -122,9 +117,12 @@ def versions_text(versions: Sequence[LogVersion]) -> str:
     view.add_column("what changed", overflow="fold", min_width=20)
     for version in versions:
         view.add_row(
-            Text(one_line(version.name)), str(version.version), version.position or NONE, version.committed_at or NONE,
+            Text(one_line(version.name)),
+            str(version.version),
+            version.position or NONE,
+            version.committed_at or NONE,
             Text(one_line("; ".join(_changed(version)))),
-        )  # fmt: skip
+        )
     return rendered(view)
 
 
@@ -193,9 +191,7 @@ def trim_text(done: LogTrim, file: str) -> str:
     """What trimming let go of, and what stays for whom."""
     lines = ["there was nothing to let go of"]
     if done.files:
-        begins = (
-            f"begins at commit {done.first_commit:,}" if done.first_commit is not None else "is empty now"
-        )
+        begins = f"begins at commit {done.first_commit:,}" if done.first_commit is not None else "is empty now"
         gone = f"{human_count(done.rows, 'row')} in {human_count(done.files, 'file')} ({human_bytes(done.bytes)})"
         lines = [f"let go of {gone}; the log {begins}"]
     if done.unsealed_commits:

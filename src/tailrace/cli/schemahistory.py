@@ -55,10 +55,13 @@ def history_text(found: Sequence[Sequence[SchemaVersion]]) -> str:
     for versions in found:
         for version in versions:
             view.add_row(
-                Text(one_line(str(version.table)) if version is versions[0] else ""), str(version.version),
-                Text(version.event.value, style=_STYLES.get(version.event, "")), _position(version), _time(version),
+                Text(one_line(str(version.table)) if version is versions[0] else ""),
+                str(version.version),
+                Text(version.event.value, style=_STYLES.get(version.event, "")),
+                _position(version),
+                _time(version),
                 Text(one_line("; ".join(_changed(version)))),
-            )  # fmt: skip
+            )
     return renderlog.rendered(view)
 
 

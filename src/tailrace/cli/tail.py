@@ -70,9 +70,10 @@ def _require_known(log: ChangeLog, tables: list[str]) -> None:
     for name in tables:
         if "." not in name:
             raise ConfigError(
-                "a table's name has its schema", table=name,
+                "a table's name has its schema",
+                table=name,
                 hint=f"Write `public.{name}`, or `*.{name}` for any schema.",
-            )  # fmt: skip
+            )
         if not log.schemas.matching(functools.partial(is_named, name)):
             logger.warning(
                 "the log has no rows of such a table yet",
@@ -83,9 +84,10 @@ def _require_known(log: ChangeLog, tables: list[str]) -> None:
 def _events(log: ChangeLog, commit: int, tables: list[str]) -> Iterator[Event]:
     """The changes of one commit, in order."""
     batches = [
-        batch for batch in log.read(commit, commit)
+        batch
+        for batch in log.read(commit, commit)
         if not tables or any(is_named(name, batch.schema.table) for name in tables)
-    ]  # fmt: skip
+    ]
     return heapq.merge(*(batch.events() for batch in batches), key=lambda event: event.seq)
 
 

@@ -133,8 +133,7 @@ def _compare_table(
 def _path_part(name: str) -> str:
     """Only `/`, `%`, control characters and a leading dot are percent-encoded; the rest stands as it is."""
     encoded = "".join(
-        quote(letter, safe="") if letter in "/%" or unicodedata.category(letter) == "Cc" else letter
-        for letter in name
+        quote(letter, safe="") if letter in "/%" or unicodedata.category(letter) == "Cc" else letter for letter in name
     )
     return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
 
@@ -370,9 +369,7 @@ def _read_source(connection: Connection, relation: Relation, columns: list[Sourc
     """Every row as text, one string column per column, named by its place."""
     # The constant in front keeps a row of one NULL, or of no columns, from being an empty line.
     chosen = sql.SQL(", ").join([sql.SQL("1"), *(_expression(column) for column in columns)])
-    query = sql.SQL("COPY (SELECT {} FROM {}) TO STDOUT (FORMAT csv, FORCE_QUOTE *)").format(
-        chosen, relation.sql()
-    )
+    query = sql.SQL("COPY (SELECT {} FROM {}) TO STDOUT (FORMAT csv, FORCE_QUOTE *)").format(chosen, relation.sql())
     text, longest = io.BytesIO(), 0
     with connection.cursor() as cursor, cursor.copy(query) as rows:
         for row in rows:
@@ -585,9 +582,7 @@ def _key_places(wanted: list[SourceColumn], shared: list[SourceColumn]) -> list[
     return [shared.index(column) for column in sorted(key, key=lambda column: column.key_place or 0)]
 
 
-def _difference(
-    source: pa.Table, mirror: pa.Table, key_places: list[int], columns: list[SourceColumn]
-) -> Difference:
+def _difference(source: pa.Table, mirror: pa.Table, key_places: list[int], columns: list[SourceColumn]) -> Difference:
     leftover = _leftover(source, mirror)
     missing_of: Counter[tuple[str, ...]] = Counter()
     extra_of: Counter[tuple[str, ...]] = Counter()

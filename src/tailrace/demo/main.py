@@ -119,8 +119,7 @@ class Director:
 def _caught_up(status: PipelineStatus, horizon: Lsn) -> bool:
     reached = status.log.position is not None and Lsn.parse(status.log.position) >= horizon
     return reached and all(
-        table.state is TableState.LIVE and table.rows_applied == table.rows_captured
-        for table in status.tables
+        table.state is TableState.LIVE and table.rows_applied == table.rows_captured for table in status.tables
     )
 
 
@@ -140,9 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"error: {error.headline}\nhint: {error.hint}", markup=False)
         return error.exit_code
     except ServerFailed as error:
-        console.print(
-            f"error: {error}\nhint: The demo's own server did not start; see the lines above.", markup=False
-        )
+        console.print(f"error: {error}\nhint: The demo's own server did not start; see the lines above.", markup=False)
         return ExitCode.SOURCE
 
 
@@ -152,9 +149,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
     parser.add_argument("--folder", type=Path, default=Path("demo-shop"), help="where log and tables go")
     parser.add_argument("--rate", type=float, default=200.0, help="transactions a second (default: 200)")
-    parser.add_argument(
-        "--log-level", choices=logs.LEVELS, default="warning", help="what is logged to stderr"
-    )
+    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning", help="what is logged to stderr")
     return parser.parse_args(argv)
 
 

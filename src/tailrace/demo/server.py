@@ -469,9 +469,7 @@ def _cached_copy(package: Path, version: int) -> Path:
         building = Path(tempfile.mkdtemp(prefix=f"{cache.name}.", dir=_CACHE_PARENT))
         try:
             skip = shutil.ignore_patterns("*.a", "include")
-            shutil.copytree(
-                package / copied.name, building / _WHEEL_PACKAGE / copied.name, symlinks=True, ignore=skip
-            )
+            shutil.copytree(package / copied.name, building / _WHEEL_PACKAGE / copied.name, symlinks=True, ignore=skip)
             libraries = package.parent / f"{_WHEEL_PACKAGE}.libs"
             if libraries.exists():
                 shutil.copytree(libraries, building / libraries.name, symlinks=True)

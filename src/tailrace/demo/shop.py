@@ -321,11 +321,18 @@ def _add_customer(shop: Shop, key: int) -> None:
     notes = chance.choice([None, "", shop.large_text(), shop.large_text()])
     shop.run(
         "INSERT INTO customers VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
-        key, uuid.UUID(int=shop.new_number() << 64), f"Customer {key}",
-        chance.choice([None, f"c{key}@example.org"]), chance.random() < 0.9,
-        chance.choice([None, shop.day()]), shop.amount(), tags,
-        Jsonb({"level": chance.randrange(9), "note": None}), notes, shop.now(),
-    )  # fmt: skip
+        key,
+        uuid.UUID(int=shop.new_number() << 64),
+        f"Customer {key}",
+        chance.choice([None, f"c{key}@example.org"]),
+        chance.random() < 0.9,
+        chance.choice([None, shop.day()]),
+        shop.amount(),
+        tags,
+        Jsonb({"level": chance.randrange(9), "note": None}),
+        notes,
+        shop.now(),
+    )
 
 
 def _add_product(shop: Shop, key: str) -> None:
@@ -335,9 +342,17 @@ def _add_product(shop: Shop, key: str) -> None:
     sizes = chance.choice([None, [], [1, None, 3], [chance.randrange(-99, 99)]])
     shop.run(
         "INSERT INTO products VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s)",
-        key, f"Product\t{key}", shop.amount(), weight, chance.randrange(500), sizes, image,
-        shop.large_text(), chance.choice([None, True, False]), shop.now().replace(tzinfo=None),
-    )  # fmt: skip
+        key,
+        f"Product\t{key}",
+        shop.amount(),
+        weight,
+        chance.randrange(500),
+        sizes,
+        image,
+        shop.large_text(),
+        chance.choice([None, True, False]),
+        shop.now().replace(tzinfo=None),
+    )
 
 
 def _add_order(shop: Shop, key: int, customer: int | str) -> None:
@@ -346,17 +361,27 @@ def _add_order(shop: Shop, key: int, customer: int | str) -> None:
     message = shop.large_text() if chance.random() < 0.3 else None
     shop.run(
         "INSERT INTO orders VALUES (%s, %s, 'new', %s, %s, 0, %s, %s)",
-        key, customer, shop.now(), chance.choice([None, shop.day()]), details, message,
-    )  # fmt: skip
+        key,
+        customer,
+        shop.now(),
+        chance.choice([None, shop.day()]),
+        details,
+        message,
+    )
 
 
 def _add_item(shop: Shop, order: int | str, line: int) -> None:
     chance = shop.random
     shop.run(
         "INSERT INTO order_items VALUES (%s, %s, %s, %s, %s, %s, %s)",
-        order, line, shop.products.draw(chance), chance.randrange(1, 9), shop.amount(),
-        chance.choice([None, 0.1, 0.25]), chance.random() < 0.1,
-    )  # fmt: skip
+        order,
+        line,
+        shop.products.draw(chance),
+        chance.randrange(1, 9),
+        shop.amount(),
+        chance.choice([None, 0.1, 0.25]),
+        chance.random() < 0.1,
+    )
 
 
 def _move_customer(shop: Shop, old: int | str, new: int) -> None:
@@ -390,9 +415,7 @@ def place_order(shop: Shop) -> None:
         for line in range(1, shop.random.randrange(2, 5)):
             _add_item(shop, key, line)
         shop.run(
-            "UPDATE products p SET stock = stock - 1 FROM order_items i "
-            "WHERE i.sku = p.sku AND i.order_id = %s",
-            key,
+            "UPDATE products p SET stock = stock - 1 FROM order_items i WHERE i.sku = p.sku AND i.order_id = %s", key
         )
         shop.run("UPDATE customers SET credit = credit - 1.25 WHERE id = %s", customer)
     shop.orders.add(key)
@@ -401,12 +424,14 @@ def place_order(shop: Shop) -> None:
 def update_beside_large_value(shop: Shop) -> None:
     shop.run(
         "UPDATE customers SET active = NOT active, profile = profile || %s WHERE id = %s",
-        Jsonb({"seen": shop.random.randrange(1000)}), shop.customers.draw(shop.random),
-    )  # fmt: skip
+        Jsonb({"seen": shop.random.randrange(1000)}),
+        shop.customers.draw(shop.random),
+    )
     shop.run(
         "UPDATE products SET price = price + 0.01, updated_at = %s WHERE sku = %s",
-        shop.now().replace(tzinfo=None), shop.products.draw(shop.random),
-    )  # fmt: skip
+        shop.now().replace(tzinfo=None),
+        shop.products.draw(shop.random),
+    )
 
 
 def update_large_value(shop: Shop) -> None:
@@ -424,9 +449,8 @@ def update_twice(shop: Shop) -> None:
 def advance_order(shop: Shop) -> None:
     status = shop.random.choice(["paid", "packed", "sent", "returned", "on hold"])
     shop.run(
-        "UPDATE orders SET status = %s, total = total + 1.0001 WHERE id = %s",
-        status, shop.orders.draw(shop.random),
-    )  # fmt: skip
+        "UPDATE orders SET status = %s, total = total + 1.0001 WHERE id = %s", status, shop.orders.draw(shop.random)
+    )
 
 
 def delete_order(shop: Shop) -> None:

@@ -40,8 +40,7 @@ class ChangeBatch:
         """The rows with every optional column in place, as nulls where this batch leaves one out."""
         fields, names = self.schema.change_schema(), set(self.data.schema.names)
         columns = [
-            self.data.column(field.name) if field.name in names else pa.nulls(len(self), field.type)
-            for field in fields
+            self.data.column(field.name) if field.name in names else pa.nulls(len(self), field.type) for field in fields
         ]
         return pa.RecordBatch.from_arrays(columns, schema=fields)
 
@@ -79,17 +78,13 @@ class Window(Generic[P_co]):
     def __post_init__(self) -> None:
         if self.open:
             if self.end != self.start or self.transactions or not self.batches:
-                raise ValueError(
-                    "an open window has rows, no whole transaction, and does not move the position"
-                )
+                raise ValueError("an open window has rows, no whole transaction, and does not move the position")
             if self.continued_end is not None:
                 raise ValueError("a transaction does not both go on and end")
         elif self.continues != (self.continued_end is not None):
             raise ValueError("a window that continues a transaction finishes it, and says where")
         elif self.continued_end is not None and not (
-            self.transactions
-            and reaches(self.end, self.continued_end)
-            and not covers(self.start, self.continued_end)
+            self.transactions and reaches(self.end, self.continued_end) and not covers(self.start, self.continued_end)
         ):
             raise ValueError("a continued transaction ends within its window, and counts there")
 

@@ -37,10 +37,17 @@ def to_json(event: Event) -> dict[str, Any]:
     require_instance("event", event, Event, _EVENT_HINT)
     table = event.schema.table
     found: dict[str, Any] = {
-        "v": event.version, "op": event.operation.value, "table": event.table, "schema": table.schema,
-        "name": table.name, "seq": event.seq, "position": event.position, "tx": event.transaction,
-        "tx_index": event.tx_index, "committed_at": event.committed_at.isoformat() if event.committed_at else None,
-    }  # fmt: skip
+        "v": event.version,
+        "op": event.operation.value,
+        "table": event.table,
+        "schema": table.schema,
+        "name": table.name,
+        "seq": event.seq,
+        "position": event.position,
+        "tx": event.transaction,
+        "tx_index": event.tx_index,
+        "committed_at": event.committed_at.isoformat() if event.committed_at else None,
+    }
     if event.key is not None:
         found["key"] = _row(event.key)
     if event.after is not None:
@@ -69,7 +76,7 @@ def to_debezium(event: Event, *, name: str = "tailrace", database: str = "") -> 
     `name` and `database` are what the readers know the server and its database by: an event does not."""
     require_instance("event", event, Event, _EVENT_HINT)
     for what, given in (("name", name), ("database", database)):
-        require_instance(what, given, str, f"Give a text: `{what}=\"shop\"`.")
+        require_instance(what, given, str, f'Give a text: `{what}="shop"`.')
     table = event.schema.table
     at_ms = int(event.committed_at.timestamp() * 1000) if event.committed_at else None
     snapshot = event.operation is Operation.READ
@@ -80,18 +87,24 @@ def to_debezium(event: Event, *, name: str = "tailrace", database: str = "") -> 
         "before": None if event.before is None else _debezium_row(event.before),
         "after": None if after is None or event.operation is Operation.MESSAGE else _debezium_row(after),
         "source": {
-            "version": str(event.version), "connector": "tailrace", "name": name, "ts_ms": at_ms,
-            "snapshot": "true" if snapshot else "false", "db": database, "schema": table.schema,
+            "version": str(event.version),
+            "connector": "tailrace",
+            "name": name,
+            "ts_ms": at_ms,
+            "snapshot": "true" if snapshot else "false",
+            "db": database,
+            "schema": table.schema,
             "table": table.name,
-            "txId": None if snapshot else event.transaction, "lsn": _lsn(event.position),
+            "txId": None if snapshot else event.transaction,
+            "lsn": _lsn(event.position),
             "sequence": json.dumps([event.position, str(event.seq)]),
         },
         "op": _DEBEZIUM_OPS.get(event.operation, "m"),
         "ts_ms": at_ms,
-        "transaction": None if snapshot else {
-            "id": str(event.transaction), "total_order": event.tx_index + 1, "data_collection_order": None,
-        },
-    }  # fmt: skip
+        "transaction": None
+        if snapshot
+        else {"id": str(event.transaction), "total_order": event.tx_index + 1, "data_collection_order": None},
+    }
 
 
 def to_debezium_line(event: Event, *, name: str = "tailrace", database: str = "") -> str:

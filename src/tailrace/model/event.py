@@ -165,20 +165,40 @@ def events_of(schema: TableSchema, data: pa.RecordBatch) -> Iterator[Event]:
     sent, deleted = _sent_of_deletes(schema), Operation.DELETE.value
     kept = _kept(schema, data) if {change.MOVED_FROM, change.UNCHANGED} <= columns.keys() else [None] * count
     rows = zip(
-        kept, listed(change.OP), listed(change.SEQ), listed(change.POSITION), listed(change.TX),
-        listed(change.TX_INDEX), listed(change.COMMITTED_AT), listed(change.UNCHANGED), listed(change.BEFORE),
-        listed(change.MOVED_FROM), listed(change.UNFIT), values, strict=True,
-    )  # fmt: skip
+        kept,
+        listed(change.OP),
+        listed(change.SEQ),
+        listed(change.POSITION),
+        listed(change.TX),
+        listed(change.TX_INDEX),
+        listed(change.COMMITTED_AT),
+        listed(change.UNCHANGED),
+        listed(change.BEFORE),
+        listed(change.MOVED_FROM),
+        listed(change.UNFIT),
+        values,
+        strict=True,
+    )
     for kept_for, op, seq, position, tx, index, at, unchanged, before, moved, unfit, row in rows:
         told, old = dict(zip(names, row, strict=True)), _named(before, stored)
         if old is None and op == deleted and sent:
             old = {name: told[name] for name in sent}
         yield Event(
-            operation=operations[op], table=table, seq=seq, position=position, transaction=tx, tx_index=index,
-            committed_at=at, values=told, unchanged=tuple(unchanged or ()), before=old,
-            moved_from=_keyed(moved, schema), kept_for=kept_for,
-            unfit={cell["column"]: cell["text"] for cell in unfit or ()}, schema=schema,
-        )  # fmt: skip
+            operation=operations[op],
+            table=table,
+            seq=seq,
+            position=position,
+            transaction=tx,
+            tx_index=index,
+            committed_at=at,
+            values=told,
+            unchanged=tuple(unchanged or ()),
+            before=old,
+            moved_from=_keyed(moved, schema),
+            kept_for=kept_for,
+            unfit={cell["column"]: cell["text"] for cell in unfit or ()},
+            schema=schema,
+        )
 
 
 def _sent_of_deletes(schema: TableSchema) -> list[str]:

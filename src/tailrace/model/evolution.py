@@ -70,8 +70,14 @@ class Change:
     """and the constant, as text."""
 
     def to_json(self) -> dict[str, Any]:
-        given = {"kind": self.kind.value, "column": self.column, "was": self.was, "now": self.now,
-                 "at_rest": self.at_rest and self.at_rest.value, "value": self.value}  # fmt: skip
+        given = {
+            "kind": self.kind.value,
+            "column": self.column,
+            "was": self.was,
+            "now": self.now,
+            "at_rest": self.at_rest and self.at_rest.value,
+            "value": self.value,
+        }
         always = {"kind"} | ({"was", "now"} if self.was is not None or self.now is not None else set())
         return {name: value for name, value in given.items() if name in always or value is not None}
 
@@ -79,9 +85,13 @@ class Change:
     def from_json(cls, stored: dict[str, Any]) -> Change:
         at_rest = stored.get("at_rest")
         return cls(
-            kind=Kind(stored["kind"]), column=stored.get("column"), was=stored.get("was"), now=stored.get("now"),
-            at_rest=None if at_rest is None else AtRest(at_rest), value=stored.get("value"),
-        )  # fmt: skip
+            kind=Kind(stored["kind"]),
+            column=stored.get("column"),
+            was=stored.get("was"),
+            now=stored.get("now"),
+            at_rest=None if at_rest is None else AtRest(at_rest),
+            value=stored.get("value"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

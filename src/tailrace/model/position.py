@@ -26,9 +26,10 @@ class Lsn:
     def __post_init__(self) -> None:
         if not isinstance(self.value, int | Integral) or not 0 <= self.value < 1 << 64:
             raise ConfigError(
-                "a log sequence number is a whole number of 64 bits", value=repr(self.value)[:TEXT_SHOWN_MAX],
-                hint="Read its text: `Lsn.parse(\"16/B374D848\")`.",
-            )  # fmt: skip
+                "a log sequence number is a whole number of 64 bits",
+                value=repr(self.value)[:TEXT_SHOWN_MAX],
+                hint='Read its text: `Lsn.parse("16/B374D848")`.',
+            )
 
     @classmethod
     def parse(cls, text: str) -> Lsn:

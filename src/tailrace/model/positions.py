@@ -61,9 +61,10 @@ class BinlogPosition:
         is_number = isinstance(self.offset, int)
         if not found or not is_number or not int(found.group(2)) or not _BINLOG_BEGIN <= self.offset <= _SIGNED_64_MAX:
             raise refused(
-                "a binary log position", str(self),
+                "a binary log position",
+                str(self),
                 f"It looks like mysql-bin.000042:1547, with an offset of {_BINLOG_BEGIN} or more.",
-            )  # fmt: skip
+            )
 
     @classmethod
     def parse(cls, text: str) -> BinlogPosition:
@@ -191,9 +192,10 @@ class MariadbGtidSet:
             domain, server, number = map(int, one.groups())
             if domain in found:
                 raise refused(
-                    "a GTID position of MariaDB", text,
+                    "a GTID position of MariaDB",
+                    text,
                     f"Domain {domain} stands in it twice: take `gtid_binlog_pos`, not `gtid_binlog_state`.",
-                )  # fmt: skip
+                )
             found[domain] = (server, number)
         return cls(found)
 
@@ -209,8 +211,7 @@ class MariadbGtidSet:
     def reaches(self, other: MariadbGtidSet) -> bool:
         """Whether each domain of the other is here, and as far. One number by two servers is two histories."""
         return all(
-            domain in self.last
-            and (self.last[domain][1] > number or self.last[domain] == (server, number))
+            domain in self.last and (self.last[domain][1] > number or self.last[domain] == (server, number))
             for domain, (server, number) in other.last.items()
         )
 
@@ -228,14 +229,16 @@ class SqlServerLsn:
         limits = (_32_MAX, _32_MAX, _16_MAX)
         if not all(isinstance(part, int) and 0 <= part <= limit for part, limit in zip(parts, limits, strict=True)):
             raise ConfigError(
-                "a log sequence number of SQL Server has 80 bits", parts=parts,
-                hint="Read its text: `SqlServerLsn.parse(\"0000002d:00000048:0003\")`.",
-            )  # fmt: skip
+                "a log sequence number of SQL Server has 80 bits",
+                parts=parts,
+                hint='Read its text: `SqlServerLsn.parse("0000002d:00000048:0003")`.',
+            )
         if not (self.file or self.block or self.slot):
             raise refused(
-                "a log sequence number of SQL Server", str(self),
+                "a log sequence number of SQL Server",
+                str(self),
                 "Zero is what `sys.fn_cdc_get_min_lsn` answers for a capture instance that is not there.",
-            )  # fmt: skip
+            )
 
     @classmethod
     def parse(cls, text: str) -> SqlServerLsn:
@@ -244,9 +247,10 @@ class SqlServerLsn:
         found = (_SQLSERVER.fullmatch(text) or _SQLSERVER_BINARY.fullmatch(text)) if is_text else None
         if not found:
             raise refused(
-                "a log sequence number of SQL Server", text,
+                "a log sequence number of SQL Server",
+                text,
                 "It looks like 0000002d:00000048:0003 or 0x0000002D000000480003.",
-            )  # fmt: skip
+            )
         file, block, slot = (int(part, 16) for part in found.groups())
         return cls(file, block, slot)
 
@@ -317,9 +321,10 @@ def type_of(position: Position) -> PositionType:
     kind = _TYPES.get(type(position))
     if kind is None:
         raise ConfigError(
-            "that is no position", found=type(position).__name__,
-            hint="Make one of its text: `Lsn.parse(\"16/B374D848\")`, `CustomPosition(\"42\")`, `Checkpoint.parse(…)`.",
-        )  # fmt: skip
+            "that is no position",
+            found=type(position).__name__,
+            hint='Make one of its text: `Lsn.parse("16/B374D848")`, `CustomPosition("42")`, `Checkpoint.parse(…)`.',
+        )
     return kind
 
 
@@ -329,9 +334,11 @@ def parse_position(kind: PositionType, text: str) -> Position:
         raise ConfigError("a position's text is none", type=kind.value, found=type(text).__name__, hint="Give a text.")
     if len(text) > TEXT_CHARACTERS_MAX:
         raise ConfigError(
-            "a position is not that long", type=kind.value, characters=len(text),
+            "a position is not that long",
+            type=kind.value,
+            characters=len(text),
             hint=f"It has {TEXT_CHARACTERS_MAX:,} characters at most.",
-        )  # fmt: skip
+        )
     return _PARSERS[kind](text)
 
 

@@ -32,9 +32,11 @@ class TableId:
     def __post_init__(self) -> None:
         if not (isinstance(self.schema, str) and isinstance(self.name, str)):
             raise ConfigError(
-                "that is no name of a table", schema=ascii(self.schema), name=ascii(self.name),
-                hint="Give schema and name, two texts: `TableId(\"public\", \"orders\")`.",
-            )  # fmt: skip
+                "that is no name of a table",
+                schema=ascii(self.schema),
+                name=ascii(self.name),
+                hint='Give schema and name, two texts: `TableId("public", "orders")`.',
+            )
 
     def __str__(self) -> str:
         return f"{self.schema}.{self.name}" if self.schema else self.name
@@ -73,7 +75,7 @@ class Column:
 
     def __post_init__(self) -> None:
         require_instance("name", self.name, str, "Give the column's name, as the source has it.")
-        require_instance("source_type", self.source_type, str, "Give what the source calls it: `\"bigint\"`.")
+        require_instance("source_type", self.source_type, str, 'Give what the source calls it: `"bigint"`.')
         require_instance("type", self.type, pa.DataType, "Give Arrow's own: `pa.int64()`.")
 
     @property
@@ -100,7 +102,7 @@ class TableSchema:
     """What it is at the source, where rules made this of it; None: this is what it is there."""
 
     def __post_init__(self) -> None:
-        require_instance("table", self.table, TableId, "Give `TableId(\"public\", \"orders\")`.")
+        require_instance("table", self.table, TableId, 'Give `TableId("public", "orders")`.')
         # The key may name columns that are not here: a view of some columns, or of those in a partition's files.
         if len(set(self.names)) < len(self.columns):
             twice = next(name for name in self.names if self.names.count(name) > 1)
@@ -201,9 +203,11 @@ class TableSchema:
 def no_such_column(schema: TableSchema, columns: list[str]) -> ConfigError:
     """Rows of a shape that name others."""
     return ConfigError(
-        "the table has no such column", table=schema.table, columns=", ".join(sorted(columns)),
+        "the table has no such column",
+        table=schema.table,
+        columns=", ".join(sorted(columns)),
         hint=f"It has {', '.join(schema.names)}. Another version of the shape has others.",
-    )  # fmt: skip
+    )
 
 
 def unfitting(schema: TableSchema) -> ConfigError:

@@ -24,14 +24,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog import lease
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import (
-    BaseRowMissing,
-    ForeignWrite,
-    SchemaChanged,
-    SourceRewritten,
-    TableFailed,
-    TailraceError,
-)
+from tailrace.errors import BaseRowMissing, ForeignWrite, SchemaChanged, SourceRewritten, TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.lakewatch import LakeWatch
 from tailrace.pipeline.landing import run_one
@@ -119,10 +112,18 @@ class Applying:
                 log.warning("pattern matches no table", extra={"pattern": pattern})
         self.holding.begin()
         self.loading = Loading(
-            self._settings, self._source, self.lives, self.holding, run=self._run, spawn=self._in_background,
-            advance=self._advance_one, take=self._take, stopping=self._stopping, scratch=self._scratch,
+            self._settings,
+            self._source,
+            self.lives,
+            self.holding,
+            run=self._run,
+            spawn=self._in_background,
+            advance=self._advance_one,
+            take=self._take,
+            stopping=self._stopping,
+            scratch=self._scratch,
             seeds=self._kept,
-        )  # fmt: skip
+        )
 
     def start(self) -> None:
         """Begin to start Spark, the loads and the query that wakes the work; returns at once."""
@@ -153,9 +154,7 @@ class Applying:
         """Begin to look after the tables' files, if that is wished."""
         upkeep = self._settings.tables.upkeep
         if upkeep.join or upkeep.remove_after is not None:
-            tending = Tending(
-                upkeep, self.lives, run=self._run, advance=self._advance_one, stopping=self._stopping
-            )
+            tending = Tending(upkeep, self.lives, run=self._run, advance=self._advance_one, stopping=self._stopping)
             self._in_background(tending.work)
 
     def redeliver(self) -> None:
@@ -352,10 +351,11 @@ class Applying:
     def _unpointed(self, point: Point | None) -> int:
         """How many tables go on, and are not in the point with all that they were loaded with."""
         return sum(
-            point is None or life.table not in point.versions
+            point is None
+            or life.table not in point.versions
             or (life.cursor is not None and life.cursor.position > point.position)
             for life in self._loaded()
-        )  # fmt: skip
+        )
 
     def _sweep_until_stopped(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
@@ -427,15 +427,19 @@ class Applying:
         if stretch.recast is not None:
             if said := "; ".join(stretch.recast.said):
                 log.info("table evolves", extra={"table": str(life.table), "how": said})
-            return EvolveWork(
-                table=life.table, place=life.place, recast=stretch.recast, expected=life.cursor
-            )
+            return EvolveWork(table=life.table, place=life.place, recast=stretch.recast, expected=life.cursor)
         return ApplyWork(
-            table=life.table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
-            expected=life.cursor, cursor=stretch.cursor,
+            table=life.table,
+            log=self._log.path,
+            place=life.place,
+            slices=stretch.slices,
+            shape=life.shape,
+            expected=life.cursor,
+            cursor=stretch.cursor,
             reader=self._source.row_reader(REREAD_SECONDS_MAX) if life.mixed or life.rereads else None,
-            letters=self._settings.tables.sets_aside(life.table), upto=stretch.upto,
-        )  # fmt: skip
+            letters=self._settings.tables.sets_aside(life.table),
+            upto=stretch.upto,
+        )
 
     def _settle(self, life: TableLife, outcome: Outcome) -> None:
         if outcome.error is None:

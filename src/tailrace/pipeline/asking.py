@@ -67,7 +67,7 @@ class Asked:
 
 def ask(
     settings: PipelineSettings, patterns: Sequence[str], *, mode: LoadMode = LoadMode.REPLACE, where: str | None = None
-) -> Asked:  # fmt: skip
+) -> Asked:
     """Ask for tables to be loaded again; with a condition, for the rows that fulfil it."""
     if not patterns:
         raise ConfigError(
@@ -91,8 +91,10 @@ def hold(settings: PipelineSettings, patterns: Sequence[str], what: Hold | None)
     desk = _Desk(settings)
     tables = desk.matching(patterns, desk.known) if patterns else sorted(desk.known)
     act, action = {
-        Hold.PAUSED: (desk.pause, "pause"), Hold.STOPPED: (desk.stop, "stop"), None: (desk.resume, "resume"),
-    }[what]  # fmt: skip
+        Hold.PAUSED: (desk.pause, "pause"),
+        Hold.STOPPED: (desk.stop, "stop"),
+        None: (desk.resume, "resume"),
+    }[what]
     return desk.answer(action, [act(table) for table in tables])
 
 
@@ -133,9 +135,7 @@ class _Desk:
         if self.silence is not None:
             note = f"the source was not asked which tables there are: {self.silence.headline}"
         pid = lease.held(self._log.path, APPLIER)
-        return Asked(
-            name=self._settings.name, action=action, tables=tuple(tables), apply_pid=pid, note=note, **more
-        )
+        return Asked(name=self._settings.name, action=action, tables=tuple(tables), apply_pid=pid, note=note, **more)
 
     def matching(self, patterns: Sequence[str], tables: set[TableId]) -> list[TableId]:
         found: set[TableId] = set()
@@ -168,9 +168,10 @@ class _Desk:
                 if shape is None or not shape.at_source.same_rows(schema):
                     why = "it is not loaded yet" if shape is None else "it has another shape than its lake table"
                     raise ConfigError(
-                        f"no part of the table can be read again: {why}", table=table,
+                        f"no part of the table can be read again: {why}",
+                        table=table,
                         hint="Ask without --where: the whole table is loaded.",
-                    )  # fmt: skip
+                    )
                 refuse_condition(connection, schema, where)
 
     def _shape(self, table: TableId) -> TableSchema | None:

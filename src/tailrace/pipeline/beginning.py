@@ -19,13 +19,7 @@ from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.letters import Letters
-from tailrace.errors import (
-    SourceTableMissing,
-    TableFailed,
-    TableUnpublished,
-    TailraceError,
-    Unsupported,
-)
+from tailrace.errors import SourceTableMissing, TableFailed, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId, TableSchema
@@ -58,10 +52,17 @@ class Beginning:
     """Begins loads, one lot after the other: it may have to wait for transactions that are open at the source."""
 
     def __init__(
-        self, settings: LoadSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
-        run: Run, begun: Callable[[Load], None], failed: Callable[[TableLife, TailraceError], None],
+        self,
+        settings: LoadSettings,
+        source: PostgresCapture,
+        lives: Lives,
+        holding: Holding,
+        *,
+        run: Run,
+        begun: Callable[[Load], None],
+        failed: Callable[[TableLife, TailraceError], None],
         stopping: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._run = run
         self._settings = settings
         self._source = source
@@ -162,9 +163,10 @@ class Beginning:
                 self._refuse_unpublished(life.table)
             if wish is not None and not plan.schema.key and (wish.where or wish.mode is LoadMode.REFRESH):
                 raise Unsupported(
-                    "a table without a key can only be replaced as a whole", table=life.table,
+                    "a table without a key can only be replaced as a whole",
+                    table=life.table,
                     hint="Leave out --where and --mode refresh, or give the table a primary key.",
-                )  # fmt: skip
+                )
             self._refuse_form(life, plan.schema, wish)
             return plan
         except TailraceError as error:
@@ -223,9 +225,9 @@ class Beginning:
         for life, plan, wish in self._as_planned(planned):
             seed = Seed(plan=plan, point=None, noted=noted, wish=wish, form=life.place.form)
             self._record(life, seed)
-            self._begun(Load(
-                life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None, at_least=noted.upto
-            ))  # fmt: skip
+            self._begun(
+                Load(life=life, seed=seed, todo=deque(plan.chunks), staged={}, shared=None, at_least=noted.upto)
+            )
 
     def _as_planned(self, planned: Planned) -> Planned:
         """Those that were not altered until the point the replay starts at; what was written to the others since is not
@@ -242,10 +244,14 @@ class Beginning:
             log.info("load begins again: the table was altered", extra={"table": str(life.table)})
             if self._altered[life.table] >= ALTERED_MAX:
                 del self._altered[life.table]
-                self._failed(life, TableFailed(
-                    "the table is altered again and again while its load begins", table=life.table,
-                    hint="Load it when nobody alters it or its partitions: `tailrace snapshot FILE TABLE`.",
-                ))  # fmt: skip
+                self._failed(
+                    life,
+                    TableFailed(
+                        "the table is altered again and again while its load begins",
+                        table=life.table,
+                        hint="Load it when nobody alters it or its partitions: `tailrace snapshot FILE TABLE`.",
+                    ),
+                )
         return found
 
     def _record(self, life: TableLife, seed: Seed) -> None:
@@ -253,8 +259,7 @@ class Beginning:
         self._lives.seeds.begin(seed)
         failpoints.hit("load.planned")
         log.info(
-            "load begun",
-            extra={"table": str(life.table), "chunks": len(seed.plan.chunks), "cut": seed.plan.cut.value},
+            "load begun", extra={"table": str(life.table), "chunks": len(seed.plan.chunks), "cut": seed.plan.cut.value}
         )
 
     def _make_empty(self, life: TableLife, mode: str) -> None:
@@ -307,9 +312,12 @@ class Beginning:
     def _show_waiting(self, planned: Planned, way: str) -> None:
         for life, plan, wish in planned:
             life.load = LoadStatus(
-                stage="waiting", way=way, mode=wish.mode.value if wish else LoadMode.REPLACE.value,
-                chunks=len(plan.chunks), bytes_total=plan.bytes,
-            )  # fmt: skip
+                stage="waiting",
+                way=way,
+                mode=wish.mode.value if wish else LoadMode.REPLACE.value,
+                chunks=len(plan.chunks),
+                bytes_total=plan.bytes,
+            )
 
 
 def _refuse_meeting(life: TableLife, lives: Lives) -> None:

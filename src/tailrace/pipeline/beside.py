@@ -51,7 +51,7 @@ _NOWHERE = "/nonexistent/tailrace-stream"
 """Settings name a file that they are from, and a folder of tables. Here there is neither."""
 _MODULE = "tailrace.pipeline.beside"
 _ANEW = (
-    "read the tables as a whole (`spark.read.format(\"cdc\")` with `url`), and begin with a new checkpoint and a new "
+    'read the tables as a whole (`spark.read.format("cdc")` with `url`), and begin with a new checkpoint and a new '
     "place for the log. What the old log left at the source, slot and publications, is named `tailrace_…` after its "
     "id: drop it."
 )
@@ -85,9 +85,13 @@ class Beside:
             raise for_a_stream(error) from None
         start, log = uuid.uuid4().hex, self._place
         told = {
-            "url": self.url, "log": self.log, "endpoint": self.endpoint, "region": self.region, "tables": self.tables,
+            "url": self.url,
+            "log": self.log,
+            "endpoint": self.endpoint,
+            "region": self.region,
+            "tables": self.tables,
             "start": start,
-        }  # fmt: skip
+        }
         self._child = CaptureChild(log, [_MODULE, self.log], told=json.dumps(told).encode() + b"\n")
         try:
             # The log may be there from before, and the publication not be what it is to become.
@@ -107,9 +111,10 @@ class Beside:
             self.check()
             if time.monotonic() > deadline:
                 raise SourceSlow(
-                    "the capture did not catch up in time", seconds=CATCH_UP_SECONDS_MAX,
+                    "the capture did not catch up in time",
+                    seconds=CATCH_UP_SECONDS_MAX,
                     hint="What it has is kept: start the query again, and look at what the server is busy with.",
-                )  # fmt: skip
+                )
             time.sleep(pause)
 
     def check(self) -> None:
@@ -134,11 +139,15 @@ def settings_of(
 ) -> PipelineSettings:
     """The settings of a pipeline that has no tables."""
     try:
-        return PipelineSettings.model_validate({
-            "name": "stream", "file": f"{_NOWHERE}.yaml", "tables": {"path": f"{_NOWHERE}.tables"},
-            "log": {"path": log, "endpoint": endpoint, "region": region},
-            "source": {"url": url, "tables": tables, "messages": []},
-        })  # fmt: skip
+        return PipelineSettings.model_validate(
+            {
+                "name": "stream",
+                "file": f"{_NOWHERE}.yaml",
+                "tables": {"path": f"{_NOWHERE}.tables"},
+                "log": {"path": log, "endpoint": endpoint, "region": region},
+                "source": {"url": url, "tables": tables, "messages": []},
+            }
+        )
     except ValidationError as error:
         found = error.errors()[0]
         said = found.get("ctx", {})
@@ -156,9 +165,10 @@ def claim(log: LogPath) -> tuple[str, ...]:
             return tuple(_marked(log).get("tables", ()))
         if (log / "meta.json").exists():
             raise LogForeign(
-                "the log is a pipeline's, which captures for itself", log=log,
+                "the log is a pipeline's, which captures for itself",
+                log=log,
                 hint="Leave out `url`, and run the pipeline's capture beside the stream; or give `log` a new place.",
-            )  # fmt: skip
+            )
         files.make_folder(log)
         files.replace_durably(log / MARK, b"{}\n")
     return ()
@@ -173,9 +183,10 @@ def _marked(log: LogPath) -> dict[str, Any]:
         return found
     except ValueError as error:
         raise LogCorrupt(
-            "the log's list of tables cannot be read", path=path,
+            "the log's list of tables cannot be read",
+            path=path,
             hint="Put `{}` there: the tables of streams that do not run now are left out then until those start.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 class _Marking:

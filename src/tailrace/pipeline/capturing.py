@@ -24,14 +24,7 @@ from tailrace.changelog.format import Header
 from tailrace.changelog.gaps import Gap, read_gaps, record_gap
 from tailrace.changelog.published import announce, confirm
 from tailrace.changelog.writer import LogWriter
-from tailrace.errors import (
-    LogBusy,
-    LogFenced,
-    LogUnusable,
-    PositionLost,
-    SourceUnreachable,
-    TailraceError,
-)
+from tailrace.errors import LogBusy, LogFenced, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId

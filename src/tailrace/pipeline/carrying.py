@@ -75,9 +75,7 @@ def _says_owed(life: TableLife, known: TableSchema, take: Take) -> bool:
     return shape.facts is not None
 
 
-def _next_stretch(
-    lives: Lives, life: TableLife, point: Lsn, known: TableSchema, *, asked: bool
-) -> Stretch | None:
+def _next_stretch(lives: Lives, life: TableLife, point: Lsn, known: TableSchema, *, asked: bool) -> Stretch | None:
     """None also where a person has asked for the load and the log goes no further: `carry_to` says what then."""
     try:
         return stretch_to(lives, life, point, known, asked=asked)

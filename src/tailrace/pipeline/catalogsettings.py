@@ -66,6 +66,9 @@ class CatalogSettings(BaseModel):
         secrets = {"jdbc.password": self.secret_password, "token": self.secret_token, **self.properties}
         plain = {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None}
         return Catalog(
-            kind=self.type, root=root, uri=(self.secret_uri.get_secret_value() if self.secret_uri else "").rstrip("/"),
-            warehouse=self.warehouse or "", properties={**plain, **({"jdbc.user": self.user} if self.user else {})},
-        )  # fmt: skip
+            kind=self.type,
+            root=root,
+            uri=(self.secret_uri.get_secret_value() if self.secret_uri else "").rstrip("/"),
+            warehouse=self.warehouse or "",
+            properties={**plain, **({"jdbc.user": self.user} if self.user else {})},
+        )

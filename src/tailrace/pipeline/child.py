@@ -56,11 +56,12 @@ class CaptureChild:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN) if main else None
         try:
             process = subprocess.Popen(
-                [*self._command, *flags], stdin=subprocess.PIPE if self._told else subprocess.DEVNULL,
+                [*self._command, *flags],
+                stdin=subprocess.PIPE if self._told else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 # Files that Spark has added are on the path of this process only.
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} if self._told else None,
-            )  # fmt: skip
+            )
             if process.stdin is not None:
                 with suppress(BrokenPipeError), process.stdin as told:
                     told.write(self._told)
@@ -69,9 +70,7 @@ class CaptureChild:
             if main:
                 signal.signal(signal.SIGINT, before)
 
-    def wait_for_log(
-        self, asked: threading.Event, *, begun: Callable[[], bool] = lambda: True
-    ) -> ChangeLog | None:
+    def wait_for_log(self, asked: threading.Event, *, begun: Callable[[], bool] = lambda: True) -> ChangeLog | None:
         """The log, once capture has it and what was `begun` is so; None if asked to stop."""
         deadline = time.monotonic() + START_SECONDS_MAX
         while time.monotonic() < deadline:

@@ -99,10 +99,11 @@ def _stream_reader(options: LogOptions) -> Callable[[Frame, StructType, Capture 
         return LogStreamReader
     if options.rows_max is not None or options.bytes_max is not None:
         raise Unsupported(
-            "this Spark reads all there is in each micro-batch: limits need Spark 4.2", pyspark=pyspark.__version__,
+            "this Spark reads all there is in each micro-batch: limits need Spark 4.2",
+            pyspark=pyspark.__version__,
             hint="Leave out `maxRowsPerTrigger` and `maxBytesPerTrigger`; or run the query with a newer Spark, the log "
             "and the checkpoint are the same for all.",
-        )  # fmt: skip
+        )
     return PlainStreamReader
 
 
@@ -114,9 +115,12 @@ def capture_of(options: LogOptions) -> Capture | None:
 
     tables = options.tables if options.table is None else [TablePattern.of(options.table)]
     return Beside(
-        url=options.url, log=options.log, endpoint=options.endpoint, region=options.region,
+        url=options.url,
+        log=options.log,
+        endpoint=options.endpoint,
+        region=options.region,
         tables=tuple(pattern.setting for pattern in tables),
-    )  # fmt: skip
+    )
 
 
 def register(spark: SparkSession) -> None:

@@ -127,9 +127,7 @@ def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[i
         raise ConfigError(
             "there is no such open letter", seq=wrong[0], hint="`tailrace dead-letters FILE list` shows them all."
         )
-    dropped = {
-        table: [seq for seq in numbers if not seqs or seq in seqs] for table, numbers in found.items()
-    }
+    dropped = {table: [seq for seq in numbers if not seqs or seq in seqs] for table, numbers in found.items()}
     for table, numbers in dropped.items():
         if numbers:
             Letters(log.path, table).forget(numbers)
@@ -170,22 +168,29 @@ def _shown(table: TableId, bundle: Bundle, passed: frozenset[int], *, payload: b
     rows = [row for batch in changes for row in python_values(batch.to_struct_array())]
     return [
         DeadLetter(
-            schema=table.schema, table=table.name, seq=row[change.SEQ], position=row[change.POSITION],
-            transaction=row[change.TX], committed_at=row[change.COMMITTED_AT].isoformat(), operation=row[change.OP],
-            code=cause[CAUSE_CODE], cause=cause[CAUSE], hint=cause[HINT], set_aside_at=cause[SET_ASIDE_AT].isoformat(),
-            passed=row[change.SEQ] in passed, payload=_payload(bundle, row) if payload else None,
+            schema=table.schema,
+            table=table.name,
+            seq=row[change.SEQ],
+            position=row[change.POSITION],
+            transaction=row[change.TX],
+            committed_at=row[change.COMMITTED_AT].isoformat(),
+            operation=row[change.OP],
+            code=cause[CAUSE_CODE],
+            cause=cause[CAUSE],
+            hint=cause[HINT],
+            set_aside_at=cause[SET_ASIDE_AT].isoformat(),
+            passed=row[change.SEQ] in passed,
+            payload=_payload(bundle, row) if payload else None,
         )
         for cause, row in zip(causes, rows, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _payload(bundle: Bundle, row: dict[str, Any]) -> dict[str, Any]:
     """The values under their own names; what did not fit as the text that the source sent."""
     unfit = {entry["column"]: entry["text"] for entry in row[change.UNFIT] or ()}
     absent = set(row[change.UNCHANGED] or ())
-    values = {
-        name: unfit.get(name, row[change.stored_name(name)]) for name in bundle.shape.names if name not in absent
-    }
+    values = {name: unfit.get(name, row[change.stored_name(name)]) for name in bundle.shape.names if name not in absent}
     said = {"values": values, "unfit": sorted(unfit), "unchanged": sorted(absent), "moved_from": row[change.MOVED_FROM]}
     return {name: _plain(value) for name, value in said.items()}
 

@@ -65,9 +65,7 @@ def read_text(file: Path) -> str | Problem:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        return whole(
-            "the file is not UTF-8 text", "Save it as UTF-8.", line=content[: error.start].count(b"\n") + 1
-        )
+        return whole("the file is not UTF-8 text", "Save it as UTF-8.", line=content[: error.start].count(b"\n") + 1)
 
 
 def dotted(loc: Loc) -> str:
@@ -124,10 +122,7 @@ class Document:
                 self.add((), 0, "the file is empty", f"It needs {self.needs}.")
             elif not isinstance(node, yaml.MappingNode):
                 self.add(
-                    (),
-                    node.start_mark.index,
-                    "the file must be a mapping of keys to values",
-                    f"It needs {self.needs}.",
+                    (), node.start_mark.index, "the file must be a mapping of keys to values", f"It needs {self.needs}."
                 )
             else:
                 self.data = self.read(node, ())
@@ -215,18 +210,14 @@ class Document:
 
     def add(self, loc: Loc, index: int, message: str, hint: str) -> None:
         line, column = self.line_and_column(index)
-        self.problems.append(
-            Problem(line=line, column=column, where=dotted(loc), message=message, hint=hint)
-        )
+        self.problems.append(Problem(line=line, column=column, where=dotted(loc), message=message, hint=hint))
 
     def add_syntax(self, error: yaml.MarkedYAMLError) -> None:
         said = " ".join(part for part in (error.context, error.problem) if part)
         mark = error.problem_mark or error.context_mark
         at = mark.index if mark else 0
         if "'\\t'" in said or self.text[at : at + 1] == "\t":
-            self.add(
-                (), at, "a tab stands where YAML allows only spaces", "Use spaces, also for indentation."
-            )
+            self.add((), at, "a tab stands where YAML allows only spaces", "Use spaces, also for indentation.")
         elif "alias" in said or "anchor" in said:
             # Its own words quote what follows the star, which may be a secret.
             self.add(

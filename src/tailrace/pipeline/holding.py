@@ -62,15 +62,15 @@ class Holding:
         if life.cursor is None:
             return self._said.get(life.table)  # it cannot be read now; what it lacks, it may still need
         if life.state is TableState.NEEDS_SNAPSHOT:
-            return TableHint(
-                table=life.table, numbers=numbers, commit=life.cursor.commit, seq=life.cursor.seq
-            )
+            return TableHint(table=life.table, numbers=numbers, commit=life.cursor.commit, seq=life.cursor.seq)
         # A load's point may lie past rows that its commit and `_seq` do not name.
         reached = commit if not self._lives.pending(life, commit) else index.commit_at(life.cursor.position)
         return TableHint(
-            table=life.table, numbers=numbers, commit=max(life.cursor.commit, reached),
+            table=life.table,
+            numbers=numbers,
+            commit=max(life.cursor.commit, reached),
             seq=max(life.cursor.seq, index.next_seq(reached) - 1),
-        )  # fmt: skip
+        )
 
 
 def forget_unwanted(settings: PipelineSettings) -> None:

@@ -162,9 +162,14 @@ def _commit(lives: Lives, load: Load, cursor: Cursor, run: Run, *, refreshes: bo
     life, plan = load.life, load.seed.plan
     if refreshes:
         work = RefreshWork(
-            schema=plan.schema, place=life.place, log=lives.log.path, seed=load.seed.id,
-            partial=load.where is not None, cursor=cursor, origin=load.origin,
-        )  # fmt: skip
+            schema=plan.schema,
+            place=life.place,
+            log=lives.log.path,
+            seed=load.seed.id,
+            partial=load.where is not None,
+            cursor=cursor,
+            origin=load.origin,
+        )
         outcome = run_one(run, refresh_table, work, life)
         if outcome.error is not None:
             raise outcome.error
@@ -172,17 +177,22 @@ def _commit(lives: Lives, load: Load, cursor: Cursor, run: Run, *, refreshes: bo
     if load.where is not None:
         raise Unsupported(
             "a part of the table cannot be read again: the table is not there, or has another shape",
-            table=life.table, hint="Run it without --where: the whole table is loaded.",
-        )  # fmt: skip
+            table=life.table,
+            hint="Run it without --where: the whole table is loaded.",
+        )
     assert load.complete, "a load lands with all its chunks"
     files = [file for number in sorted(load.staged) for file in load.staged[number].files]
     land(run, life, plan.schema, files, cursor, load.origin)
 
 
 def land(
-    run: Run, life: TableLife, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
+    run: Run,
+    life: TableLife,
+    schema: TableSchema,
+    files: Sequence[StagedFile],
+    cursor: Cursor,
     origin: Origin | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Make staged files all that a table holds: here, or where Spark is if only that can commit."""
     place = life.place
     if place.catalog is None:

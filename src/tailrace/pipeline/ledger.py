@@ -136,9 +136,11 @@ class Ledger:
                 hint="One is noted whenever `tailrace run` or `tailrace apply` has brought tables to one commit.",
             )
         raise ConfigError(
-            "the first point that is known is later", time=first[0].time.isoformat(), position=first[0].position,
+            "the first point that is known is later",
+            time=first[0].time.isoformat(),
+            position=first[0].position,
             hint="Points are kept for 30 days. Ask for a later time or position.",
-        )  # fmt: skip
+        )
 
     def _noted_upto(self) -> int:
         """The time of the last point that was noted, also by a process before us; 0 if there is none."""
@@ -176,16 +178,25 @@ def _line(point: Point, before: Point | None) -> bytes:
     missing = before.missing if before is not None else {}
     identities = before.identities if before is not None else {}
     stored = {
-        "commit": point.commit, "position": str(point.position), "committed_at": point.committed_at,
-        "tables": [[table.schema, table.name, version] for table, version in point.versions.items()
-                   if versions.get(table) != version],
+        "commit": point.commit,
+        "position": str(point.position),
+        "committed_at": point.committed_at,
+        "tables": [
+            [table.schema, table.name, version]
+            for table, version in point.versions.items()
+            if versions.get(table) != version
+        ],
         "gone": _names(versions.keys() - point.versions.keys()),
-        "missing": [[table.schema, table.name, absence.state, absence.why] for table, absence in point.missing.items()
-                    if missing.get(table) != absence],
+        "missing": [
+            [table.schema, table.name, absence.state, absence.why]
+            for table, absence in point.missing.items()
+            if missing.get(table) != absence
+        ],
         "found": _names(missing.keys() - point.missing.keys()),
-        "identities": [[table.schema, table.name, own] for table, own in point.identities.items()
-                       if identities.get(table) != own],
-    }  # fmt: skip
+        "identities": [
+            [table.schema, table.name, own] for table, own in point.identities.items() if identities.get(table) != own
+        ],
+    }
     text = json.dumps(stored).encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
@@ -213,6 +224,10 @@ def _read(path: LogPath) -> Iterator[Point]:
                 missing.pop(TableId(schema, name), None)
             identities |= {TableId(schema, name): own for schema, name, own in stored.get("identities", [])}
             yield Point(
-                commit=stored["commit"], position=Lsn.parse(stored["position"]), committed_at=stored["committed_at"],
-                versions=dict(versions), missing=dict(missing), identities=dict(identities),
-            )  # fmt: skip
+                commit=stored["commit"],
+                position=Lsn.parse(stored["position"]),
+                committed_at=stored["committed_at"],
+                versions=dict(versions),
+                missing=dict(missing),
+                identities=dict(identities),
+            )

@@ -211,9 +211,15 @@ class Lives:
     """The tables of a pipeline beside the log they are fed from."""
 
     def __init__(
-        self, log_reader: ChangeLog, layout: Layout, policies_of: Callable[[TableId], Policies] = lambda _: POLICIES,
-        value_of: ValueOf = no_value, *, until: Lsn | None = None, tells: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        log_reader: ChangeLog,
+        layout: Layout,
+        policies_of: Callable[[TableId], Policies] = lambda _: POLICIES,
+        value_of: ValueOf = no_value,
+        *,
+        until: Lsn | None = None,
+        tells: bool = True,
+    ) -> None:
         self.log = log_reader
         self._tells = tells
         """Whether what becomes of tables is logged; who only looks shows it himself."""
@@ -522,9 +528,13 @@ class Lives:
         if gone is None:
             return False
         life.error = LogTrimmed(
-            "the log no longer holds what the table lacks", table=life.table, applied=life.cursor.commit,
-            gone_to=gone.commit, why=gone.why, hint=TRIMMED_HINT,
-        )  # fmt: skip
+            "the log no longer holds what the table lacks",
+            table=life.table,
+            applied=life.cursor.commit,
+            gone_to=gone.commit,
+            why=gone.why,
+            hint=TRIMMED_HINT,
+        )
         life.state = TableState.NEEDS_SNAPSHOT
         if self._tells:
             log.error("table needs a snapshot", extra={"table": str(life.table), "code": life.error.code})
@@ -538,10 +548,12 @@ class Lives:
     def covered(self, commit: int, *, but: Collection[TableId] = ()) -> bool:
         """Whether every table that can go on has applied the log up to the commit; some may be left out."""
         return all(
-            life.table in but or life.state.broken or life.state in (TableState.LOADED, TableState.PAUSED)
+            life.table in but
+            or life.state.broken
+            or life.state in (TableState.LOADED, TableState.PAUSED)
             or (life.state is TableState.LIVE and not self.pending(life, commit) and not self.lacks(life))
             for life in list(self.tables.values())
-        )  # fmt: skip
+        )
 
     def step_before(self, life: TableLife, item: Slice) -> Step | None:
         """What the table must become before it can take the slice."""

@@ -67,10 +67,20 @@ class Loading:
     """Loads whatever tables need it, until told to stop."""
 
     def __init__(
-        self, settings: PipelineSettings, source: PostgresCapture, lives: Lives, holding: Holding, *,
-        run: Run, spawn: Callable[[Callable[[], None]], object], advance: Callable[[TableLife], None],
-        take: Take, stopping: threading.Event, scratch: Path, seeds: SeedKeeping,
-    ) -> None:  # fmt: skip
+        self,
+        settings: PipelineSettings,
+        source: PostgresCapture,
+        lives: Lives,
+        holding: Holding,
+        *,
+        run: Run,
+        spawn: Callable[[Callable[[], None]], object],
+        advance: Callable[[TableLife], None],
+        take: Take,
+        stopping: threading.Event,
+        scratch: Path,
+        seeds: SeedKeeping,
+    ) -> None:
         self._settings = settings
         self._source = source
         self._lives = lives
@@ -96,13 +106,18 @@ class Loading:
         self._waits = Waits(source)
         self._shapes = ShapeWatch(source, lives)
         self._files = FileWatch(source, spawn)
-        self._throttle = Throttle(
-            settings.load.connections, source.lag if settings.load.throttle else None
-        )
+        self._throttle = Throttle(settings.load.connections, source.lag if settings.load.throttle else None)
         self.reading = Reading(
-            settings.load, source, lives.log.path, self._under_way, self._throttle, run=run,
-            failed=self._chunk_failed, stopping=stopping, sets_aside=settings.tables.sets_aside,
-        )  # fmt: skip
+            settings.load,
+            source,
+            lives.log.path,
+            self._under_way,
+            self._throttle,
+            run=run,
+            failed=self._chunk_failed,
+            stopping=stopping,
+            sets_aside=settings.tables.sets_aside,
+        )
 
     # The one who looks.
 
@@ -336,11 +351,16 @@ class Loading:
             self._begins.chunked.add(load.life.table)
             self._begin_again(load.life, load.seed)
             return
-        self._fail(load.life, TableFailed(
-            "the load could not be finished in one snapshot", table=load.life.table, why=why,
-            hint="It is tried again. A table without a key, in `mode: append` or `history` is read in one snapshot. "
-            "Raise `load.time_limit` or `load.connections`, or load at a quieter time.",
-        ))  # fmt: skip
+        self._fail(
+            load.life,
+            TableFailed(
+                "the load could not be finished in one snapshot",
+                table=load.life.table,
+                why=why,
+                hint="It is tried again. A table without a key, in `mode: append` or `history` is read in one "
+                "snapshot. Raise `load.time_limit` or `load.connections`, or load at a quieter time.",
+            ),
+        )
 
     def _begin_again(self, life: TableLife, seed: Seed) -> None:
         """See to it that a load that was dropped is begun again; one that was wished for is still on record."""
@@ -357,10 +377,14 @@ class Loading:
         if not load.life.state.broken:
             load.life.error = error
         if self._replans[table] > REPLANS_MAX:
-            self._fail(load.life, TableFailed(
-                "the table is rewritten again and again while it is loaded", table=table,
-                hint="Load it when nobody truncates, rewrites or alters it: `tailrace snapshot FILE TABLE`.",
-            ))  # fmt: skip
+            self._fail(
+                load.life,
+                TableFailed(
+                    "the table is rewritten again and again while it is loaded",
+                    table=table,
+                    hint="Load it when nobody truncates, rewrites or alters it: `tailrace snapshot FILE TABLE`.",
+                ),
+            )
             return
         self._begin_again(load.life, load.seed)
 

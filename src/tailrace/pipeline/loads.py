@@ -117,19 +117,32 @@ class Load:
         barred = self.shared is None and self.at_least is None and bool(notes)
         stage = "paused" if held else "landing" if self.complete else "waiting" if barred else "reading"
         return LoadStatus(
-            stage=stage, way=self._way, mode=self.mode.value,
-            chunks=len(self.seed.plan.chunks), chunks_done=len(staged), rows=rows, bytes=read,
-            bytes_total=self.seed.plan.bytes, seconds=round(seconds, 1), rows_per_second=round(rate, 1),
-            seconds_left=None if left is None or held else round(left, 1), backing_off=backing_off,
-        )  # fmt: skip
+            stage=stage,
+            way=self._way,
+            mode=self.mode.value,
+            chunks=len(self.seed.plan.chunks),
+            chunks_done=len(staged),
+            rows=rows,
+            bytes=read,
+            bytes_total=self.seed.plan.bytes,
+            seconds=round(seconds, 1),
+            rows_per_second=round(rate, 1),
+            seconds_left=None if left is None or held else round(left, 1),
+            backing_off=backing_off,
+        )
 
     def done(self) -> LoadDone:
         """What it came to, now that it has landed. The rate is that of what was read in this process."""
         rows, seconds = sum(staged.rows for staged in self.staged.values()), time.monotonic() - self.began_at
         return LoadDone(
-            landed_at=time.time(), mode=self.mode.value, way=self._way, rows=rows, bytes=self.seed.plan.bytes,
-            seconds=round(seconds, 1), rows_per_second=round((rows - self.found_rows) / seconds, 1),
-        )  # fmt: skip
+            landed_at=time.time(),
+            mode=self.mode.value,
+            way=self._way,
+            rows=rows,
+            bytes=self.seed.plan.bytes,
+            seconds=round(seconds, 1),
+            rows_per_second=round((rows - self.found_rows) / seconds, 1),
+        )
 
     @property
     def _way(self) -> str:

@@ -102,9 +102,13 @@ def _show(log: ChangeLog) -> LogOverview:
     holds = consumers.holds(log.path)
     source = log.source
     return LogOverview(
-        path=str(log.path), id=log.log_id, source=f"{source.kind} {source.system}/{source.database}",
-        first_commit=gone.commit + 1 if newest > gone.commit else None, last_commit=newest or None,
-        sealed_commit=sealed or None, transactions=transactions,
+        path=str(log.path),
+        id=log.log_id,
+        source=f"{source.kind} {source.system}/{source.database}",
+        first_commit=gone.commit + 1 if newest > gone.commit else None,
+        last_commit=newest or None,
+        sealed_commit=sealed or None,
+        transactions=transactions,
         rows=sum(tally.rows for number, tally in tallies.items() if number != SCHEMA_NUMBER),
         rows_trimmed=sum(table.rows for number, table in gone.tables.items() if number != SCHEMA_NUMBER),
         start_position=str(begin[0] if begin else gone.position) if newest else None,
@@ -112,13 +116,15 @@ def _show(log: ChangeLog) -> LogOverview:
         written_from=_time(begin[1]) if begin else None,
         written_to=_time(last.written_at) if last else None,
         committed_to=_committed_to(log, last),
-        bytes=retention.disk_bytes(log.path), hot_bytes=retention.disk_bytes(log.path / "hot"),
-        big_bytes=retention.disk_bytes(log.path / "big"), cold_bytes=retention.disk_bytes(log.path / "cold"),
+        bytes=retention.disk_bytes(log.path),
+        hot_bytes=retention.disk_bytes(log.path / "hot"),
+        big_bytes=retention.disk_bytes(log.path / "big"),
+        cold_bytes=retention.disk_bytes(log.path / "cold"),
         lake_tables=sum(hold.kind == "table" for hold in holds),
         consumers=sum(hold.kind == "consumer" for hold in holds),
         gaps=tuple(gap.commit for gap in log.gaps() if gone.commit < gap.commit <= newest),
         tables=_tables(log, gone, tallies),
-    )  # fmt: skip
+    )
 
 
 def _committed_to(log: ChangeLog, last: Header | None) -> str | None:
@@ -134,9 +140,7 @@ def _committed_to(log: ChangeLog, last: Header | None) -> str | None:
 
 def _tables(log: ChangeLog, gone: Trimmed, tallies: dict[int, _Tally]) -> tuple[LoggedTable, ...]:
     log.schemas.load()
-    numbers = sorted(
-        {SCHEMA_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *gone.tables}
-    )
+    numbers = sorted({SCHEMA_NUMBER, *(version.table for version in log.schemas.latest()), *tallies, *gone.tables})
     found = []
     for number in numbers:
         tally = tallies.get(number, _Tally())
@@ -145,20 +149,25 @@ def _tables(log: ChangeLog, gone: Trimmed, tallies: dict[int, _Tally]) -> tuple[
             continue  # nothing was announced yet
         newest = log.schemas.latest_of(number)
         table = newest.schema.table
-        found.append(LoggedTable(
-            number=number, schema=table.schema, table=table.name, versions=newest.version, rows=tally.rows,
-            bytes=tally.bytes, files=tally.files, first_commit=tally.first, last_commit=tally.last,
-            rows_trimmed=lost.rows if lost else 0,
-        ))  # fmt: skip
+        found.append(
+            LoggedTable(
+                number=number,
+                schema=table.schema,
+                table=table.name,
+                versions=newest.version,
+                rows=tally.rows,
+                bytes=tally.bytes,
+                files=tally.files,
+                first_commit=tally.first,
+                last_commit=tally.last,
+                rows_trimmed=lost.rows if lost else 0,
+            )
+        )
     return tuple(found)
 
 
 def _time(microseconds: float) -> str:
-    return (
-        datetime.fromtimestamp(microseconds / 1e6, UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    return datetime.fromtimestamp(microseconds / 1e6, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # ---- schemas ---------------------------------------------------------------------------------------------
@@ -172,12 +181,17 @@ def versions(path: LogPath) -> list[LogVersion]:
     found = []
     for version in sorted(log.schemas.after(0), key=lambda version: (version.table, version.version)):
         row, table = told.get((version.table, version.version)), version.schema.table
-        found.append(LogVersion(
-            number=version.table, schema=table.schema, table=table.name, version=version.version,
-            position=row[change.POSITION] if row else None,
-            committed_at=_time(row[change.COMMITTED_AT].timestamp() * 1e6) if row else None,
-            definition=version.definition,
-        ))  # fmt: skip
+        found.append(
+            LogVersion(
+                number=version.table,
+                schema=table.schema,
+                table=table.name,
+                version=version.version,
+                position=row[change.POSITION] if row else None,
+                committed_at=_time(row[change.COMMITTED_AT].timestamp() * 1e6) if row else None,
+                definition=version.definition,
+            )
+        )
     return found
 
 
@@ -189,12 +203,16 @@ def verify(path: LogPath, progress: Progress) -> LogVerdict:
     started = time.monotonic()
     found = verify_log(path, progress)
     return LogVerdict(
-        path=str(path), ok=not found.flaws_total, commits=found.commits, rows=found.rows, files=found.files,
-        bytes=found.bytes, seconds=time.monotonic() - started, problems_total=found.flaws_total,
-        problems=tuple(
-            LogProblem(path=str(flaw.path), message=flaw.message, hint=flaw.hint) for flaw in found.flaws
-        ),
-    )  # fmt: skip
+        path=str(path),
+        ok=not found.flaws_total,
+        commits=found.commits,
+        rows=found.rows,
+        files=found.files,
+        bytes=found.bytes,
+        seconds=time.monotonic() - started,
+        problems_total=found.flaws_total,
+        problems=tuple(LogProblem(path=str(flaw.path), message=flaw.message, hint=flaw.hint) for flaw in found.flaws),
+    )
 
 
 # ---- seal and trim ---------------------------------------------------------------------------------------
@@ -222,9 +240,15 @@ def seal(path: LogPath, *, grace_seconds: float, progress: Progress) -> LogSeale
     with _sealer(path) as sealer:
         done = sealer.seal(progress) + sealer.join() + sealer.clean(grace_seconds)
         return LogSealed(
-            commits=done.commits, rows=done.rows, bytes=done.bytes, seals=done.seals, joined=done.joined,
-            removed=done.removed, sealed_commit=sealer.log.cold.last or None, seconds=time.monotonic() - started,
-        )  # fmt: skip
+            commits=done.commits,
+            rows=done.rows,
+            bytes=done.bytes,
+            seals=done.seals,
+            joined=done.joined,
+            removed=done.removed,
+            sealed_commit=sealer.log.cold.last or None,
+            seconds=time.monotonic() - started,
+        )
 
 
 def trim(path: LogPath, policy: Policy, *, older_than_seconds: float | None = None) -> LogTrim:
@@ -242,10 +266,14 @@ def trim(path: LogPath, policy: Policy, *, older_than_seconds: float | None = No
         sealer.log.cold.refresh()
         newest, gone = sealer.log.newest(), sealer.log.trimmed()
         return LogTrim(
-            commits=done.commits, files=done.files, rows=done.rows, bytes=done.bytes,
+            commits=done.commits,
+            files=done.files,
+            rows=done.rows,
+            bytes=done.bytes,
             first_commit=gone.commit + 1 if newest > gone.commit else None,
-            unsealed_commits=newest - max(sealer.log.cold.last, gone.commit), readers=_readers(sealer.log),
-        )  # fmt: skip
+            unsealed_commits=newest - max(sealer.log.cold.last, gone.commit),
+            readers=_readers(sealer.log),
+        )
 
 
 # ---- who needs it ----------------------------------------------------------------------------------------
@@ -276,13 +304,19 @@ def _reader(index: LogIndex, names: dict[int, str], item: Held) -> LogReader:
     ]
     known = index.first - 1 <= hold.commit <= index.commit
     return LogReader(
-        kind=hold.kind, name=hold.name, state=item.state, commit=hold.commit, seq=hold.seq,
+        kind=hold.kind,
+        name=hold.name,
+        state=item.state,
+        commit=hold.commit,
+        seq=hold.seq,
         tables=None if hold.tables is None else tuple(sorted({names.get(number, str(number)) for number in numbers})),
         position=str(index.end_of(hold.commit)) if known and hold.commit else None,
-        behind_commits=max(0, index.commit - hold.commit), behind_rows=sum(found.rows for found in pending),
-        held_bytes=item.bytes, seen_at=_time(hold.seen_at * 1e6),
+        behind_commits=max(0, index.commit - hold.commit),
+        behind_rows=sum(found.rows for found in pending),
+        held_bytes=item.bytes,
+        seen_at=_time(hold.seen_at * 1e6),
         expires_at=None if hold.expires_seconds is None else _time((hold.seen_at + hold.expires_seconds) * 1e6),
-    )  # fmt: skip
+    )
 
 
 def forget(path: LogPath, name: str) -> None:

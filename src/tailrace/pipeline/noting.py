@@ -45,9 +45,13 @@ def point_at(lives: Lives, commit: int) -> Point | None:
     # What was loaded may be younger than all that the log has, so what the source's clock showed then counts as well.
     committed_at = max((known for known in times if known is not None), default=0)
     return Point(
-        commit=commit, position=position, committed_at=committed_at, versions=versions, missing=missing,
+        commit=commit,
+        position=position,
+        committed_at=committed_at,
+        versions=versions,
+        missing=missing,
         identities=identities,
-    )  # fmt: skip
+    )
 
 
 def _version(lives: Lives, life: TableLife, commit: int, position: Lsn) -> int | str:

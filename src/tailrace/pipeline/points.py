@@ -46,9 +46,13 @@ class TablesAt(dict[str, "DataFrame"]):
         for table, absence in self.point.missing.items():
             if str(table) == name:
                 raise ConfigError(
-                    "the table has no version at this point", table=name, state=absence.state, why=absence.why,
-                    time=self.point.time.isoformat(), hint=_LATER_HINT if absence.why in _NO_MORE else _EARLIER_HINT,
-                )  # fmt: skip
+                    "the table has no version at this point",
+                    table=name,
+                    state=absence.state,
+                    why=absence.why,
+                    time=self.point.time.isoformat(),
+                    hint=_LATER_HINT if absence.why in _NO_MORE else _EARLIER_HINT,
+                )
         raise KeyError(name)
 
 
@@ -87,15 +91,20 @@ def _as_it_is_now(layout: Layout, log_id: str, point: Point) -> Point:
                 why = FOLDER_GONE if now is None else MADE_ANEW
                 gone[table] = Absence(state=TableState.LIVE.value, why=why)
     return replace(
-        point, missing={**point.missing, **gone},
+        point,
+        missing={**point.missing, **gone},
         versions={table: version for table, version in point.versions.items() if table not in gone},
-    )  # fmt: skip
+    )
 
 
 def tables_at(
-    spark: SparkSession, file: str | Path, *, time: str | datetime | None = None, position: str | Lsn | None = None,
+    spark: SparkSession,
+    file: str | Path,
+    *,
+    time: str | datetime | None = None,
+    position: str | Lsn | None = None,
     tables: Iterable[TableId | str] | TableId | None = None,
-) -> TablesAt:  # fmt: skip
+) -> TablesAt:
     """The pipeline's tables as they were at one point, by `schema.table`; a connector is needed only for Iceberg tables
     and for such with deletion vectors or column mapping.
 
@@ -121,18 +130,21 @@ def chosen(point: Point, tables: Iterable[TableId | str] | TableId | None) -> Po
         if unknown := given - asked - set(map(str, asked)):
             names = ", ".join(sorted(table if isinstance(table, str) else _in_parts(table) for table in unknown))
             raise ConfigError(
-                "the point knows no such table", tables=names, time=point.time.isoformat(),
+                "the point knows no such table",
+                tables=names,
+                time=point.time.isoformat(),
                 hint="`tailrace at FILE --json` lists those that it knows.",
-            )  # fmt: skip
+            )
         wanted = asked
     for name, alike in groupby(sorted(wanted, key=str), key=str):
         if len(both := sorted(alike)) > 1:
             names = " and ".join(map(_in_parts, both))
             raise ConfigError(f"`{name}` names two tables", tables=names, hint="Choose one of them with `tables=[…]`.")
     return replace(
-        point, versions={table: version for table, version in point.versions.items() if table in wanted},
+        point,
+        versions={table: version for table, version in point.versions.items() if table in wanted},
         missing={table: absence for table, absence in point.missing.items() if table in wanted},
-    )  # fmt: skip
+    )
 
 
 def _named(tables: object) -> set[TableId | str]:
@@ -140,9 +152,10 @@ def _named(tables: object) -> set[TableId | str]:
     for table in tables if isinstance(tables, Iterable) and not isinstance(tables, str) else (tables,):
         if not isinstance(table, str | TableId):
             raise ConfigError(
-                "`tables` does not name tables", found=type(table).__name__,
-                hint="Give a list of texts or of `TableId`: `tables=[\"public.orders\"]`.",
-            )  # fmt: skip
+                "`tables` does not name tables",
+                found=type(table).__name__,
+                hint='Give a list of texts or of `TableId`: `tables=["public.orders"]`.',
+            )
         named.add(table)
     return named
 

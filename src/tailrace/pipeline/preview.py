@@ -9,13 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.changelog.reader import ChangeLog
-from tailrace.errors import (
-    BaseRowMissing,
-    SchemaChanged,
-    TableUnusable,
-    TailraceError,
-    ValueUnfit,
-)
+from tailrace.errors import BaseRowMissing, SchemaChanged, TableUnusable, TailraceError, ValueUnfit
 from tailrace.model.evolution import Kind, evolve, is_news
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.life import Lives, TableLife
@@ -66,9 +60,7 @@ def _stuck(
         return None
     if settings.tables.sets_aside(table) or any(wish.table == table for wish in lives.seeds.wishes()):
         return None
-    return TableEvolution(
-        schema=table.schema, table=table.name, action="stop", why=note["detail"], hint=note["hint"]
-    )
+    return TableEvolution(schema=table.schema, table=table.name, action="stop", why=note["detail"], hint=note["hint"])
 
 
 def _known(log: ChangeLog) -> Iterator[TableSchema]:
@@ -93,9 +85,7 @@ def _refused(life: TableLife, shape: TableSchema) -> TableUnusable | None:
 
 
 def _stopped(table: TableId, error: TailraceError) -> TableEvolution:
-    return TableEvolution(
-        schema=table.schema, table=table.name, action="stop", why=error.headline, hint=error.hint
-    )
+    return TableEvolution(schema=table.schema, table=table.name, action="stop", why=error.headline, hint=error.hint)
 
 
 def _widened(form: Form, old: TableSchema, new: TableSchema) -> Iterator[str]:

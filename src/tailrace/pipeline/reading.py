@@ -30,9 +30,18 @@ class Reading:
     """Reads the chunks of the loads under way."""
 
     def __init__(
-        self, settings: LoadSettings, source: PostgresCapture, log: LogPath, under_way: UnderWay, throttle: Throttle, *,
-        run: Run, failed: Failed, stopping: threading.Event, sets_aside: Callable[[TableId], bool],
-    ) -> None:  # fmt: skip
+        self,
+        settings: LoadSettings,
+        source: PostgresCapture,
+        log: LogPath,
+        under_way: UnderWay,
+        throttle: Throttle,
+        *,
+        run: Run,
+        failed: Failed,
+        stopping: threading.Event,
+        sets_aside: Callable[[TableId], bool],
+    ) -> None:
         self._settings = settings
         self._source = source
         self._log = log
@@ -63,11 +72,20 @@ class Reading:
         else:
             return
         work = ChunkWork(
-            schema=load.seed.plan.schema, chunk=chunk, condition=load.where, reader=reader,
-            lake=load.life.place.staging, log=self._log, seed=load.seed.id, progress=load.reading[chunk.number],
-            form=load.seed.form, origin=load.origin, numbered=load.life.place.catalog is not None,
-            file_bytes=load.life.place.file_bytes, letters=self._sets_aside(load.life.table),
-        )  # fmt: skip
+            schema=load.seed.plan.schema,
+            chunk=chunk,
+            condition=load.where,
+            reader=reader,
+            lake=load.life.place.staging,
+            log=self._log,
+            seed=load.seed.id,
+            progress=load.reading[chunk.number],
+            form=load.seed.form,
+            origin=load.origin,
+            numbered=load.life.place.catalog is not None,
+            file_bytes=load.life.place.file_bytes,
+            letters=self._sets_aside(load.life.table),
+        )
         outcome = run_one(self._run, load_chunk, work, load.life)
         with self._under_way.lock:
             progress = load.reading.pop(chunk.number)

@@ -22,13 +22,7 @@ from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import upto_position
-from tailrace.errors import (
-    LOAD_ANEW_HINT,
-    ConfigError,
-    LogBusy,
-    LogTrimmed,
-    SchemaChanged,
-)
+from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, SchemaChanged
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.asking import closest
@@ -86,9 +80,14 @@ class Rebuilt:
 
 
 def rebuild(
-    settings: PipelineSettings, name: str, *, to: str | None, from_version: int | None, progress: Progress,
+    settings: PipelineSettings,
+    name: str,
+    *,
+    to: str | None,
+    from_version: int | None,
+    progress: Progress,
     spark: SparkSession | None = None,
-) -> Rebuilt:  # fmt: skip
+) -> Rebuilt:
     """Make the table anew, at a position of the log or at its end. An Iceberg table needs a session with the connector:
     one is started if it is not given."""
     log = ChangeLog.open(settings.log.path)
@@ -97,9 +96,10 @@ def rebuild(
         held = Lease(log.path, APPLIER, wait_seconds=LEASE_SECONDS_MAX)
     except LogBusy as busy:
         raise LogBusy(
-            "a process applies to the tables", **busy.fields,
+            "a process applies to the tables",
+            **busy.fields,
             hint="Stop that `tailrace run` or `tailrace apply` first; capture may go on.",
-        ) from busy  # fmt: skip
+        ) from busy
     try:
         with _maker(settings, log, table, spark) as maker:
             return _Rebuild(settings, log, table, position, maker).run(from_version, progress)
@@ -138,9 +138,11 @@ class _Rebuild:
         self._index = self._lives.index
         if to is not None and to > self._index.position:
             raise ConfigError(
-                "the log does not reach this position", to=to, log_position=self._index.position,
+                "the log does not reach this position",
+                to=to,
+                log_position=self._index.position,
                 hint="Give a position up to there, or leave `--to` out.",
-            )  # fmt: skip
+            )
         self._end = newest if to is None else self._index.commit_at(to)
         self._end_seq = self._index.next_seq(self._end) - 1
 
@@ -160,12 +162,19 @@ class _Rebuild:
         version = self._place.look().version()
         assert version is not None, "just swapped"
         return Rebuilt(
-            schema=self._table.schema, table=self._table.name, base_version=None if base.seed else base.version,
+            schema=self._table.schema,
+            table=self._table.name,
+            base_version=None if base.seed else base.version,
             base="seed" if base.seed else "load" if base.loaded else "version",
-            base_position=str(base.position.cursor.position), base_rows=rows, changes=changes,
-            position=str(cursor.position), commit=cursor.commit, rows=rows_now, version=version,
+            base_position=str(base.position.cursor.position),
+            base_rows=rows,
+            changes=changes,
+            position=str(cursor.position),
+            commit=cursor.commit,
+            rows=rows_now,
+            version=version,
             seconds=time.monotonic() - started,
-        )  # fmt: skip
+        )
 
     # The base.
 
@@ -187,23 +196,28 @@ class _Rebuild:
             why = why or f"{'the kept seed' if base.seed else f'version {base.version}'}: {reason}"
         if wanted is not None:
             raise ConfigError(
-                "the table cannot be rebuilt from this version", table=self._table, version=wanted,
+                "the table cannot be rebuilt from this version",
+                table=self._table,
+                version=wanted,
                 why=why or "no commit of this log made it, or the table no longer remembers it",
                 hint="Leave `--from-version` out: the newest that will do is taken.",
-            )  # fmt: skip
+            )
         if why is None and first is not None:
             raise LogTrimmed(
-                "nothing is left of the table that is as old as this", table=self._table, to=self._to,
+                "nothing is left of the table that is as old as this",
+                table=self._table,
+                to=self._to,
                 hint=f"Give a position from {first.position.cursor.position} on, or leave `--to` out.",
             )
         if newest is not None:  # a load would replace the past as well, and that is a person's to say
             refuse_form(self._place.path, self._place.form, newest.position)
         never = self._place.look().version() is None
         raise LogTrimmed(
-            "the log covers no version of the table that it could be rebuilt from", table=self._table,
+            "the log covers no version of the table that it could be rebuilt from",
+            table=self._table,
             why=why or (NO_TABLE if never else "the table has no version of this log"),
             hint="`tailrace run FILE` loads it, unless it is held back." if never else LOAD_ANEW_HINT,
-        )  # fmt: skip
+        )
 
     def _unusable(self, base: Base) -> str | None:
         """Why the table cannot be rebuilt from this version."""
@@ -300,9 +314,15 @@ class _Rebuild:
             life.moved(life.cursor, stretch.recast.schema)
             return 0
         work = ApplyWork(
-            table=self._table, log=self._log.path, place=life.place, slices=stretch.slices, shape=life.shape,
-            expected=life.cursor, cursor=stretch.cursor, upto=upto,
-        )  # fmt: skip
+            table=self._table,
+            log=self._log.path,
+            place=life.place,
+            slices=stretch.slices,
+            shape=life.shape,
+            expected=life.cursor,
+            cursor=stretch.cursor,
+            upto=upto,
+        )
         taken = making.apply(work, mixed=life.cursor.position < self._whole_after)
         life.moved(taken.cursor, life.shape)
         return taken.changes
@@ -315,9 +335,12 @@ class _Rebuild:
         while pending := [item for item in self._lives.pending(life, after) if item.first <= after <= item.last]:
             # Looked at first: a shape that comes later must not be taken on.
             batches = self._log.read(
-                after, after, tables=[pending[0].table], after_seq=life.cursor.seq if life.cursor else 0,
+                after,
+                after,
+                tables=[pending[0].table],
+                after_seq=life.cursor.seq if life.cursor else 0,
                 to_seq=pending[0].last_seq,
-            )  # fmt: skip
+            )
             if not any(upto_position(batch, self._to).data.num_rows for batch in batches if batch.data.num_rows):
                 break
             stretch = self._lives.stretch(life, after)
@@ -338,9 +361,11 @@ class _Rebuild:
         if self._to is not None:
             return replace(self._lives.cursor_at(self._to), load=was.load)
         return Cursor(
-            seq=max(was.seq, self._end_seq), commit=max(was.commit, self._end),
-            position=max(was.position, self._index.position), load=was.load,
-        )  # fmt: skip
+            seq=max(was.seq, self._end_seq),
+            commit=max(was.commit, self._end),
+            position=max(was.position, self._index.position),
+            load=was.load,
+        )
 
     def _hold(self, life: TableLife, cursor: Cursor) -> None:
         """Have the log keep what the table will lack, before it does."""
@@ -364,9 +389,11 @@ def _refuse_stopped(life: TableLife) -> None:
     """Raise why the table goes no further; nothing, if there is nothing left to do."""
     if life.refresh is not None:
         raise SchemaChanged(
-            "the log alone does not bring the table over a change of its shape", table=life.table, why=life.refresh,
+            "the log alone does not bring the table over a change of its shape",
+            table=life.table,
+            why=life.refresh,
             hint=LOAD_ANEW_HINT,
-        )  # fmt: skip
+        )
     if life.state.broken and life.error is not None:
         raise life.error
 
@@ -380,4 +407,4 @@ def _known(settings: PipelineSettings, log: ChangeLog, name: str) -> TableId:
     raise ConfigError(
         f"`{name}` is no table of this pipeline" if not found else f"`{name}` names two tables",
         hint=closest(name, wanted),
-    )  # fmt: skip
+    )

@@ -38,9 +38,14 @@ class Redelivering:
     """Tries whatever letters it is asked to, until told to stop."""
 
     def __init__(
-        self, lives: Lives, source: PostgresCapture, *, run: Run, merging: Callable[[], AbstractContextManager[None]],
+        self,
+        lives: Lives,
+        source: PostgresCapture,
+        *,
+        run: Run,
+        merging: Callable[[], AbstractContextManager[None]],
         stopping: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._lives = lives
         self._source = source
         self._run = run
@@ -96,9 +101,12 @@ class Redelivering:
         assert life.cursor is not None, "a table that goes on"
         assert life.shape is not None, "a table that goes on"
         work = RereadWork(
-            log=self._lives.log.path, shape=life.shape, expected=life.cursor,
-            reader=self._source.row_reader(READ_SECONDS_MAX), partition_by=life.place.form.partitions_of(life.shape),
-        )  # fmt: skip
+            log=self._lives.log.path,
+            shape=life.shape,
+            expected=life.cursor,
+            reader=self._source.row_reader(READ_SECONDS_MAX),
+            partition_by=life.place.form.partitions_of(life.shape),
+        )
         outcome = run_one(self._run, reread_letters, work, life)
         if outcome.error is not None:
             raise outcome.error
@@ -112,9 +120,7 @@ class Redelivering:
                 return False
             assert life.cursor is not None, "a table that goes on"
             assert life.shape is not None, "a table that goes on"
-            work = DeliverWork(
-                log=self._lives.log.path, place=life.place, shape=life.shape, expected=life.cursor
-            )
+            work = DeliverWork(log=self._lives.log.path, place=life.place, shape=life.shape, expected=life.cursor)
             with self._merging():
                 outcome = run_one(self._run, deliver_letters, work, life)
             if outcome.version is not None:

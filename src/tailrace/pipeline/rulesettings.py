@@ -67,9 +67,10 @@ def refuse_modes(table: TableId, mode: str | None, soft_delete: bool | None) -> 
     """Refuse what a rule of `tables.rules` wants messages to be."""
     if soft_delete or mode not in (None, "mirror"):
         raise TableUnusable(
-            "messages are kept by their key, each as it came", table=table,
+            "messages are kept by their key, each as it came",
+            table=table,
             hint="Leave `mode` and `soft_delete` out of the `tables.rules` that match the outbox's tables.",
-        )  # fmt: skip
+        )
 
 
 def leaves(transforms: Transforms, table: TableId, *, wanted: bool) -> bool:

@@ -76,9 +76,13 @@ def _stopped_at_once() -> Iterator[None]:
 
 
 def capture(
-    settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, child: bool = False,
+    settings: PipelineSettings,
+    *,
+    until_caught_up: bool,
+    observer: Observer,
+    child: bool = False,
     take_over: bool = False,
-) -> Summary:  # fmt: skip
+) -> Summary:
     """Capture into the log until stopped or, if asked, until everything committed before the start is in.
 
     As a child of `run` it goes on after catching up: the log must not stop while tables are being loaded.
@@ -92,16 +96,16 @@ def capture(
                 capturing = Capturing(settings, until_caught_up=until_caught_up, take_over=take_over)
         except _Stopped:
             return Summary(
-                name=settings.name, command="capture", seconds=time.monotonic() - begun,
+                name=settings.name,
+                command="capture",
+                seconds=time.monotonic() - begun,
                 exit_code=ExitCode.INTERRUPTED if until_caught_up and not child else ExitCode.OK,
                 message="stopped before it began",
-            )  # fmt: skip
+            )
         # What the libraries made stays for ever; looking through it again and again holds up a window for 100 ms.
         gc.collect()
         gc.freeze()
-        observer.event(
-            "capture started", position=capturing.log.position, slot=capturing.source.settings.slot
-        )
+        observer.event("capture started", position=capturing.log.position, slot=capturing.source.settings.slot)
 
         def stopping() -> bool:
             return asked.is_set() or (until_caught_up and not child and capturing.runtime.caught_up)
@@ -184,9 +188,7 @@ def run(
             child.stop()
 
 
-def apply(
-    settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool = False
-) -> Summary:
+def apply(settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool = False) -> Summary:
     """Load tables and apply what the log holds."""
     with stop_signal() as asked:
         log = ChangeLog.open(settings.log.path)
@@ -210,9 +212,16 @@ def apply(
 
 
 def _apply(
-    settings: PipelineSettings, log: ChangeLog, command: str, *, until_caught_up: bool, observer: Observer,
-    asked: threading.Event, capture_alive: Callable[[], None] | None, take_over: bool,
-) -> Summary:  # fmt: skip
+    settings: PipelineSettings,
+    log: ChangeLog,
+    command: str,
+    *,
+    until_caught_up: bool,
+    observer: Observer,
+    asked: threading.Event,
+    capture_alive: Callable[[], None] | None,
+    take_over: bool,
+) -> Summary:
     from tailrace.pipeline.applying import Applying  # pyspark comes with it, and capture must not
 
     started = time.monotonic()
@@ -250,10 +259,11 @@ def _apply(
                     still = still + 1 if _nobody_captures(log) and applying.waits_for_log(goal) else 0
                     if still > STILL_TICKS_MAX:
                         raise NotCaptured(
-                            "what was loaded is newer than the log, and nobody captures", log=log.path,
+                            "what was loaded is newer than the log, and nobody captures",
+                            log=log.path,
                             hint="Start `tailrace capture FILE` beside it, or use `tailrace run FILE`. What was "
                             "loaded stays.",
-                        )  # fmt: skip
+                        )
                 asked.wait(TICK_SECONDS)
         finally:
             applying.stop()
@@ -272,7 +282,7 @@ def _nobody_captures(log: ChangeLog) -> bool:
 
 def _summary(
     settings: PipelineSettings, command: str, started: float, status: PipelineStatus, index: LogIndex, *, stopped: bool
-) -> Summary:  # fmt: skip
+) -> Summary:
     broken, count = sum(table.state.broken for table in status.tables), len(status.tables)
     message = "every table holds all that was asked for"
     if broken:

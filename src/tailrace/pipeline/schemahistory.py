@@ -37,8 +37,9 @@ def of_folder(folder: str) -> SchemaHistory:
         kind = "change log" if "meta.json" in others else "checkpoint store" if owned else ""
         raise ConfigError(
             f"the folder is a {kind}, and no schema history" if kind else "there is no schema history in the folder",
-            folder=folder, hint=_HINTS[kind],
-        )  # fmt: skip
+            folder=folder,
+            hint=_HINTS[kind],
+        )
     return history
 
 
@@ -49,7 +50,8 @@ def read_history(history: SchemaHistory, table: str | None) -> list[tuple[Schema
     if table is not None and not wanted:
         close = difflib.get_close_matches(table, map(str, known), n=1)
         raise ConfigError(
-            "the history knows no table of this name", table=table,
+            "the history knows no table of this name",
+            table=table,
             hint=f"Did you mean `{close[0]}`?" if close else "`tailrace schema-history FILE` shows all it knows.",
-        )  # fmt: skip
+        )
     return [tuple(history.versions(item)) for item in wanted]

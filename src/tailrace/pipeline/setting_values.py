@@ -70,9 +70,7 @@ def _check_url(url: str) -> str:
         raise refusal("must be a URL that begins with `postgresql://`", _URL_HINT)
     if scheme.split("+")[0].lower() in _NOT_YET:
         kind = _NOT_YET[scheme.split("+")[0].lower()]
-        raise refusal(
-            f"names {kind} (`{scheme}://`), which is not available yet", "Use a `postgresql://` source."
-        )
+        raise refusal(f"names {kind} (`{scheme}://`), which is not available yet", "Use a `postgresql://` source.")
     if scheme not in ("postgresql", "postgres"):
         raise refusal(f"begins with `{scheme}://`, which is no source we know", _URL_HINT)
     wrong = address.wrong_with(url)
@@ -134,7 +132,7 @@ def _check_template(template: str) -> str:
         raise refusal(
             "must be one to three folders' names of letters, digits, `_-=.`, {schema}, {table} and {pipeline}",
             _NAMES_HINT,
-        )  # fmt: skip
+        )
     if "_delta_log" in parts:
         raise refusal("names `_delta_log`, which is Delta's own", _NAMES_HINT)
     return template
@@ -283,9 +281,7 @@ Duration = Annotated[float, BeforeValidator(_check_duration)]
 LongAgo = Annotated[float | None, BeforeValidator(_check_long_ago)]
 FileSize = Annotated[int, BeforeValidator(_check_file_size)]
 Share = Annotated[float, BeforeValidator(_check_share)]
-Age = Annotated[
-    float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))
-]
+Age = Annotated[float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))]
 Count = Annotated[int, BeforeValidator(_check_count)]
 Connections = Annotated[int, BeforeValidator(_check_connections)]
 Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]

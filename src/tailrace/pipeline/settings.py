@@ -19,15 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tailrace.changelog.objects import ObjectPath
@@ -191,9 +183,12 @@ class LogSettings(BaseModel):
             seal_bytes = min(seal_bytes, self.max_bytes // SEALS_PER_MAX_BYTES)
         policy = Policy(age_seconds=self.retention.age, bytes=self.retention.bytes, max_bytes=self.max_bytes)
         return Keeping(
-            seal_bytes=seal_bytes, seal_commits=self.seal.commits, seal_seconds=self.seal.age,
-            grace_seconds=self.grace, policy=policy,
-        )  # fmt: skip
+            seal_bytes=seal_bytes,
+            seal_commits=self.seal.commits,
+            seal_seconds=self.seal.age,
+            grace_seconds=self.grace,
+            policy=policy,
+        )
 
 
 class EvolutionSettings(BaseModel):
@@ -312,8 +307,9 @@ class TablesSettings(BaseModel):
             if said.soft_delete and mode != "mirror":
                 yield refusal(
                     f"is for `mode: mirror`: a table in `mode: {mode}` keeps what is deleted anyway",
-                    "Remove it, or write `mode: mirror`.", (*at, "soft_delete"),
-                )  # fmt: skip
+                    "Remove it, or write `mode: mirror`.",
+                    (*at, "soft_delete"),
+                )
 
     def _features_without_spark(self) -> Iterator[PydanticCustomError]:
         for at, said in self._said() if self.engine != "spark" else ():
@@ -321,8 +317,9 @@ class TablesSettings(BaseModel):
                 if getattr(said, name):
                     yield refusal(
                         "is for `engine: spark`: delta-rs does not write such tables",
-                        "Remove it, or write `engine: spark`.", (*at, name),
-                    )  # fmt: skip
+                        "Remove it, or write `engine: spark`.",
+                        (*at, name),
+                    )
 
     def _said(self) -> Iterator[tuple[Loc, TablesSettings | RuleSettings]]:
         """What is said for all tables, and for some, with the place where it stands."""
@@ -353,11 +350,14 @@ class TablesSettings(BaseModel):
         metadata = self.metadata if rule.metadata is None else rule.metadata
         partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
         return Form(
-            mode=TableMode(mode), soft_delete=soft_delete, metadata=tuple(sorted(set(metadata))),
+            mode=TableMode(mode),
+            soft_delete=soft_delete,
+            metadata=tuple(sorted(set(metadata))),
             mark=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
             columns=tuple(sorted(rule.columns.items())),
-            partition_by=tuple(rule.columns.get(name, name) for name in partition_by), keeps=keeps,
-        )  # fmt: skip
+            partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
+            keeps=keeps,
+        )
 
     def policies_of(self, table: TableId) -> Policies:
         """The last pattern that matches decides; the kinds that it does not name are as for all."""
@@ -377,10 +377,15 @@ class TablesSettings(BaseModel):
         from tailrace.tables.layout import Layout
 
         return Layout(
-            root=self.path, form_of=self.form_of, name_of=self._name_of, pipeline=self._pipeline, engine=self.engine,
-            features_of=self._features_of, file_bytes=self.upkeep.file,
+            root=self.path,
+            form_of=self.form_of,
+            name_of=self._name_of,
+            pipeline=self._pipeline,
+            engine=self.engine,
+            features_of=self._features_of,
+            file_bytes=self.upkeep.file,
             catalog=(self.catalog or CatalogSettings()).catalog(self.path) if self.format == "iceberg" else None,
-        )  # fmt: skip
+        )
 
     @property
     def by_spark(self) -> bool:
@@ -621,9 +626,7 @@ _SHAPES: dict[Loc, type[BaseModel]] = {
     ("transforms",): Transforms,
 }
 
-_NEVER: dict[Loc, str] = {
-    ("source", "type"): "Remove it: the `url` says what the source is, as `postgresql://…` does.",
-}
+_NEVER: dict[Loc, str] = {("source", "type"): "Remove it: the `url` says what the source is, as `postgresql://…` does."}
 """Keys that people expect, and that there are not."""
 _URLS: tuple[Loc, ...] = (("source", "url"), ("load", "standby"))
 _MODES = ", ".join(get_args(Mode))
@@ -719,9 +722,7 @@ class _Judged(Document):
         *parent, key = loc
         known = rulesettings.keys_of(tuple(parent), self.value(tuple(parent))) or _keys(tuple(parent))
         close = difflib.get_close_matches(str(key), known, n=1)
-        homes = [
-            f"under `{dotted(home)}`" if home else "at the top" for home in _SHAPES if key in _keys(home)
-        ]
+        homes = [f"under `{dotted(home)}`" if home else "at the top" for home in _SHAPES if key in _keys(home)]
         if loc in _NEVER:
             hint = _NEVER[loc]
         elif close:

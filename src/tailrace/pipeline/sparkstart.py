@@ -44,15 +44,20 @@ def start_jvm(settings: PipelineSettings, scratch: Path) -> Jvm:
         given = connector_settings(given)
     try:
         return Jvm(
-            settings.name, scratch, spark_log(settings), master=settings.spark.master, settings=given,
+            settings.name,
+            scratch,
+            spark_log(settings),
+            master=settings.spark.master,
+            settings=given,
             readers=settings.load.connections,
-        )  # fmt: skip
+        )
     except PySparkRuntimeError as exc:
         if not by_spark:
             raise
         which = "Delta" if catalog is None else "Iceberg"
         raise TableFailed(
-            f"Spark did not start with its {which} connector", packages=given.get("spark.jars.packages"),
+            f"Spark did not start with its {which} connector",
+            packages=given.get("spark.jars.packages"),
             hint=f"Can this machine fetch the jars? See {spark_log(settings)}. Another place for them can be named in "
             "`spark.settings` (spark.jars.repositories, spark.jars.ivySettings, spark.jars).",
         ) from exc

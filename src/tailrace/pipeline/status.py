@@ -74,28 +74,42 @@ class SourceWatch:
 
 
 def measure(
-    settings: PipelineSettings, lives: Lives, source: PostgresCapture, lag: Lag | None,
+    settings: PipelineSettings,
+    lives: Lives,
+    source: PostgresCapture,
+    lag: Lag | None,
     merging_share: float | None = None,
-) -> PipelineStatus:  # fmt: skip
+) -> PipelineStatus:
     """The pipeline now, from what is at hand."""
     log, index = lives.log, lives.index
     apply_pid, capture_pid = lease.held(log.path, APPLIER), lease.held(log.path)
     end = max(lag.end, index.position) if lag else index.position
     return PipelineStatus(
-        name=settings.name, running=bool(apply_pid or capture_pid), capture_pid=capture_pid, apply_pid=apply_pid,
+        name=settings.name,
+        running=bool(apply_pid or capture_pid),
+        capture_pid=capture_pid,
+        apply_pid=apply_pid,
         merging_share=merging_share,
         source=SourceStatus(
-            reachable=lag is not None, place=place(settings.source.url), slot=source.settings.slot,
-            slot_active=capture_pid is not None, retained_bytes=lag.retained_bytes if lag else None,
+            reachable=lag is not None,
+            place=place(settings.source.url),
+            slot=source.settings.slot,
+            slot_active=capture_pid is not None,
+            retained_bytes=lag.retained_bytes if lag else None,
             position=str(lag.end) if lag else None,
         ),
         log=LogStatus(
-            path=str(log.path), id=log.log_id, commits=index.commit, first_commit=index.first if index.commit else None,
-            last_commit=index.commit or None, position=str(index.position) if index.commit else None,
-            bytes=index.bytes, last_seq=index.next_seq(index.commit) - 1,
+            path=str(log.path),
+            id=log.log_id,
+            commits=index.commit,
+            first_commit=index.first if index.commit else None,
+            last_commit=index.commit or None,
+            position=str(index.position) if index.commit else None,
+            bytes=index.bytes,
+            last_seq=index.next_seq(index.commit) - 1,
         ),
         tables=tuple(_table(lives, life, end) for _, life in sorted(lives.tables.items())),
-    )  # fmt: skip
+    )
 
 
 def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
@@ -103,11 +117,7 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
     captured = sum(lives.index.captured(number) for number in lives.numbers(life))
     cursor = life.cursor
     # A table with nothing pending is as far as the log, wherever its own last commit lies.
-    reached = (
-        None
-        if cursor is None
-        else (cursor.position if pending else max(cursor.position, lives.index.position))
-    )
+    reached = None if cursor is None else (cursor.position if pending else max(cursor.position, lives.index.position))
     state, error = life.state, life.error  # in this order: what has failed has its error by then
     again = state is TableState.SEEDING and cursor is not None
     if again or (life.load is not None and state.going_on):
@@ -121,18 +131,29 @@ def _table(lives: Lives, life: TableLife, end: Lsn) -> TableStatus:
     letters = 0 if cursor is None else deadletters_open(lives.log.path, life.table, cursor)
     notes = [life.trouble or life.note, _LETTERS_NOTE.format(count=letters) if letters else None]
     return TableStatus(
-        schema=life.table.schema, table=life.table.name, state=state, load=load, last_load=life.last_load,
-        path=str(life.place.path), mode=str(life.place.form),
-        reason=error.code if error else None, detail=error.headline if error else None,
-        hint=error.hint if error else None, note=" ".join(note for note in notes if note) or None,
+        schema=life.table.schema,
+        table=life.table.name,
+        state=state,
+        load=load,
+        last_load=life.last_load,
+        path=str(life.place.path),
+        mode=str(life.place.form),
+        reason=error.code if error else None,
+        detail=error.headline if error else None,
+        hint=error.hint if error else None,
+        note=" ".join(note for note in notes if note) or None,
         dead_letters=letters,
-        rows_captured=captured, rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
-        rows_loaded=life.rows_loaded, load_rows_estimated=life.rows_estimated,
-        bytes_changed=life.bytes_changed, bytes_written=life.bytes_written,
-        applied_commit=cursor.commit if cursor else None, applied_position=str(cursor.position) if cursor else None,
+        rows_captured=captured,
+        rows_applied=captured - sum(item.rows for item in pending) if cursor else 0,
+        rows_loaded=life.rows_loaded,
+        load_rows_estimated=life.rows_estimated,
+        bytes_changed=life.bytes_changed,
+        bytes_written=life.bytes_written,
+        applied_commit=cursor.commit if cursor else None,
+        applied_position=str(cursor.position) if cursor else None,
         lag_bytes=max(0, end - reached) if reached is not None else None,
         lag_seconds=max(0.0, time.time() - pending[0].committed_at / 1e6) if pending else (0.0 if cursor else None),
-    )  # fmt: skip
+    )
 
 
 def deadletters_open(log: LogPath, table: TableId, cursor: Cursor) -> int:
@@ -212,9 +233,7 @@ def _unpublished(settings: PipelineSettings, source: PostgresCapture, lives: Liv
     return loaded - source.published().keys() if loaded and not settings.source.publication.create else set()
 
 
-def _with_note(
-    table: TableStatus, noted: dict[TableId, dict[str, Any]], status: PipelineStatus
-) -> TableStatus:
+def _with_note(table: TableStatus, noted: dict[TableId, dict[str, Any]], status: PipelineStatus) -> TableStatus:
     """What the applying process knows better: its state while it runs, and a failure after it stopped."""
     note = noted.get(TableId(table.schema, table.table))
     if note is None:
@@ -242,6 +261,4 @@ def _not_started(settings: PipelineSettings) -> PipelineStatus:
     with suppress(TailraceError):
         lag = open_source(settings, "none").lag()
         source = replace(source, reachable=True, position=str(lag.end))
-    return PipelineStatus(
-        name=settings.name, running=False, source=source, log=LogStatus(path=str(settings.log.path))
-    )
+    return PipelineStatus(name=settings.name, running=False, source=source, log=LogStatus(path=str(settings.log.path)))

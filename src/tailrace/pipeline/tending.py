@@ -33,9 +33,14 @@ class Tending:
     """Tends whatever tables need it, until told to stop."""
 
     def __init__(
-        self, settings: UpkeepSettings, lives: Lives, *, run: Run, advance: Callable[[TableLife], None],
+        self,
+        settings: UpkeepSettings,
+        lives: Lives,
+        *,
+        run: Run,
+        advance: Callable[[TableLife], None],
         stopping: threading.Event,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._budget = settings.budget
         self._upkeep = Upkeep(
             file_bytes=settings.file if settings.join else None, remove_after_seconds=settings.remove_after
@@ -71,9 +76,7 @@ class Tending:
                 upkeep = replace(upkeep, remove_after_seconds=None)
             else:
                 self._removes_at[life.table] = started + REMOVE_SECONDS
-            work = TendWork(
-                table=life.table, place=life.place, expected=life.cursor, upkeep=upkeep
-            )
+            work = TendWork(table=life.table, place=life.place, expected=life.cursor, upkeep=upkeep)
             outcome = run_one(self._run, tend_table, work, life)
             life.version = None
         used = None if outcome.cpu_seconds is None else round(outcome.cpu_seconds, 3)

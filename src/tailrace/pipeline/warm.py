@@ -36,6 +36,13 @@ def warm_kernels() -> None:
 
 def _row(seq: int, operation: str, unchanged: list[str] | None) -> dict[str, object]:
     return {
-        change.OP: operation, change.SEQ: seq, change.POSITION: "0/1", change.TX: 1, change.TX_INDEX: seq,
-        change.COMMITTED_AT: 0, change.UNCHANGED: unchanged, "id": "1", "large": None if unchanged else "x",
-    }  # fmt: skip
+        change.OP: operation,
+        change.SEQ: seq,
+        change.POSITION: "0/1",
+        change.TX: 1,
+        change.TX_INDEX: seq,
+        change.COMMITTED_AT: 0,
+        change.UNCHANGED: unchanged,
+        "id": "1",
+        "large": None if unchanged else "x",
+    }

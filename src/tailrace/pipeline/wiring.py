@@ -22,13 +22,19 @@ def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:
     """The source of this pipeline, for the log of this id."""
     source, slot, publication = settings.source, settings.source.slot, settings.source.publication
     wanted = PostgresSettings(
-        url=source.url, wanted=functools.partial(matches, source), named=functools.partial(names, source),
+        url=source.url,
+        wanted=functools.partial(matches, source),
+        named=functools.partial(names, source),
         messages=functools.partial(matches_message, source) if source.messages else None,
-        origins=source.origin == "any", invalid_text_replaced=source.invalid_text == "replace",
+        origins=source.origin == "any",
+        invalid_text_replaced=source.invalid_text == "replace",
         standby=settings.load.standby,
-        slot=slot.name or f"tailrace_{log_id}", slot_create=slot.create, slot_anew=True,
-        publication=publication.name or f"tailrace_{log_id}", publication_create=publication.create,
-    )  # fmt: skip
+        slot=slot.name or f"tailrace_{log_id}",
+        slot_create=slot.create,
+        slot_anew=True,
+        publication=publication.name or f"tailrace_{log_id}",
+        publication_create=publication.create,
+    )
     if not settings.transforms:
         return PostgresCapture(wanted)
     return TransformedCapture(wanted, settings.transforms)

@@ -187,10 +187,13 @@ def joined(windows: Sequence[AnyWindow]) -> AnyWindow:
     first, last = windows[0], windows[-1]
     ended = [window.last_committed_at for window in windows if window.last_committed_at is not None]
     return replace(
-        first, end=last.end, batches=tuple(batch for window in windows for batch in window.batches),
-        transactions=sum(window.transactions for window in windows), rows=sum(window.rows for window in windows),
+        first,
+        end=last.end,
+        batches=tuple(batch for window in windows for batch in window.batches),
+        transactions=sum(window.transactions for window in windows),
+        rows=sum(window.rows for window in windows),
         last_committed_at=max(ended, default=None),
-    )  # fmt: skip
+    )
 
 
 def gathered(parts: Sequence[AnyWindow], last: AnyWindow) -> AnyWindow:
@@ -202,9 +205,12 @@ def gathered(parts: Sequence[AnyWindow], last: AnyWindow) -> AnyWindow:
     *parts, last = following([*parts, last], 0)
     batches = [_placed(batch, position) for part in parts for batch in part.batches]
     return replace(
-        last, continues=False, continued_end=None, batches=(*batches, *last.batches),
+        last,
+        continues=False,
+        continued_end=None,
+        batches=(*batches, *last.batches),
         rows=last.rows + sum(part.rows for part in parts),
-    )  # fmt: skip
+    )
 
 
 def parted(window: AnyWindow) -> tuple[AnyWindow, ...]:
@@ -266,22 +272,32 @@ def cut(window: AnyWindow, rows: int) -> tuple[AnyWindow, AnyWindow | None]:
     if done and ends[done - 1] == rows:
         position = _position_of(window, first + rows - 1)
         begun = replace(
-            window, end=position, batches=head, rows=rows, transactions=done, last_committed_at=_newest(head),
-        )  # fmt: skip
+            window, end=position, batches=head, rows=rows, transactions=done, last_committed_at=_newest(head)
+        )
         rest = replace(
-            window, start=position, batches=tail, rows=window.rows - rows, last_committed_at=_newest(tail),
-            transactions=max(window.transactions - done, 1), continues=False, continued_end=None,
-        )  # fmt: skip
+            window,
+            start=position,
+            batches=tail,
+            rows=window.rows - rows,
+            last_committed_at=_newest(tail),
+            transactions=max(window.transactions - done, 1),
+            continues=False,
+            continued_end=None,
+        )
         return begun, rest
     assert not done, "whole transactions are cut off first"
     ended = _position_of(window, first + int(ends[0]) - 1)
     begun = replace(
-        window, end=window.start, batches=tuple(map(_unplaced, head)), rows=rows, transactions=0, open=True,
-        last_committed_at=None, continued_end=None,
-    )  # fmt: skip
-    rest = replace(
-        window, batches=tail, rows=window.rows - rows, continues=True, continued_end=ended,
-    )  # fmt: skip
+        window,
+        end=window.start,
+        batches=tuple(map(_unplaced, head)),
+        rows=rows,
+        transactions=0,
+        open=True,
+        last_committed_at=None,
+        continued_end=None,
+    )
+    rest = replace(window, batches=tail, rows=window.rows - rows, continues=True, continued_end=ended)
     return begun, rest
 
 
@@ -375,11 +391,13 @@ def sliced_batch(batch: ChangeBatch, begin: int, end: int) -> ChangeBatch:
         return batch
     data = batch.data.slice(begin, max(end - begin, 0))
     return replace(
-        batch, data=data, ends=None,
+        batch,
+        data=data,
+        ends=None,
         moves=len(data) - data.column(change.MOVED_FROM).null_count if batch.moves else 0,
         truncates=_count(data, Operation.TRUNCATE) if batch.truncates else 0,
         unfit=int(pc.sum(pc.list_value_length(data.column(change.UNFIT))).as_py() or 0) if batch.unfit else 0,
-    )  # fmt: skip
+    )
 
 
 def _count(data: pa.RecordBatch, operation: Operation) -> int:

@@ -61,9 +61,11 @@ class Buffer:
         size = sum(map(bytes_of, self._parts))
         if size > self._limits.transaction_bytes:
             raise ConfigError(
-                "a transaction is too large to be handed out whole", bytes=size, limit=self._limits.transaction_bytes,
+                "a transaction is too large to be handed out whole",
+                bytes=size,
+                limit=self._limits.transaction_bytes,
                 hint="Take it in parts (`Limits(transactions=Transactions.SPLIT)`), or raise `transaction_bytes`.",
-            )  # fmt: skip
+            )
 
     def next(self, first_seq: int) -> AnyWindow | None:
         """As much as a batch holds, its first row with this number."""

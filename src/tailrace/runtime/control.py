@@ -39,9 +39,10 @@ def named(tables: Iterable[TableId]) -> tuple[TableId, ...]:
     for table in found:
         if not isinstance(table, TableId):
             raise ConfigError(
-                "a table is not named by a `TableId`", found=type(table).__name__,
-                hint="Give schema and name apart: `[TableId(\"public\", \"orders\")]`.",
-            )  # fmt: skip
+                "a table is not named by a `TableId`",
+                found=type(table).__name__,
+                hint='Give schema and name apart: `[TableId("public", "orders")]`.',
+            )
     twice = next((table for table in found if found.count(table) > 1), None)
     if twice is not None:
         raise ConfigError("a table is named twice", table=twice, hint="Name it once: all its rows would come twice.")
@@ -53,7 +54,7 @@ class Control:
 
     def __init__(
         self, status: Callable[[], Status], *, snapshots: bool, under_way: Callable[[], str | None] = lambda: None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._status, self._snapshots, self._under_way = status, snapshots, under_way
         self._beginning: str | None = None
         """It waits no more, and is not under way yet."""
@@ -85,15 +86,13 @@ class Control:
         """Read tables again while the stream goes on, or those of their rows that fulfil a condition in the source's
         SQL; the snapshot's id. They are read in the order of asking."""
         if not self._snapshots:
-            raise Unsupported(
-                "this runtime cannot read tables", hint="Its source cannot, or a log keeps its place."
-            )
+            raise Unsupported("this runtime cannot read tables", hint="Its source cannot, or a log keeps its place.")
         if not tables:
             raise ConfigError("a snapshot needs tables", hint="Name them: `control.snapshot(TableId(…))`.")
         if where is not None and len(tables) > 1:
             raise ConfigError("a condition is for one table", hint="Ask for a snapshot of each table.")
         if where is not None and not isinstance(where, str):
-            raise ConfigError("a condition is a text", hint="It is what would follow WHERE: `where=\"id > 7\"`.")
+            raise ConfigError("a condition is a text", hint='It is what would follow WHERE: `where="id > 7"`.')
         wish = Wish(tables=named(tables), where=where)
         with self._changed:
             if len(self._wishes) >= WISHES_MAX:
@@ -109,9 +108,10 @@ class Control:
         stays delivered. Where it came before the stream, the stream goes on from its moment."""
         if snapshot is not None and not (isinstance(snapshot, str) and ID.fullmatch(snapshot)):
             raise ConfigError(
-                "that is no snapshot's id", found=type(snapshot).__name__,
+                "that is no snapshot's id",
+                found=type(snapshot).__name__,
                 hint="Give what `control.snapshot(…)` has returned, or `SnapshotBegun.id`. Nothing gives up all.",
-            )  # fmt: skip
+            )
         with self._changed:
             going = {wish.id for wish in self._wishes} | ({self._under_way(), self._beginning} - {None})
             self._never_begun += [wish.id for wish in self._wishes if snapshot in (None, wish.id)]

@@ -48,9 +48,10 @@ class Injected:
             _require_whole(changes)
         elif not isinstance(changes, ChangeBatch):
             raise ConfigError(
-                "neither a batch of a table nor an event was injected", found=type(changes).__name__,
+                "neither a batch of a table nor an event was injected",
+                found=type(changes).__name__,
                 hint="Give an `Event`, what `batch_of(…)` makes, or one by one what `batch.batches` has.",
-            )  # fmt: skip
+            )
         batch = batch_of_event(changes) if isinstance(changes, Event) else changes
         require_batch(batch, placed=True)
         _require_pairs(batch)
@@ -128,10 +129,12 @@ def _require_pairs(batch: ChangeBatch) -> None:
 
 def _half(event: Event) -> ConfigError:
     return ConfigError(
-        "half of a change of key was injected", table=event.table, columns=", ".join(event.unchanged),
+        "half of a change of key was injected",
+        table=event.table,
+        columns=", ".join(event.unchanged),
         hint="Inject the batch (`batch.batches`) that holds the delete of the old key and the row behind it: one "
         "by one the values that the server did not send are lost.",
-    )  # fmt: skip
+    )
 
 
 def batch_of_event(event: Event) -> ChangeBatch:
@@ -142,23 +145,30 @@ def batch_of_event(event: Event) -> ChangeBatch:
     if unknown := [str(name) for name in event.values if name not in schema.names]:
         raise no_such_column(schema, unknown)
     row: dict[str, object] = {
-        change.OP: event.operation.value, change.SEQ: event.seq, change.POSITION: event.position or "",
-        change.TX: event.transaction, change.TX_INDEX: event.tx_index, change.COMMITTED_AT: event.committed_at or 0,
-        change.UNCHANGED: list(event.unchanged) or None, change.BEFORE: _stored(_old_row(event)),
+        change.OP: event.operation.value,
+        change.SEQ: event.seq,
+        change.POSITION: event.position or "",
+        change.TX: event.transaction,
+        change.TX_INDEX: event.tx_index,
+        change.COMMITTED_AT: event.committed_at or 0,
+        change.UNCHANGED: list(event.unchanged) or None,
+        change.BEFORE: _stored(_old_row(event)),
         change.MOVED_FROM: _stored(event.moved_from),
         change.UNFIT: [{"column": name, "text": text} for name, text in event.unfit.items()] or None,
         **{change.stored_name(name): event.values.get(name) for name in schema.names},
-    }  # fmt: skip
+    }
     fields = [one for one in schema.change_schema() if one.name not in change.OPTIONAL or row[one.name] is not None]
     try:
         data = pa.RecordBatch.from_pylist([row], pa.schema(fields))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise unfitting(schema) from error
     return ChangeBatch(
-        schema=schema, data=data,
+        schema=schema,
+        data=data,
         moves=int(event.moved_from is not None),
-        truncates=int(event.operation is Operation.TRUNCATE), unfit=len(event.unfit),
-    )  # fmt: skip
+        truncates=int(event.operation is Operation.TRUNCATE),
+        unfit=len(event.unfit),
+    )
 
 
 def _old_row(event: Event) -> dict[str, object] | None:

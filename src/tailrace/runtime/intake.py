@@ -67,10 +67,15 @@ class Intake:
     """Windows of one source, one after the other, whatever becomes of its connection."""
 
     def __init__(
-        self, source: Streams[Any], retry_seconds_max: float, *, through: Callable[[Stream[Any]], Stream[Any]],
-        dropped: Callable[[], None], lost: Callable[[TailraceError, float], None],
+        self,
+        source: Streams[Any],
+        retry_seconds_max: float,
+        *,
+        through: Callable[[Stream[Any]], Stream[Any]],
+        dropped: Callable[[], None],
+        lost: Callable[[TailraceError, float], None],
         opened: Callable[[Stream[Any], Position], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source = source
         """Of any kind: it is told the positions that it gave, and those of its kind that are on record."""
         self._retry_seconds_max = retry_seconds_max

@@ -28,16 +28,24 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "id": self.id, "tables": [[table.schema, table.name] for table in self.tables], "live": self.live,
-            "where": self.where, "rows": self.rows, "cursor": self.cursor,
-        }  # fmt: skip
+            "id": self.id,
+            "tables": [[table.schema, table.name] for table in self.tables],
+            "live": self.live,
+            "where": self.where,
+            "rows": self.rows,
+            "cursor": self.cursor,
+        }
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Job:
         return cls(
-            id=stored["id"], tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"],
-            where=stored["where"], rows=stored["rows"], cursor=stored["cursor"],
-        )  # fmt: skip
+            id=stored["id"],
+            tables=tuple(TableId(*names) for names in stored["tables"]),
+            live=stored["live"],
+            where=stored["where"],
+            rows=stored["rows"],
+            cursor=stored["cursor"],
+        )
 
 
 def require_sound(place: Place | None, bulk: Sequence[TableId], live: Sequence[TableId]) -> None:
@@ -60,10 +68,12 @@ def require_sound(place: Place | None, bulk: Sequence[TableId], live: Sequence[T
     if not bulk:
         raise ConfigError(
             "the checkpoint is in the middle of a snapshot, and no snapshot tables are named",
-            tables=", ".join(map(str, job.tables)), hint="Name the same `snapshot_tables` until it is over.",
-        )  # fmt: skip
+            tables=", ".join(map(str, job.tables)),
+            hint="Name the same `snapshot_tables` until it is over.",
+        )
     if set(bulk) != set(job.tables):
         raise ConfigError(
             "the checkpoint is in the middle of a snapshot of other tables",
-            tables=", ".join(map(str, job.tables)), hint="Name the same `snapshot_tables` until it is over.",
-        )  # fmt: skip
+            tables=", ".join(map(str, job.tables)),
+            hint="Name the same `snapshot_tables` until it is over.",
+        )

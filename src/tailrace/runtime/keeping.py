@@ -93,23 +93,31 @@ class StoreKeeper:
             return _place(checkpoint)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateCorrupt(
-                "the checkpoint's metadata is not what a runtime writes", key=self._key,
-                hint=hint_for(error, _HINT),
-            ) from error  # fmt: skip
+                "the checkpoint's metadata is not what a runtime writes", key=self._key, hint=hint_for(error, _HINT)
+            ) from error
 
     def save(self, place: Place) -> None:
         kind = place.source.kind if place.source else self._kind
-        self._store.save(self._key, Checkpoint(
-            source_type=_NAMES.get(kind, kind), position=place.position, metadata=_metadata(place),
-            transaction=None if place.transaction is None else str(place.transaction),
-        ))  # fmt: skip
+        self._store.save(
+            self._key,
+            Checkpoint(
+                source_type=_NAMES.get(kind, kind),
+                position=place.position,
+                metadata=_metadata(place),
+                transaction=None if place.transaction is None else str(place.transaction),
+            ),
+        )
 
 
 def _metadata(place: Place) -> dict[str, Any]:
     return {
-        "runtime": FORMAT, "rows": place.rows, "transactions": place.transactions,
-        "source": asdict(place.source) if place.source else None, "snapshot": place.scan, "passed": place.passed,
-    }  # fmt: skip
+        "runtime": FORMAT,
+        "rows": place.rows,
+        "transactions": place.transactions,
+        "source": asdict(place.source) if place.source else None,
+        "snapshot": place.scan,
+        "passed": place.passed,
+    }
 
 
 def _place(checkpoint: Checkpoint) -> Place:
@@ -123,10 +131,14 @@ def _place(checkpoint: Checkpoint) -> Place:
     if scan is not None and not isinstance(scan, dict):
         raise TypeError("a snapshot is an object")
     return Place(
-        position=position, rows=int(stored["rows"]), transactions=int(stored["transactions"]), source=source,
-        transaction=None if checkpoint.transaction is None else int(checkpoint.transaction), scan=scan,
+        position=position,
+        rows=int(stored["rows"]),
+        transactions=int(stored["transactions"]),
+        source=source,
+        transaction=None if checkpoint.transaction is None else int(checkpoint.transaction),
+        scan=scan,
         passed=int(stored["passed"]) if stored["runtime"] > 1 else 0,
-    )  # fmt: skip
+    )
 
 
 class DurableLog(Protocol):
@@ -147,7 +159,7 @@ class LogSink:
     takes_windows = True
 
     def __init__(self, log: DurableLog) -> None:
-        require_methods("log", log, ("append",), "Give `LogWriter(\"changes\", source.identify())`.")
+        require_methods("log", log, ("append",), 'Give `LogWriter("changes", source.identify())`.')
         self._log = log
 
     def write(self, batch: Batch) -> tuple[()]:
@@ -171,7 +183,8 @@ class LogSink:
 def _lsn(position: Position) -> Lsn:
     if not isinstance(position, Lsn):
         raise ConfigError(
-            "a change log keeps PostgreSQL's positions, and no others yet", found=type_of(position).value,
+            "a change log keeps PostgreSQL's positions, and no others yet",
+            found=type_of(position).value,
             hint="Give the runtime a checkpoint store, and a sink of another kind.",
-        )  # fmt: skip
+        )
     return position

@@ -41,17 +41,7 @@ from tailrace.model.position import ZERO
 from tailrace.model.positions import P, Position, bytes_between, covers
 from tailrace.model.schema import TableId
 from tailrace.runtime import observing as facts
-from tailrace.runtime.batch import (
-    Ack,
-    Batch,
-    Kind,
-    Limits,
-    accepted,
-    empty,
-    last_transaction,
-    numbered,
-    refused,
-)
+from tailrace.runtime.batch import Ack, Batch, Kind, Limits, accepted, empty, last_transaction, numbered, refused
 from tailrace.runtime.buffer import Buffer
 from tailrace.runtime.control import Control, named
 from tailrace.runtime.injecting import Injected
@@ -90,25 +80,41 @@ class CdcRuntime(Generic[P]):
     """Captures the changes of a source for a sink. One thread drives it; `control` is for the others."""
 
     def __init__(
-        self, source: Streams[P], checkpoint: CheckpointStore | Keeper, schema_history: SchemaHistory | None = None, *,
-        key: str = "default", snapshot_tables: Sequence[TableId] = (),
-        incremental_snapshot: Sequence[TableId] = (), limits: Limits | None = None, target: P | None = None,
-        transforms: RulesGiven | TransformPlan | None = None, on_letter: OnLetter | None = None,
-        transform: Transform | None = None, observers: Sequence[Observer] = (),
-        retry_seconds_max: float = RETRY_SECONDS, stalled_seconds: float = STALLED_SECONDS,
+        self,
+        source: Streams[P],
+        checkpoint: CheckpointStore | Keeper,
+        schema_history: SchemaHistory | None = None,
+        *,
+        key: str = "default",
+        snapshot_tables: Sequence[TableId] = (),
+        incremental_snapshot: Sequence[TableId] = (),
+        limits: Limits | None = None,
+        target: P | None = None,
+        transforms: RulesGiven | TransformPlan | None = None,
+        on_letter: OnLetter | None = None,
+        transform: Transform | None = None,
+        observers: Sequence[Observer] = (),
+        retry_seconds_max: float = RETRY_SECONDS,
+        stalled_seconds: float = STALLED_SECONDS,
         idle_seconds_max: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`transforms` are declared rules; `on_letter` takes the rows that they set aside. `transform` comes after. A
         quiet source's position is recorded after `idle_seconds_max` (10), so that it can discard its log."""
         idle_seconds = IDLE_SECONDS_MAX if idle_seconds_max is None else idle_seconds_max
         require_parts(
-            source, checkpoint, schema_history, limits=limits, target=target, observers=observers,
+            source,
+            checkpoint,
+            schema_history,
+            limits=limits,
+            target=target,
+            observers=observers,
             functions={"on_letter": on_letter, "transform": transform},
             seconds={
-                "retry_seconds_max": retry_seconds_max, "stalled_seconds": stalled_seconds,
+                "retry_seconds_max": retry_seconds_max,
+                "stalled_seconds": stalled_seconds,
                 "idle_seconds_max": idle_seconds,
             },
-        )  # fmt: skip
+        )
         self._source = source
         self._keeper = checkpoint if isinstance(checkpoint, Keeper) else StoreKeeper(checkpoint, key)
         self._snapshot_tables, self._incremental = named(snapshot_tables), named(incremental_snapshot)
@@ -122,17 +128,24 @@ class CdcRuntime(Generic[P]):
         self._tell = Telling(observers)
         self._rules = Ruling(transforms, on_letter, self._tell)
         self._intake = Intake(
-            source, retry_seconds_max, through=self._rules.stream, dropped=self._on_dropped, lost=self._on_lost,
+            source,
+            retry_seconds_max,
+            through=self._rules.stream,
+            dropped=self._on_dropped,
+            lost=self._on_lost,
             opened=self._on_opened,
-        )  # fmt: skip
+        )
         self._raw = self._keeper.takes_windows
         self._buffer = Buffer(self._limits, as_they_come=self._raw)
         self._history = schema_history
         self._shapes = Shapes(schema_history, self._tell)
         self._snapshots = Snapshots(
-            source, self._rules, self._tell, retry_seconds_max=retry_seconds_max,
+            source,
+            self._rules,
+            self._tell,
+            retry_seconds_max=retry_seconds_max,
             stream_lost=lambda: self._intake.outage is not None,
-        )  # fmt: skip
+        )
         self._injected = Injected(self._rules, as_they_come=self._raw)
         self._place: Place | None = None
         self._given: Batch | None = None
@@ -159,9 +172,10 @@ class CdcRuntime(Generic[P]):
         self.state = State.IDLE
         self.progress = Progress()
         self.control = Control(
-            self._status, snapshots=isinstance(source, Scannable) and not self._raw,
+            self._status,
+            snapshots=isinstance(source, Scannable) and not self._raw,
             under_way=lambda: self._snapshots.id,
-        )  # fmt: skip
+        )
 
     # The place.
 
@@ -217,9 +231,9 @@ class CdcRuntime(Generic[P]):
         self._intake.outage = self._raised = None
         self._given_at = self._polled_at = self._last_commit = time.monotonic()
         self.state = State.RUNNING
-        self._tell(facts.Started(
-            position=place.position, rows=place.rows, resumed=resumed, snapshot=place.scan is not None
-        ))  # fmt: skip
+        self._tell(
+            facts.Started(position=place.position, rows=place.rows, resumed=resumed, snapshot=place.scan is not None)
+        )
 
     def stop(self) -> None:
         """Stop, unless something is not acknowledged."""
@@ -228,10 +242,13 @@ class CdcRuntime(Generic[P]):
         injected = self._injected.rows
         if handed or injected or self._part_rows:
             raise Unacknowledged(
-                "something is not acknowledged", handed_out=handed, injected=injected, in_part=self._part_rows,
+                "something is not acknowledged",
+                handed_out=handed,
+                injected=injected,
+                in_part=self._part_rows,
                 hint="Acknowledge the batch, or call `drain_and_stop()` or `force_stop()`, which give back what is "
                 "not delivered.",
-            )  # fmt: skip
+            )
         self._snapshots.finish(self._here, self._save)
         self._let_go()
 
@@ -243,9 +260,7 @@ class CdcRuntime(Generic[P]):
         if self._cut_off:
             self._injected.put_back()
         whole, parts = self._buffer.drain(self._next_seq + (self._given.rows if self._given is not None else 0))
-        drained = Drained(
-            in_flight=self._given, buffered=whole, pending=parts, injected=self._injected.drain()
-        )
+        drained = Drained(in_flight=self._given, buffered=whole, pending=parts, injected=self._injected.drain())
         # What was injected comes nowhere else: whoever stops gets it, whatever fails meanwhile.
         self._attempt(lambda: self._snapshots.finish(self._here, self._save))
         self._attempt(self._let_go)
@@ -502,9 +517,11 @@ class CdcRuntime(Generic[P]):
         count = given.rows if rows is None else require_whole("rows", rows, least=0)
         if count > given.rows or (self._raw and count != given.rows):
             raise ConfigError(
-                "so many rows of the batch cannot be accepted", rows=count, batch=given.rows,
+                "so many rows of the batch cannot be accepted",
+                rows=count,
+                batch=given.rows,
                 hint="All of them, or, where no log keeps the place, fewer.",
-            )  # fmt: skip
+            )
         if not count and given.rows:
             return
         before = given, self._place, self._part_rows
@@ -563,11 +580,15 @@ class CdcRuntime(Generic[P]):
             self._part_rows += window.rows
         else:
             place = self._here
-            self._save(replace(
-                place, position=window.end, rows=place.rows + self._part_rows + window.rows,
-                transactions=place.transactions + window.transactions,
-                transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
-            ))  # fmt: skip
+            self._save(
+                replace(
+                    place,
+                    position=window.end,
+                    rows=place.rows + self._part_rows + window.rows,
+                    transactions=place.transactions + window.transactions,
+                    transaction=place.transaction if self._raw else last_transaction(window, place.transaction),
+                )
+            )
             self._part_rows = 0
             self._begins_again &= window.empty
             self._last_commit = time.monotonic()
@@ -617,9 +638,8 @@ class CdcRuntime(Generic[P]):
     # The whole loop, for those who bring a sink.
 
     def run(
-        self, sink: Sink, stop: threading.Event | Callable[[], bool], *,
-        on_rejected: OnRejected | None = None,
-    ) -> None:  # fmt: skip
+        self, sink: Sink, stop: threading.Event | Callable[[], bool], *, on_rejected: OnRejected | None = None
+    ) -> None:
         """Poll, write, flush, commit, until told to stop; a source that is lost, and a sink that takes nothing for a
         while, are waited out. Rows that the sink does not take go to `on_rejected`, or end it."""
         require_sink("sink", sink)
@@ -677,9 +697,11 @@ class CdcRuntime(Generic[P]):
             self._tell(facts.RowsRejected(rows=len(rejected), tables=tables, reason=rejected[0].reason))
             if on_rejected is None:
                 raise SinkRejected(
-                    "the sink does not take some of the rows", rows=len(rejected), reason=rejected[0].reason,
+                    "the sink does not take some of the rows",
+                    rows=len(rejected),
+                    reason=rejected[0].reason,
                     hint="Mend the sink, or give `run` an `on_rejected` that sets them aside.",
-                )  # fmt: skip
+                )
             on_rejected(rejected)
         self._flush(sink)
         failpoints.hit("runtime.sink_flushed")
@@ -707,12 +729,16 @@ class CdcRuntime(Generic[P]):
         now = time.monotonic()
         given = self._given
         return judge(
-            state=None if self.state is State.RUNNING else self.state.value, paused=self.control.paused,
+            state=None if self.state is State.RUNNING else self.state.value,
+            paused=self.control.paused,
             error=self._trouble,
-            unacknowledged=given.rows if given else None, given_seconds=now - self._given_at,
-            polled_seconds=now - self._polled_at, quiet_seconds=now - self._last_commit,
-            reading=self._snapshots.under_way, limit_seconds=self._stalled_seconds,
-        )  # fmt: skip
+            unacknowledged=given.rows if given else None,
+            given_seconds=now - self._given_at,
+            polled_seconds=now - self._polled_at,
+            quiet_seconds=now - self._last_commit,
+            reading=self._snapshots.under_way,
+            limit_seconds=self._stalled_seconds,
+        )
 
     @property
     def _trouble(self) -> TailraceError | None:
@@ -724,9 +750,15 @@ class CdcRuntime(Generic[P]):
     def _status(self) -> Status:
         place = self._place
         return Status(
-            state=self.state.value, paused=self.control.paused, position=str(place.position) if place else None,
-            rows=place.rows if place else 0, transactions=place.transactions if place else 0,
-            unacknowledged=self._handed_out + self._part_rows, buffered=self._buffer.rows,
-            injected=self._injected.rows, reconnects=self._intake.reconnects,
-            snapshot=self._snapshots.told, health=self.health(),
-        )  # fmt: skip
+            state=self.state.value,
+            paused=self.control.paused,
+            position=str(place.position) if place else None,
+            rows=place.rows if place else 0,
+            transactions=place.transactions if place else 0,
+            unacknowledged=self._handed_out + self._part_rows,
+            buffered=self._buffer.rows,
+            injected=self._injected.rows,
+            reconnects=self._intake.reconnects,
+            snapshot=self._snapshots.told,
+            health=self.health(),
+        )

@@ -184,10 +184,26 @@ class Stopped:
 
 
 Fact: TypeAlias = (
-    Started | StartFailed | PollFailed | StreamOpened | Lost | ShapeSeen | Delivered | Committed | RowsRejected
-    | RuleHalted | SetAside | RuleUnmatched | SnapshotBegun | TableRead | SnapshotEnded | Paused | Resumed | Failed
+    Started
+    | StartFailed
+    | PollFailed
+    | StreamOpened
+    | Lost
+    | ShapeSeen
+    | Delivered
+    | Committed
+    | RowsRejected
+    | RuleHalted
+    | SetAside
+    | RuleUnmatched
+    | SnapshotBegun
+    | TableRead
+    | SnapshotEnded
+    | Paused
+    | Resumed
+    | Failed
     | Stopped
-)  # fmt: skip
+)
 Observer: TypeAlias = Callable[[Fact], None]
 """Called in the runtime's own thread: what takes long holds the changes up."""
 
@@ -245,9 +261,17 @@ class Health:
 
 
 def judge(
-    *, state: str | None, paused: bool, error: TailraceError | None, unacknowledged: int | None, given_seconds: float,
-    polled_seconds: float, quiet_seconds: float, reading: bool, limit_seconds: float,
-) -> Health:  # fmt: skip
+    *,
+    state: str | None,
+    paused: bool,
+    error: TailraceError | None,
+    unacknowledged: int | None,
+    given_seconds: float,
+    polled_seconds: float,
+    quiet_seconds: float,
+    reading: bool,
+    limit_seconds: float,
+) -> Health:
     """The verdict. `state`: what it is instead of running; `unacknowledged`: rows of the batch under way, if one is."""
     if state is not None:
         return Health(verdict=Verdict.NOT_RUNNING, reason=f"it is {state}", remedy="Start it.")

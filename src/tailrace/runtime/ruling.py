@@ -27,17 +27,16 @@ log = logging.getLogger(__name__)
 class Ruling:
     """The rules of a runtime; or none, which lets everything pass."""
 
-    def __init__(
-        self, rules: RulesGiven | TransformPlan | None, on_letter: OnLetter | None, tell: Telling
-    ) -> None:
+    def __init__(self, rules: RulesGiven | TransformPlan | None, on_letter: OnLetter | None, tell: Telling) -> None:
         self._plan = None if rules is None else _made_ready(rules)
         self._on_letter, self._tell = on_letter, tell
         for rule in self._plan.transforms.rules if self._plan is not None else ():
             if rule.on_error == "dead-letter" and on_letter is None:
                 raise ConfigError(
-                    "a rule sets rows aside, and nobody takes them", rule=rule.name,
+                    "a rule sets rows aside, and nobody takes them",
+                    rule=rule.name,
                     hint="Give the runtime `on_letter`, a function that stores them; or let the rule halt.",
-                )  # fmt: skip
+                )
 
     def require_ready(self) -> None:
         """Refuse to start without what rules need, rather than halt at the first row."""
@@ -65,9 +64,12 @@ class Ruling:
             raise
         except Exception as error:  # of the caller's own
             raise SinkError(
-                "rows that a rule has set aside were not taken", rule=letter.rule, table=table, rows=rows,
+                "rows that a rule has set aside were not taken",
+                rule=letter.rule,
+                table=table,
+                rows=rows,
                 hint="Mend what `on_letter` does; raise `SinkUnready` in it for what waiting mends.",
-            ) from error  # fmt: skip
+            ) from error
         self._tell(SetAside(rule=letter.rule, table=table, rows=rows, cause=letter.cause))
 
     def tell_unmatched(self) -> None:

@@ -79,7 +79,7 @@ def rejected_of(answer: object) -> Sequence[Rejected]:
 
 def require_sink(what: str, sink: object) -> None:
     """Refuse what takes no batches."""
-    require_methods(what, sink, ("write", "flush"), "Give a sink such as `JsonlSink(\"out\")`, or one of your own.")
+    require_methods(what, sink, ("write", "flush"), 'Give a sink such as `JsonlSink("out")`, or one of your own.')
 
 
 class MemorySink:
@@ -147,7 +147,7 @@ class StreamSink:
 
     def __init__(self, stream: TextIO | None = None, *, encode: Encode = to_json_line) -> None:
         if stream is not None:
-            hint = "Give one that is open for text: `open(\"changes.jsonl\", \"a\")`, or nothing for standard output."
+            hint = 'Give one that is open for text: `open("changes.jsonl", "a")`, or nothing for standard output.'
             require_methods("stream", stream, ("write", "flush"), hint)
             given: object = stream
             if isinstance(given, io.RawIOBase | io.BufferedIOBase):
@@ -188,10 +188,15 @@ class JsonlSink:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, bytes_max: int = 128 << 20,
-        fsync: Literal["always", "interval", "never"] = "always", fsync_seconds: float = 1.0,
-        fsync_bytes: int = 8 << 20, encode: Encode = to_json_line,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        bytes_max: int = 128 << 20,
+        fsync: Literal["always", "interval", "never"] = "always",
+        fsync_seconds: float = 1.0,
+        fsync_bytes: int = 8 << 20,
+        encode: Encode = to_json_line,
+    ) -> None:
         if fsync not in ("always", "interval", "never"):
             raise ConfigError("there is no such `fsync`", hint="It is `always`, `interval` or `never`.")
         require_whole("bytes_max", bytes_max, least=1)
@@ -217,9 +222,10 @@ class JsonlSink:
         except OSError as error:
             self._let_in()
             raise SinkError(
-                f"the folder cannot be used: {os.strerror(error.errno or 0)}", folder=self._folder,
+                f"the folder cannot be used: {os.strerror(error.errno or 0)}",
+                folder=self._folder,
                 hint="Give one that this program may make and write to.",
-            ) from error  # fmt: skip
+            ) from error
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.jsonl"
@@ -322,9 +328,10 @@ def _locked(sink: JsonlSink, folder: Path) -> Callable[[], object]:
     except BlockingIOError as error:
         os.close(handle)
         raise SinkError(
-            "another sink writes to the folder", folder=folder,
+            "another sink writes to the folder",
+            folder=folder,
             hint="Close that one first (`sink.close()`), or end its process; or give another folder.",
-        ) from error  # fmt: skip
+        ) from error
     except BaseException:
         os.close(handle)
         raise
@@ -399,7 +406,7 @@ class TableRouter:
     """Each table to its own sink; what no route names goes to `otherwise`, or is rejected."""
 
     def __init__(self, routes: Mapping[TableId, Sink], otherwise: Sink | None = None) -> None:
-        require_instance("routes", routes, Mapping, "Give `{TableId(\"public\", \"orders\"): sink}`.")
+        require_instance("routes", routes, Mapping, 'Give `{TableId("public", "orders"): sink}`.')
         if not routes and otherwise is None:
             raise ConfigError("every row would be rejected", hint="Name a sink for a table, or `otherwise`.")
         named(routes)

@@ -95,7 +95,7 @@ class Snapshots:
 
     def __init__(
         self, source: object, rules: Ruling, tell: Telling, *, retry_seconds_max: float, stream_lost: Callable[[], bool]
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._source, self._rules, self._tell = source, rules, tell
         self._retry_seconds_max, self._stream_lost = retry_seconds_max, stream_lost
         self.outage: Outage | None = None
@@ -164,7 +164,7 @@ class Snapshots:
 
     def _begun(
         self, place: Place, tables: Sequence[TableId], *, live: bool, where: str | None = None, named: str | None = None
-    ) -> Place:  # fmt: skip
+    ) -> Place:
         job = Job(id=named or uuid.uuid4().hex[:12], tables=tuple(tables), live=live, where=where)
         self._scan = self._scannable.scan(job.tables, live=live, where=where)
         self._start(replace(job, cursor=self._scan.record()))

@@ -26,14 +26,21 @@ log = logging.getLogger(__name__)
 
 
 def require_parts(
-    source: object, checkpoint: object, history: object, *, limits: object, target: object, observers: object,
-    functions: dict[str, object], seconds: dict[str, object],
-) -> None:  # fmt: skip
+    source: object,
+    checkpoint: object,
+    history: object,
+    *,
+    limits: object,
+    target: object,
+    observers: object,
+    functions: dict[str, object],
+    seconds: dict[str, object],
+) -> None:
     """Refuse what a runtime cannot be made of."""
     require_methods("source", source, ("live",), "Give `PostgresCapture(…)`, or one of your own with `live(after)`.")
-    require_methods("checkpoint", checkpoint, ("load", "save"), "Give a store: `FileCheckpointStore(\"state\")`.")
+    require_methods("checkpoint", checkpoint, ("load", "save"), 'Give a store: `FileCheckpointStore("state")`.')
     if history is not None:
-        hint = "Give `FileSchemaHistory(\"shapes\")`, or nothing."
+        hint = 'Give `FileSchemaHistory("shapes")`, or nothing.'
         require_methods("schema_history", history, ("record", "latest", "versions", "tables"), hint)
     if limits is not None:
         require_instance("limits", limits, Limits, "Give `Limits(rows=…, bytes=…, seconds=…)`.")
@@ -51,9 +58,13 @@ def require_parts(
 
 
 def begin(
-    source: object, keeper: Keeper, history: SchemaHistory | None, snapshots: Snapshots, bulk: Sequence[TableId],
+    source: object,
+    keeper: Keeper,
+    history: SchemaHistory | None,
+    snapshots: Snapshots,
+    bulk: Sequence[TableId],
     live: Sequence[TableId],
-) -> tuple[Place, bool]:  # fmt: skip
+) -> tuple[Place, bool]:
     """Where to begin, saved, and whether there was a place already."""
     place = keeper.load()
     try:
@@ -90,7 +101,7 @@ def begin(
 
 def _scanning(
     found: Place, place: Place | None, snapshots: Snapshots, bulk: Sequence[TableId], live: Sequence[TableId]
-) -> Place:  # fmt: skip
+) -> Place:
     """The place with the snapshot that goes on, or begins."""
     if place is not None and place.scan is not None:
         try:
@@ -125,21 +136,24 @@ def _learn(source: object, history: SchemaHistory | None) -> None:
         log.warning("the schema history keeps every version of every table: it grows with each change of a shape")
     if isinstance(source, Remembering):
         newest = [history.latest(table) for table in history.tables()]
-        source.remember([
-            version.shape.at_source
-            for version in newest
-            if version is not None and version.event is not SchemaEvent.DROP
-        ])  # fmt: skip
+        source.remember(
+            [
+                version.shape.at_source
+                for version in newest
+                if version is not None and version.event is not SchemaEvent.DROP
+            ]
+        )
 
 
 def _require_kind(place: Place | None, beginning: Position) -> None:
     if place is not None and type(place.position) is not type(beginning):
         raise StateForeign(
             "the checkpoint counts in positions that this source does not have",
-            found=type_of(place.position).value, expected=type_of(beginning).value,
+            found=type_of(place.position).value,
+            expected=type_of(beginning).value,
             hint="Give each source a key of its own. A source that does not count as PostgreSQL does says so by its "
             "`beginning`.",
-        )  # fmt: skip
+        )
 
 
 def _require_same(place: Place | None, identity: SourceId) -> None:
@@ -148,7 +162,8 @@ def _require_same(place: Place | None, identity: SourceId) -> None:
         return
     if (known.kind, known.system, known.database) != (identity.kind, identity.system, identity.database):
         raise StateForeign(
-            "the checkpoint is of another source", expected=f"{known.kind} {known.system}/{known.database}",
+            "the checkpoint is of another source",
+            expected=f"{known.kind} {known.system}/{known.database}",
             found=f"{identity.kind} {identity.system}/{identity.database}",
             hint="Give each source a key of its own, or connect to the database that this one is of.",
-        )  # fmt: skip
+        )

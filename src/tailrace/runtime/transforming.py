@@ -32,16 +32,19 @@ def _applied(batch: ChangeBatch, transform: Transform) -> ChangeBatch:
     made = transform(batch)
     if not isinstance(made, ChangeBatch):
         raise ConfigError(
-            "a transform gave no batch", table=batch.schema.table, found=type(made).__name__,
+            "a transform gave no batch",
+            table=batch.schema.table,
+            found=type(made).__name__,
             hint="Return what it was given with other values: `dataclasses.replace(rows, data=…)`.",
-        )  # fmt: skip
+        )
     names = set(made.data.schema.names)
     missing = [column for column in made.schema.names if change.stored_name(column) not in names]
     if len(made) != len(batch) or missing or any(not _same(batch, made, name) for name in _OWN):
         raise ConfigError(
-            "a transform took or added rows, or changed what changes say of themselves", table=batch.schema.table,
+            "a transform took or added rows, or changed what changes say of themselves",
+            table=batch.schema.table,
             hint="It may change values and columns; `schema` names every column that `data` has.",
-        )  # fmt: skip
+        )
     return made
 
 

@@ -23,14 +23,7 @@ import pyarrow.parquet as pq
 from tailrace.changelog.letters import Letters
 from tailrace.errors import TailraceError
 from tailrace.model import change
-from tailrace.spark.setting_aside import (
-    LETTERS_MAX,
-    Step,
-    all_held,
-    keep_letters,
-    refuse_too_many,
-    sifted_by,
-)
+from tailrace.spark.setting_aside import LETTERS_MAX, Step, all_held, keep_letters, refuse_too_many, sifted_by
 from tailrace.spark.tasks import ApplyWork, as_ours, read_again
 from tailrace.tables.fold import Flags
 from tailrace.tables.identity import Ints
@@ -75,9 +68,11 @@ def sift_aside(work: ApplyWork, changes: pa.Table, path: Path) -> tuple[pa.Table
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, found.letters.schema) as writer:
         writer.write_table(found.letters)
     return found.changes, Aside(
-        file=path, causes=tuple(found.causes), cleared=tuple(found.cleared.tolist()),
+        file=path,
+        causes=tuple(found.causes),
+        cleared=tuple(found.cleared.tolist()),
         passed=tuple(found.passed.tolist()),
-    )  # fmt: skip
+    )
 
 
 def _holds(work: ApplyWork, path: Path) -> Holds:
@@ -107,9 +102,12 @@ def keep_aside(asked: KeepWork) -> TailraceError | None:
         causes = [cause for item in asked.aside for cause in item.causes]
         order = np.argsort(letters.column(change.SEQ).to_numpy())
         found = Sifted(
-            changes=letters.slice(0, 0), letters=letters.take(pa.array(order)), causes=[causes[i] for i in order],
-            cleared=_all([item.cleared for item in asked.aside]), passed=_all([item.passed for item in asked.aside]),
-        )  # fmt: skip
+            changes=letters.slice(0, 0),
+            letters=letters.take(pa.array(order)),
+            causes=[causes[i] for i in order],
+            cleared=_all([item.cleared for item in asked.aside]),
+            passed=_all([item.passed for item in asked.aside]),
+        )
         keep_letters(_step(work), found, Letters(work.log, work.table))
     except Exception as error:  # the task's boundary
         return as_ours(error)
@@ -128,6 +126,11 @@ def _read(path: Path) -> pa.Table:
 
 def _step(work: ApplyWork) -> Step:
     return Step(
-        log=work.log, schema=work.shape, form=work.place.form, expected=work.expected, cursor=work.cursor,
-        on=work.letters, reread=None if work.reader is None else partial(read_again, work, ()),
-    )  # fmt: skip
+        log=work.log,
+        schema=work.shape,
+        form=work.place.form,
+        expected=work.expected,
+        cursor=work.cursor,
+        on=work.letters,
+        reread=None if work.reader is None else partial(read_again, work, ()),
+    )

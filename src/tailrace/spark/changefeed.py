@@ -45,9 +45,10 @@ def refuse_partial(schema: TableSchema) -> None:
     """Refuse a table whose old rows are not sent as a whole."""
     if schema.identity is not Identity.FULL:
         raise SourceNotReady(
-            "a change feed needs whole old rows, and the source does not send them", table=schema.table,
+            "a change feed needs whole old rows, and the source does not send them",
+            table=schema.table,
             hint=f"ALTER TABLE {schema.table} REPLICA IDENTITY FULL, and begin with changes made after that; {_ELSE}",
-        )  # fmt: skip
+        )
 
 
 def partial(schema: TableSchema, commit: int) -> SourceNotReady | None:
@@ -55,9 +56,11 @@ def partial(schema: TableSchema, commit: int) -> SourceNotReady | None:
     if schema.identity is Identity.FULL:
         return None
     return SourceNotReady(
-        "a change feed needs whole old rows, and changes of then have none", table=schema.table, commit=commit,
+        "a change feed needs whole old rows, and changes of then have none",
+        table=schema.table,
+        commit=commit,
         hint=_AFTER,
-    )  # fmt: skip
+    )
 
 
 def feed_rows(batches: Iterable[ChangeBatch], shape: TableSchema, commits: Commits) -> Iterator[dict[str, pa.Array]]:
@@ -83,15 +86,25 @@ def untold(batch: ChangeBatch, numbers: Numbers) -> tuple[int, TailraceError] | 
     table, found = batch.schema.table, list[tuple[int, TailraceError]]()
     if batch.truncates:
         commit = int(numbers[pc.index(batch.data.column(change.OP), Operation.TRUNCATE.value).as_py()])
-        found.append((commit, Unsupported(
-            "a TRUNCATE cannot be told as changes of rows", table=table, commit=commit, hint=_AFTER
-        )))  # fmt: skip
+        found.append(
+            (
+                commit,
+                Unsupported("a TRUNCATE cannot be told as changes of rows", table=table, commit=commit, hint=_AFTER),
+            )
+        )
     if batch.unfit:
         commit = int(numbers[pc.index(batch.data.column(change.UNFIT).is_valid(), True).as_py()])
-        found.append((commit, ValueUnfit(
-            "a value does not fit its column's type, and a change feed has no other place for it", table=table,
-            commit=commit, hint=_AFTER,
-        )))  # fmt: skip
+        found.append(
+            (
+                commit,
+                ValueUnfit(
+                    "a value does not fit its column's type, and a change feed has no other place for it",
+                    table=table,
+                    commit=commit,
+                    hint=_AFTER,
+                ),
+            )
+        )
     if (lacking := partial(batch.schema, int(numbers[-1]))) is not None:
         found.append((int(numbers[0]), lacking))
     return min(found, key=lambda item: item[0], default=None)
@@ -120,19 +133,18 @@ def _told(rows: pa.Table, shape: TableSchema) -> dict[str, pa.Array]:
     old, new = ~came, ~went  # of what came and went nothing is told
     # The old row first, then the new one, in the order of the log.
     order = np.argsort(np.concatenate([last[old] * 2, last[new] * 2 + 1]))
-    kinds = np.concatenate([
-        np.where(went[old], "delete", "update_preimage"), np.where(came[new], "insert", "update_postimage")
-    ])  # fmt: skip
+    kinds = np.concatenate(
+        [np.where(went[old], "delete", "update_preimage"), np.where(came[new], "insert", "update_postimage")]
+    )
     taken = pa.array(np.concatenate([first[old], last[new]])[order])
     is_old = pa.array((np.arange(len(order)) < old.sum())[order])
-    found = {
-        column.name: _values(rows, change.stored_name(column.name), taken, is_old) for column in shape.columns
-    }
+    found = {column.name: _values(rows, change.stored_name(column.name), taken, is_old) for column in shape.columns}
     times = rows.column(_WRITTEN).take(taken).cast(pa.timestamp("us", "UTC"))
     return found | {
-        CHANGE_TYPE: pa.array(kinds[order], pa.string()), VERSION: _one(rows.column(change.COMMIT).take(taken)),
+        CHANGE_TYPE: pa.array(kinds[order], pa.string()),
+        VERSION: _one(rows.column(change.COMMIT).take(taken)),
         TIMESTAMP: _one(times),
-    }  # fmt: skip
+    }
 
 
 def _ends(rows: pa.Table, shape: TableSchema) -> tuple[Numbers, Numbers]:

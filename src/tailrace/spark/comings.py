@@ -84,9 +84,11 @@ class Comings:
                 self._told.add(coming)
                 log.warning(
                     "the log has table %s from %s on: what was written to it before is to be had by reading the table "
-                    "as a whole", coming.table, coming.complete_from,
+                    "as a whole",
+                    coming.table,
+                    coming.complete_from,
                     extra={"table": str(coming.table), "complete_from": str(coming.complete_from)},
-                )  # fmt: skip
+                )
 
     def _between(self, after: Place, to: int) -> Iterator[tuple[int, Coming]]:
         for coming in self._found:
@@ -110,15 +112,19 @@ def _missing(coming: Coming, commit: int) -> LogGap:
     why = "was not captured for a while" if coming.kind is Kind.AGAIN else "was made anew"
     return LogGap(
         f"the table {why}, and what was written to it before it was captured again is not in the log",
-        table=coming.table, commit=commit, complete_from=coming.complete_from,
+        table=coming.table,
+        commit=commit,
+        complete_from=coming.complete_from,
         hint=ANEW_HINT.format(commit=coming.complete_from),
-    )  # fmt: skip
+    )
 
 
 def _too_early(coming: Coming, point: Point) -> ConfigError:
     return ConfigError(
-        "the log has the table only from later on", table=coming.table,
-        asked=point.isoformat() if isinstance(point, datetime) else point, complete_from=coming.complete_from,
+        "the log has the table only from later on",
+        table=coming.table,
+        asked=point.isoformat() if isinstance(point, datetime) else point,
+        complete_from=coming.complete_from,
         hint=f"`startingPosition` `earliest` gives all that it has; {coming.complete_from}, or later, is possible too. "
-        "What was there before is had by reading the table as a whole: `spark.read.format(\"cdc\")` with `url`.",
-    )  # fmt: skip
+        'What was there before is had by reading the table as a whole: `spark.read.format("cdc")` with `url`.',
+    )

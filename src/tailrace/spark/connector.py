@@ -114,7 +114,8 @@ def _coordinates(connectors: Mapping[str, str], format: str, instead: str) -> st
         return connectors[line]
     lines = ", ".join(sorted(connectors))
     raise Unsupported(
-        f"this version of Spark has no {format} connector that was tested", pyspark=pyspark.__version__,
+        f"this version of Spark has no {format} connector that was tested",
+        pyspark=pyspark.__version__,
         hint=f"Install a pyspark that has one ({lines}), e.g. `pip install 'pyspark=={max(connectors)}.*'`; "
         f"{instead}or name a connector in `spark.settings`.",
-    )  # fmt: skip
+    )

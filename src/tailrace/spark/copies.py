@@ -20,9 +20,7 @@ def without(
     rows stay as they are, however often they are asked for."""
     there = table.select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(schema.columns)))
     gone = keep(rows.where(f.col("op") == DELETE).withColumn("image", f.monotonically_increasing_id()))
-    same = [
-        bits(f.col(f"t{i}"), c).eqNullSafe(bits(f.col(f"c{i}"), c)) for i, c in enumerate(schema.columns)
-    ]
+    same = [bits(f.col(f"t{i}"), c).eqNullSafe(bits(f.col(f"c{i}"), c)) for i, c in enumerate(schema.columns)]
     joined = there.join(gone.select(*(f"c{i}" for i in range(len(same))), "image", "copies"), same, "left")
     number = "row_number() OVER (PARTITION BY image ORDER BY image) AS n"
     # Which of equal rows goes is all the same, but it must stay the same.
@@ -33,8 +31,10 @@ def without(
     assert wanted is not None, "an aggregate"
     if found < wanted[0]:
         raise BaseRowMissing(
-            "rows to be removed are not in the table", table=schema.table, rows=int(wanted[0]) - found,
+            "rows to be removed are not in the table",
+            table=schema.table,
+            rows=int(wanted[0]) - found,
             hint=LOAD_ANEW_HINT,
-        )  # fmt: skip
+        )
     kept = joined.where("image IS NULL").unionByName(numbered.where(~dropped).drop("n"))
     return kept.select(*(f.col(f"t{i}").alias(c.name) for i, c in enumerate(schema.columns)))

@@ -48,9 +48,14 @@ class SparkDeltaTable(MergedTable[Opened]):
     _plain: DeltaRsTable
 
     def __init__(
-        self, spark: SparkSession, path: Path, log_id: str, form: Form = PLAIN, features: Features = PLAIN_FILES,
+        self,
+        spark: SparkSession,
+        path: Path,
+        log_id: str,
+        form: Form = PLAIN,
+        features: Features = PLAIN_FILES,
         file_bytes: int = FILE_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spark, path, form, DeltaRsTable(path, log_id, form, features, file_bytes))
         self._log_id, self._file_bytes = log_id, file_bytes
 
@@ -64,9 +69,14 @@ class SparkDeltaTable(MergedTable[Opened]):
         return self._plain.load(schema, batches, cursor, origin=origin)
 
     def land(
-        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        *,
+        origin: Origin | None = None,
         kept: Sequence[Column] = (),
-    ) -> int:  # fmt: skip
+    ) -> int:
         return self._plain.land(schema, files, cursor, origin=origin, kept=kept)
 
     def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
@@ -75,9 +85,15 @@ class SparkDeltaTable(MergedTable[Opened]):
         return self._plain.tend(upkeep, expected)
 
     def refresh(
-        self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
-        keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
-    ) -> Applied:  # fmt: skip
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        keys: Sequence[StagedFile] | None = None,
+        origin: Origin | None = None,
+    ) -> Applied:
         if self._form.mode is TableMode.APPEND and not features_of(self._opened().table).any:
             # The files become the table's own: no row is touched.
             return self._plain.refresh(schema, files, expected, cursor, keys=keys, origin=origin)
@@ -106,9 +122,7 @@ class SparkDeltaTable(MergedTable[Opened]):
         after = replace(table.position, schema=recast.schema)
         if only_adds(table.table, laid):
             nothing = no_rows(self.session, laid.fields)
-            version = self._commit(
-                table, after, lambda: self._save(table, nothing, "append", mergeSchema="true")
-            )
+            version = self._commit(table, after, lambda: self._save(table, nothing, "append", mergeSchema="true"))
         else:
             with self.scratch() as folder:
                 rows = recast_rows(self._read(table), laid, folder)

@@ -68,9 +68,11 @@ class SparkEngine:
     def __init__(self, spark: SparkSession, catalog: Catalog | None = None) -> None:
         self._spark = spark
         self._ways: dict[Callable[..., Outcome], Callable[[Any], Outcome]] = {
-            advance_table: self._advance, refresh_table: self._refresh, deliver_letters: self._deliver,
+            advance_table: self._advance,
+            refresh_table: self._refresh,
+            deliver_letters: self._deliver,
             deliver_late: self._deliver_late,
-        }  # fmt: skip
+        }
         if catalog is not None:
             self._ways |= {land_table: self._land, tend_table: self._tend}
         self._opened: dict[Path, SparkIcebergTable] = {}
@@ -90,9 +92,7 @@ class SparkEngine:
 
     def _table(self, place: Place) -> WrittenTable:
         if place.catalog is None:
-            return SparkDeltaTable(
-                self._spark, place.path, place.log_id, place.form, place.features, place.file_bytes
-            )
+            return SparkDeltaTable(self._spark, place.path, place.log_id, place.form, place.features, place.file_bytes)
         if place.path not in self._opened:  # each has a session with a catalog, which takes its time to open
             opened = SparkIcebergTable(
                 self._spark, place.path, place.log_id, place.catalog, place.form, place.file_bytes
@@ -124,10 +124,16 @@ class SparkEngine:
         except Exception as error:  # the work's boundary: the table fails, the others go on
             return _failed(work.table, error)
         return Outcome(
-            table=work.table, rows=folded.changes, seconds=time.monotonic() - started, cursor=work.cursor,
-            schema=work.shape, bytes_changed=folded.bytes, bytes_written=applied.bytes, version=applied.version,
+            table=work.table,
+            rows=folded.changes,
+            seconds=time.monotonic() - started,
+            cursor=work.cursor,
+            schema=work.shape,
+            bytes_changed=folded.bytes,
+            bytes_written=applied.bytes,
+            version=applied.version,
             letters=sum(len(item.causes) for item in folded.aside),
-        )  # fmt: skip
+        )
 
     def _applied(self, work: ApplyWork) -> tuple[FoldedFiles, Applied]:
         """One commit; what the table cannot take is set aside first, as `setting_aside` has it."""
@@ -186,9 +192,7 @@ class SparkEngine:
 
     def _evolved(self, work: EvolveWork) -> Outcome:
         applied = self._table(work.place).evolve(work.recast, work.expected)
-        return Outcome(
-            table=work.table, cursor=work.expected, schema=work.recast.schema, bytes_written=applied.bytes
-        )
+        return Outcome(table=work.table, cursor=work.expected, schema=work.recast.schema, bytes_written=applied.bytes)
 
     def _refresh(self, work: RefreshWork) -> Outcome:
         return _timed(work.schema.table, lambda: refreshed(self._table(work.place), work))

@@ -20,11 +20,18 @@ def envelope_fields() -> pa.Schema:
     """The columns of the DataFrame, whatever the tables look like."""
     always = [pa.field(field.name, field.type) for field in change.ALWAYS]
     always.insert(2, pa.field(change.COMMIT, pa.int64()))
-    return pa.schema([
-        *always, pa.field(SCHEMA, pa.string()), pa.field(TABLE, pa.string()), pa.field(ROW, VARIANT),
-        pa.field(change.UNCHANGED, pa.list_(pa.string())), pa.field(change.BEFORE, VARIANT),
-        pa.field(change.MOVED_FROM, VARIANT), pa.field(change.UNFIT, change.UNFIT_TYPE),
-    ])  # fmt: skip
+    return pa.schema(
+        [
+            *always,
+            pa.field(SCHEMA, pa.string()),
+            pa.field(TABLE, pa.string()),
+            pa.field(ROW, VARIANT),
+            pa.field(change.UNCHANGED, pa.list_(pa.string())),
+            pa.field(change.BEFORE, VARIANT),
+            pa.field(change.MOVED_FROM, VARIANT),
+            pa.field(change.UNFIT, change.UNFIT_TYPE),
+        ]
+    )
 
 
 def envelope_rows(batch: ChangeBatch, commits: Numbers) -> dict[str, pa.Array]:
@@ -34,9 +41,7 @@ def envelope_rows(batch: ChangeBatch, commits: Numbers) -> dict[str, pa.Array]:
     structs = {change.BEFORE: batch.schema.names, change.MOVED_FROM: batch.schema.key}
     return {
         **{name: data.column(name) for name in data.schema.names if name in plain},
-        **{
-            name: _as_object(data.column(name), own) for name, own in structs.items() if name in data.schema.names
-        },
+        **{name: _as_object(data.column(name), own) for name, own in structs.items() if name in data.schema.names},
         change.COMMIT: pa.array(commits),
         SCHEMA: pa.repeat(pa.scalar(table.schema, pa.string()), rows),
         TABLE: pa.repeat(pa.scalar(table.name, pa.string()), rows),

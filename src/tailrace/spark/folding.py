@@ -110,11 +110,19 @@ def write_folded(path: Path, schema: TableSchema, folded: Folded, partition_by: 
     came = int(pc.sum(upserts, min_count=0).as_py())
     absent = pc.unique(rows.column("absent").combine_chunks().flatten()).to_pylist()
     return FoldedFiles(
-        files=(path,), truncated=folded.truncated, upserts=came, deletes=rows.num_rows - came,
-        absent=frozenset(absent), ended=folded.ended, clock=folded.clock,
-        partitions={name: partition_texts(rows.column(f"c{i}"), PARTITIONS_MAX) for i, name in enumerate(schema.names)
-                    if name in partition_by and name in schema.key},
-    )  # fmt: skip
+        files=(path,),
+        truncated=folded.truncated,
+        upserts=came,
+        deletes=rows.num_rows - came,
+        absent=frozenset(absent),
+        ended=folded.ended,
+        clock=folded.clock,
+        partitions={
+            name: partition_texts(rows.column(f"c{i}"), PARTITIONS_MAX)
+            for i, name in enumerate(schema.names)
+            if name in partition_by and name in schema.key
+        },
+    )
 
 
 def _refuse_unheld(schema: TableSchema, rows: pa.Table, partition_by: Sequence[str]) -> None:
@@ -143,8 +151,7 @@ def fold_stretch(
         last = max((item.truncated_at for item in seen if item.truncated_at is not None), default=None)
     times = np.maximum.accumulate([0, *(item.latest for item in seen)]).tolist()
     dealt = [
-        replace(part, buckets=buckets, truncated_at=last, latest=time)
-        for part, time in zip(parts, times, strict=False)
+        replace(part, buckets=buckets, truncated_at=last, latest=time) for part, time in zip(parts, times, strict=False)
     ]
     _results(run, _deal, dealt)
     gathered = [
@@ -153,9 +160,11 @@ def fold_stretch(
     ]
     folded = _joined(_results(run, _fold_bucket, gathered))
     return replace(
-        folded, truncated=last is not None, changes=sum(item.rows for item in seen),
+        folded,
+        truncated=last is not None,
+        changes=sum(item.rows for item in seen),
         bytes=sum(item.bytes for item in seen),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,17 +228,23 @@ def _results(run: Run, task: Callable[[Any], Any], works: Sequence[Any]) -> Sequ
 def _joined(pieces: Iterable[FoldedFiles]) -> FoldedFiles:
     found = list(pieces)
     return FoldedFiles(
-        files=tuple(file for item in found for file in item.files), truncated=any(item.truncated for item in found),
-        changes=sum(item.changes for item in found), bytes=sum(item.bytes for item in found),
-        upserts=sum(item.upserts for item in found), deletes=sum(item.deletes for item in found),
+        files=tuple(file for item in found for file in item.files),
+        truncated=any(item.truncated for item in found),
+        changes=sum(item.changes for item in found),
+        bytes=sum(item.bytes for item in found),
+        upserts=sum(item.upserts for item in found),
+        deletes=sum(item.deletes for item in found),
         absent=frozenset().union(*(item.absent for item in found)),
         # A TRUNCATE is in every bucket, and says the same in each.
         ended=next((item.ended for item in found if item.ended is not None), None),
         clock=max((item.clock for item in found if item.clock is not None), default=None),
         aside=tuple(some for item in found for some in item.aside),
-        partitions={name: _all([item.partitions[name] for item in found if name in item.partitions])
-                    for item in found for name in item.partitions},
-    )  # fmt: skip
+        partitions={
+            name: _all([item.partitions[name] for item in found if name in item.partitions])
+            for item in found
+            for name in item.partitions
+        },
+    )
 
 
 def _all(partitions: Sequence[frozenset[str] | None]) -> frozenset[str] | None:
@@ -453,7 +468,11 @@ def _last_of_each(schema: TableSchema, batch: pa.RecordBatch) -> pa.RecordBatch:
 def _truncate(schema: TableSchema) -> pa.Table:
     """One TRUNCATE: what follows starts from nothing."""
     row = {
-        change.OP: Operation.TRUNCATE.value, change.SEQ: 0, change.POSITION: "", change.TX: 0, change.TX_INDEX: 0,
+        change.OP: Operation.TRUNCATE.value,
+        change.SEQ: 0,
+        change.POSITION: "",
+        change.TX: 0,
+        change.TX_INDEX: 0,
         change.COMMITTED_AT: datetime(1970, 1, 1, tzinfo=UTC),
-    }  # fmt: skip
+    }
     return pa.Table.from_pylist([row], schema=schema.change_schema())

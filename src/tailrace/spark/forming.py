@@ -25,9 +25,15 @@ BACK = "back"
 
 
 def merge_for(
-    form: Form, stored: TableSchema, target: str, view: str, kept: Collection[int],
-    emptied: Collection[str] = (), ended: Ended | None = None, also: str = "",
-) -> str:  # fmt: skip
+    form: Form,
+    stored: TableSchema,
+    target: str,
+    view: str,
+    kept: Collection[int],
+    emptied: Collection[str] = (),
+    ended: Ended | None = None,
+    also: str = "",
+) -> str:
     """The merge of a view's rows into a table of the form; `kept`, `emptied` and `also` are as `merge_statement` has
     them."""
     if form.mode is TableMode.HISTORY:
@@ -72,8 +78,9 @@ def in_partitions(stored: TableSchema, partitions: Mapping[str, Collection[str] 
     kinds = {field.name: field.dataType.simpleString() for field in spark_schema(pa.schema(stored.row_fields()))}
     return "".join(
         f" AND t.{quoted(name)} IN ({', '.join(_typed(text, kinds[name]) for text in sorted(texts))})"
-        for name, texts in partitions.items() if texts
-    )  # fmt: skip
+        for name, texts in partitions.items()
+        if texts
+    )
 
 
 def _typed(text: str, kind: str) -> str:
@@ -115,9 +122,13 @@ def _at_least(column: SparkColumn, least: SparkColumn) -> SparkColumn:
 
 
 def difference(
-    stored: TableSchema, counts: int, table: DataFrame, staged: DataFrame, listed: DataFrame | None,
+    stored: TableSchema,
+    counts: int,
+    table: DataFrame,
+    staged: DataFrame,
+    listed: DataFrame | None,
     keeping: Keeping | None = None,
-) -> DataFrame:  # fmt: skip
+) -> DataFrame:
     """What must be written and what must go, so that a table holds the staged rows, as a merge takes it; and whether
     a row that goes comes again. Only the first `counts` columns tell whether two rows are the same. With `listed` keys,
     rows of the table that are not staged stay if their key is listed."""
@@ -129,9 +140,7 @@ def difference(
     if keeping is not None and not keeping.replaces:
         there = there.where(flag != f.lit(keeping.past))
     same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in own]
-    same = all_of([
-        bits(f.col(f"c{i}"), c).eqNullSafe(bits(f.col(f"t{i}"), c)) for i, c in enumerate(columns[:counts])
-    ])  # fmt: skip
+    same = all_of([bits(f.col(f"c{i}"), c).eqNullSafe(bits(f.col(f"t{i}"), c)) for i, c in enumerate(columns[:counts])])
     came = staged.join(there, same_key, "left").where(f.col("there").isNull() | ~same)
     gone = there.join(staged, same_key, "left_anti")
     if listed is not None:
@@ -156,9 +165,8 @@ def _came(stored: TableSchema, rows: DataFrame, least: Mapping[str, pa.Scalar] |
 
 
 def _gone(
-    stored: TableSchema, rows: DataFrame, op: int, values: Mapping[str, pa.Scalar] | None = None, *,
-    back: bool = False,
-) -> DataFrame:  # fmt: skip
+    stored: TableSchema, rows: DataFrame, op: int, values: Mapping[str, pa.Scalar] | None = None, *, back: bool = False
+) -> DataFrame:
     """Rows that go under their keys; what is written into them where they stay all the same, and nothing else."""
     places = {}
     for i, column in enumerate(stored.columns):

@@ -57,9 +57,15 @@ def as_table(schema: TableSchema, rows: DataFrame) -> DataFrame:
 
 
 def merge_statement(
-    schema: TableSchema, target: str, view: str, kept: Collection[int], emptied: Collection[str] = (), *,
-    matched: str = "", also: str = "",
-) -> str:  # fmt: skip
+    schema: TableSchema,
+    target: str,
+    view: str,
+    kept: Collection[int],
+    emptied: Collection[str] = (),
+    *,
+    matched: str = "",
+    also: str = "",
+) -> str:
     """The merge of a view's rows `c0…cN` and `op` into a table; where a flag `k<i>` is set its own row keeps its value.
     Columns that are emptied have null in rows that change. `matched` is what else is done with rows that are there,
     `also` what else is known of them."""

@@ -58,11 +58,13 @@ def hold_snapshot(url: str, *, seconds_max: float, idle_seconds: float) -> Held:
     number = uuid.uuid4().hex[:12]
     asked = {"url": url, "seconds_max": seconds_max, "idle_seconds": idle_seconds, "watched": os.getppid()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tailrace.spark.holder", number], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "tailrace.spark.holder", number],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         # Files that Spark has added are on the path of this process only.
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         start_new_session=True,
-    )  # fmt: skip
+    )
     # It is waited for, however long this process lives, so that it does not stay as a zombie.
     threading.Thread(target=process.wait, daemon=True).start()
     assert process.stdin is not None, "asked for"

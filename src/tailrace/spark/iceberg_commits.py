@@ -101,9 +101,13 @@ class Commits:
     # Commits.
 
     def create(
-        self, fields: Sequence[Field], partition_by: Sequence[str], files: Sequence[NewFile],
-        properties: Mapping[str, str], summary: Mapping[str, str],
-    ) -> int:  # fmt: skip
+        self,
+        fields: Sequence[Field],
+        partition_by: Sequence[str],
+        files: Sequence[NewFile],
+        properties: Mapping[str, str],
+        summary: Mapping[str, str],
+    ) -> int:
         """Make the table, with these files, if there is none; the number of its first snapshot."""
         listed, identifier = self._ready(), self._identifier()
         schema = self._schema(fields)
@@ -125,9 +129,14 @@ class Commits:
         return number
 
     def replace(
-        self, seen: Metadata, fields: Sequence[Field], partition_by: Sequence[str], files: Sequence[NewFile],
-        properties: Mapping[str, str], summary: Mapping[str, str],
-    ) -> int:  # fmt: skip
+        self,
+        seen: Metadata,
+        fields: Sequence[Field],
+        partition_by: Sequence[str],
+        files: Sequence[NewFile],
+        properties: Mapping[str, str],
+        summary: Mapping[str, str],
+    ) -> int:
         """Make these files all that the table holds, with these columns, and partitioned by some of them."""
 
         def overwrite(transaction: Any) -> None:
@@ -136,21 +145,26 @@ class Commits:
                 change.addFile(self._data_file(transaction.table(), file))
             _say(change, summary)
 
-        return self._change(
-            seen, fields, properties, overwrite, parting(fields, partition_by, seen.specs, seen.fields)
-        )
+        return self._change(seen, fields, properties, overwrite, parting(fields, partition_by, seen.specs, seen.fields))
 
     def state(
-        self, seen: Metadata, properties: Mapping[str, str], summary: Mapping[str, str],
+        self,
+        seen: Metadata,
+        properties: Mapping[str, str],
+        summary: Mapping[str, str],
         fields: Sequence[Field] | None = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """A snapshot without a change of rows, which says something else; the columns may be others."""
         return self._change(seen, fields, properties, lambda transaction: _say(transaction.newFastAppend(), summary))
 
     def _change(
-        self, seen: Metadata, fields: Sequence[Field] | None, properties: Mapping[str, str],
-        change: Callable[[Any], None], parted: Parting | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        seen: Metadata,
+        fields: Sequence[Field] | None,
+        properties: Mapping[str, str],
+        change: Callable[[Any], None],
+        parted: Parting | None = None,
+    ) -> int:
         table = self._table()
         operations, base = table.operations(), self._base(table, seen)
         builder = self._iceberg.TableMetadata.buildFrom(base).setProperties(dict(properties))

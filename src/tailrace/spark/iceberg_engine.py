@@ -76,9 +76,14 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
     _plain: IcebergTable
 
     def __init__(
-        self, spark: SparkSession, path: Path, log_id: str, catalog: Catalog, form: Form = PLAIN,
+        self,
+        spark: SparkSession,
+        path: Path,
+        log_id: str,
+        catalog: Catalog,
+        form: Form = PLAIN,
         file_bytes: int = FILE_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(spark, path, form, IcebergTable(path, log_id, catalog, form))
         for name, value in catalog_settings(catalog).items():
             self.session.conf.set(name, value)
@@ -105,26 +110,41 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
         origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
         files = stage(
-            self._path / STAGED, name, stored, loaded(self._form, schema, batches, origin), self._form.partition_by,
-            numbered=True, file_bytes=self._file_bytes,
-        )  # fmt: skip
+            self._path / STAGED,
+            name,
+            stored,
+            loaded(self._form, schema, batches, origin),
+            self._form.partition_by,
+            numbered=True,
+            file_bytes=self._file_bytes,
+        )
         try:
             return self._land(seen, schema, files, cursor, origin)
         finally:
             self._discard(name)
 
     def land(
-        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        *,
+        origin: Origin | None = None,
         kept: Sequence[Column] = (),
-    ) -> int:  # fmt: skip
+    ) -> int:
         refuse_iceberg_names(self._form.stored(schema))
         self._plain.refuse_foreign(schema.table)
         return self._land(self._plain.metadata(), schema, files, cursor, origin, kept)
 
     def _land(
-        self, seen: Metadata | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
-        origin: Origin | None, kept: Sequence[Column] = (),
-    ) -> int:  # fmt: skip
+        self,
+        seen: Metadata | None,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        origin: Origin | None,
+        kept: Sequence[Column] = (),
+    ) -> int:
         """Swap what was there when the table was looked at for these files."""
         rows, landed = sum(file.rows for file in files), landed_as(files)
         if seen is not None and landed and seen.says(LANDED, landed):
@@ -136,9 +156,13 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         return rows
 
     def _replace(
-        self, seen: Metadata | None, columns: Sequence[Column], files: Sequence[StagedFile], position: Position,
+        self,
+        seen: Metadata | None,
+        columns: Sequence[Column],
+        files: Sequence[StagedFile],
+        position: Position,
         more: Summary,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Make these staged files, with these columns numbered from one, all that the table holds."""
         fields, by = fresh_fields(columns), self._form.partition_by
         try:
@@ -205,11 +229,15 @@ class SparkIcebergTable(MergedTable[OpenedIceberg]):
         have."""
         works = [
             _Anew(
-                shape=shape, partition_by=self._form.partition_by, file=file, path=self._path / STAGED,
-                name=f"{name}-{number:06d}", file_bytes=self._file_bytes,
+                shape=shape,
+                partition_by=self._form.partition_by,
+                file=file,
+                path=self._path / STAGED,
+                name=f"{name}-{number:06d}",
+                file_bytes=self._file_bytes,
             )
             for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
-        ]  # fmt: skip
+        ]
         done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_write_anew).collect()
         return [file for files in done for file in files]
 

@@ -63,9 +63,7 @@ def _version(home: Path) -> int:
     if not os.access(program, os.X_OK):
         return 0
     try:
-        said = subprocess.run(
-            [program, "-version"], capture_output=True, text=True, timeout=20, check=False
-        ).stderr
+        said = subprocess.run([program, "-version"], capture_output=True, text=True, timeout=20, check=False).stderr
     except (OSError, subprocess.TimeoutExpired):
         return 0
     number = re.search(r'version "(\d+)', said)

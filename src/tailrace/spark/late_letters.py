@@ -78,9 +78,7 @@ def deliver_late(work: LateWork) -> Outcome:
     try:
         promised, folded = _promise(work)
         if promised.late is not None:
-            done = work.place.open().add(
-                work.shape, folded, work.expected, after=promised.after, late=promised.late
-            )
+            done = work.place.open().add(work.shape, folded, work.expected, after=promised.after, late=promised.late)
             version = done.version
         left = end_late(work, promised, version)
     except Exception as error:  # the task's boundary
@@ -165,9 +163,10 @@ def _kept(work: LateWork, shape: TableSchema, held: list[str]) -> set[str]:
     name_of = work.place.form.name_of
     others = set(held) - set(work.place.form.stored(work.shape).names)
     return {
-        name for name in shape.names
+        name
+        for name in shape.names
         if any(other == name_of(name) or other.startswith(f"{name_of(name)}__dropped") for other in others)
-    }  # fmt: skip
+    }
 
 
 def _tell(letters: Letters, seq: int, tried: _Tried) -> None:

@@ -65,11 +65,14 @@ class LoadLetters:
     def _set_aside(self, rows: pa.RecordBatch, unfit: pa.Array, partition_by: dict[str, str]) -> None:
         size = rows.num_rows
         said = {
-            change.OP: pa.repeat(Operation.READ.value, size), change.SEQ: pa.array(np.arange(size)),
-            change.POSITION: pa.repeat(str(self.seen), size), change.TX: pa.repeat(NO_TRANSACTION, size),
-            change.TX_INDEX: pa.repeat(0, size), change.COMMITTED_AT: pa.repeat(self.origin.read_at, size),
+            change.OP: pa.repeat(Operation.READ.value, size),
+            change.SEQ: pa.array(np.arange(size)),
+            change.POSITION: pa.repeat(str(self.seen), size),
+            change.TX: pa.repeat(NO_TRANSACTION, size),
+            change.TX_INDEX: pa.repeat(0, size),
+            change.COMMITTED_AT: pa.repeat(self.origin.read_at, size),
             change.UNFIT: unfit,
-        }  # fmt: skip
+        }
         own = {change.stored_name(name): rows.column(name) for name in self.schema.names}
         fields = self.schema.change_schema()
         columns = {**said, **own}
@@ -88,7 +91,10 @@ def refuse_too_many(schema: TableSchema, letters: int, first: TailraceError | st
     """Raise where a load leaves out more rows than a person could look at."""
     if letters > LETTERS_MAX:
         raise DeadLettersFull(
-            "more rows of the table do not fit than are set aside", table=schema.table, letters=letters,
-            most=LETTERS_MAX, first_cause=first if isinstance(first, str) else first.headline,
+            "more rows of the table do not fit than are set aside",
+            table=schema.table,
+            letters=letters,
+            most=LETTERS_MAX,
+            first_cause=first if isinstance(first, str) else first.headline,
             hint="Mend the table at the source, or give the column another type; then `tailrace snapshot FILE TABLE`.",
-        )  # fmt: skip
+        )

@@ -120,9 +120,10 @@ def _at_source(options: LogOptions, tables: Iterable[TableId]) -> list[TableSche
                 found.append(Catalogue(connection).describe(table, None))
             except SourceTableMissing:
                 raise SourceTableMissing(
-                    "the table is not there", table=table,
-                    hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
-                ) from None  # fmt: skip
+                    "the table is not there",
+                    table=table,
+                    hint='Names are taken as they are, case included. One with a dot in it is quoted: "a.b"."c".',
+                ) from None
     return found
 
 
@@ -154,10 +155,11 @@ def _unknown(log: ChangeLog, table: TableId) -> ConfigError:
     close = sorted((n for n in names if n.lower() in alike), key=lambda n: alike.index(n.lower())) or names[:5]
     having = f"It has {', '.join(close)}{' and others' if len(close) < len(names) else ''}. " if names else ""
     return ConfigError(
-        "the log knows no such table", table=table,
+        "the log knows no such table",
+        table=table,
         hint=f"{having}A table is known once its capture runs: is it among `source.tables`, and spelled as at the "
         "source? `tables` takes patterns, and what comes later.",
-    )  # fmt: skip
+    )
 
 
 def _refuse_twins(fields: pa.Schema, options: LogOptions) -> None:
@@ -165,6 +167,8 @@ def _refuse_twins(fields: pa.Schema, options: LogOptions) -> None:
     twins = [name for name, times in Counter(name.lower() for name in fields.names).items() if times > 1]
     if twins:
         raise Unsupported(
-            "two columns would have the same name", table=options.table, column=twins[0],
+            "two columns would have the same name",
+            table=options.table,
+            column=twins[0],
             hint="Read it with `shape` `envelope`, which keeps names apart.",
-        )  # fmt: skip
+        )

@@ -21,16 +21,7 @@ from tailrace.changelog.places import EARLIEST, END, EXAMPLES, LATEST, START, Po
 from tailrace.errors import ConfigError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableId
-from tailrace.spark.option_values import (
-    LOG_OPTIONS,
-    choice,
-    count,
-    named,
-    refused,
-    size,
-    source_url,
-    table_name,
-)
+from tailrace.spark.option_values import LOG_OPTIONS, choice, count, named, refused, size, source_url, table_name
 from tailrace.spark.table_patterns import TablePattern, table_patterns
 
 ROWS_PER_PARTITION = 250_000
@@ -94,7 +85,8 @@ class LogOptions:
         tables = table_patterns("tables", found["tables"]) if "tables" in found else ()
         if (table is None) == (not tables):
             raise ConfigError(
-                "the options `table` and `tables` are both given" if tables
+                "the options `table` and `tables` are both given"
+                if tables
                 else "either the option `table` or the option `tables` is needed",
                 hint=f"{'Leave out one: ' if tables else ''}`table` gives the columns of one table, `tables` one "
                 "envelope for many: public.orders, public.*",
@@ -107,16 +99,22 @@ class LogOptions:
                 "url", "needs a log that other processes see: the capture is one", "Give `log` a folder, or `s3://…`."
             )
         return cls(
-            log=log, **store, url=source_url(found["url"]) if "url" in found else None,
-            table=table, tables=tables, shape=_shape(found, one=table is not None),
+            log=log,
+            **store,
+            url=source_url(found["url"]) if "url" in found else None,
+            table=table,
+            tables=tables,
+            shape=_shape(found, one=table is not None),
             start=_point(START, found.get(START, EARLIEST)),
             end=_point(END, found.get(END, LATEST)),
-            rows_max=_limit(count, "maxRowsPerTrigger", found), bytes_max=_limit(size, "maxBytesPerTrigger", found),
-            with_envelope=_with_envelope(found), consumer=consumer,
+            rows_max=_limit(count, "maxRowsPerTrigger", found),
+            bytes_max=_limit(size, "maxBytesPerTrigger", found),
+            with_envelope=_with_envelope(found),
+            consumer=consumer,
             rows_per_partition=count("rowsPerPartition", found.get("rowsPerPartition", str(ROWS_PER_PARTITION))),
             partitions_max=count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
             given=frozenset(found),
-        )  # fmt: skip
+        )
 
     @property
     def place(self) -> LogPath:
@@ -180,9 +178,10 @@ def _log(found: Mapping[str, str]) -> str:
         return _place(f"{given['checkpointLocation'].rstrip('/')}/{LOG_OF_CHECKPOINT}")
     except ConfigError:
         raise refused(
-            "checkpointLocation", "is where no log can lie",
+            "checkpointLocation",
+            "is where no log can lie",
             f"Give `log` a place of its own; the query's checkpoint may stay there. {STORES_HINT}",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _without_log(found: Mapping[str, str]) -> str:

@@ -40,9 +40,10 @@ def _open(path: str, endpoint: str | None, region: str | None, log_id: str) -> C
     log = ChangeLog.open(files.place(path, endpoint=endpoint, region=region))
     if log.log_id != log_id:
         raise LogForeign(
-            "another log lies here than where the work was planned", log=path,
+            "another log lies here than where the work was planned",
+            log=path,
             hint="The log must lie on storage that driver and executors share, under the same path.",
-        )  # fmt: skip
+        )
     return log
 
 

@@ -35,9 +35,11 @@ class LogReader(DataSourceReader):
         end = ending_place(view.log, options.end, view.tables(view.newest()))
         if view.firm(end) < view.firm(begin):
             raise ConfigError(
-                "the range ends before it begins", start=options.start, end=options.end,
+                "the range ends before it begins",
+                start=options.start,
+                end=options.end,
                 hint="`endingPosition` must not lie before `startingPosition`.",
-            )  # fmt: skip
+            )
         # An end inside of a commit is a row of the next one.
         last, to_seq = (end.commit + 1, end.seq) if end.seq else (end.commit, SEQ_MAX)
         return [InputPartition(part) for part in view.parts(begin, last, to_seq)] if last > begin.commit else []

@@ -117,9 +117,13 @@ class LogView:
         if error is not None and end < to:
             raise error
         whole = LogPart(
-            log_id=self.log.log_id, tables=frozenset(item.table for item in slices), first=after.commit + 1, last=to,
-            after_seq=after.seq, to_seq=to_seq,
-        )  # fmt: skip
+            log_id=self.log.log_id,
+            tables=frozenset(item.table for item in slices),
+            first=after.commit + 1,
+            last=to,
+            after_seq=after.seq,
+            to_seq=to_seq,
+        )
         return self._shared_out(whole, slices) if slices else []
 
     def refuse_trimmed(self, after: Place, tables: frozenset[int]) -> None:
@@ -129,17 +133,17 @@ class LogView:
             if after.commit < table.commit and table.last_seq > after.seq:
                 raise LogTrimmed(
                     "the log no longer holds changes that were not read",
-                    table=self.log.schemas.latest_of(number).schema.table, after=after.commit, gone_to=table.commit,
+                    table=self.log.schemas.latest_of(number).schema.table,
+                    after=after.commit,
+                    gone_to=table.commit,
                     hint=ANEW_HINT.format(commit="earliest")
                     + " The option `consumer` gives the stream a name, and the log waits for it.",
-                )  # fmt: skip
+                )
 
     def _slices(self, after: Place, to: int, tables: frozenset[int]) -> list[Slice]:
         """What of the tables' rows lies together, in order; the last may go on after the commit."""
         seq = max(after.seq, self._index.next_seq(after.commit) - 1 if after.commit <= self._index.commit else 0)
-        found = [
-            item for table in tables for item in self._index.pending(table, seq, to) if self._renames.takes(item)
-        ]
+        found = [item for table in tables for item in self._index.pending(table, seq, to) if self._renames.takes(item)]
         return sorted(found, key=lambda item: (item.last_seq, item.first))
 
     def _unhindered(self, after: Place, to: int, slices: Sequence[Slice]) -> tuple[int, TailraceError | None]:
@@ -160,9 +164,7 @@ class LogView:
                 end, error = found[0] - 1, found[1]
         return max(end, after.commit), error
 
-    def _hindrance(
-        self, item: Slice, after: Place, slices: Sequence[Slice]
-    ) -> tuple[int, TailraceError] | None:
+    def _hindrance(self, item: Slice, after: Place, slices: Sequence[Slice]) -> tuple[int, TailraceError] | None:
         """From which commit on rows cannot come in the DataFrame's columns, and why."""
         if (error := self._unfit(item, slices)) is not None:
             return item.first, error
@@ -196,12 +198,13 @@ class LogView:
         version = self.log.schemas.get(*which).schema
         if not fits(version, self._frame.shape) and not self._options.with_envelope:
             return SchemaChanged(
-                "the table has columns or types now that the DataFrame does not have", table=version.table,
+                "the table has columns or types now that the DataFrame does not have",
+                table=version.table,
                 commit=item.first,
                 hint="Everything before is delivered. Start the stream again, from `spark.readStream` on and with the "
                 "same checkpoint (a read: make the DataFrame anew): then it has them."
                 + (_ENVELOPE_HINT if self._options.shape is Shape.TYPED else ""),
-            )  # fmt: skip
+            )
         if self._options.shape is Shape.CHANGELOG:
             last = max(other.last for other in slices if (other.table, other.schema) == which)
             if (found := partial(version, last)) is not None:

@@ -179,20 +179,30 @@ class MergedTable(abc.ABC, Generic[Table]):
     # Applying.
 
     def apply(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
+        self,
+        schema: TableSchema,
+        folded: Folded,
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        touch: bool = False,
         reread: Reread | None = None,
-    ) -> Applied:  # fmt: skip
+    ) -> Applied:
         given = None if reread is None else self._given(schema, reread)
         with self.scratch() as folder:
-            files = write_folded(
-                folder / "folded.parquet", self._form.stored(schema), folded, self._form.partition_by
-            )
+            files = write_folded(folder / "folded.parquet", self._form.stored(schema), folded, self._form.partition_by)
             return self.apply_files(schema, files, expected, cursor, touch=touch, given=given)
 
     def apply_files(
-        self, schema: TableSchema, folded: FoldedFiles, expected: Cursor, cursor: Cursor, *, touch: bool = False,
+        self,
+        schema: TableSchema,
+        folded: FoldedFiles,
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        touch: bool = False,
         given: Given | None = None,
-    ) -> Applied:  # fmt: skip
+    ) -> Applied:
         """`apply`, of rows that tasks have folded into files."""
         table = self._opened()
         here = table.position.cursor
@@ -204,9 +214,13 @@ class MergedTable(abc.ABC, Generic[Table]):
         version, upserted = self._write(self._form.stored(schema), table, folded, after, given)
         written = self._make_durable(version)
         return Applied(
-            committed=True, cursor=cursor, upserted=upserted, deleted=folded.deletes, bytes=written.bytes,
+            committed=True,
+            cursor=cursor,
+            upserted=upserted,
+            deleted=folded.deletes,
+            bytes=written.bytes,
             version=version,
-        )  # fmt: skip
+        )
 
     def put_files(self, schema: TableSchema, folded: FoldedFiles, expected: Cursor) -> Applied:
         """`MendedTable.put`, of rows that a task has put into files."""
@@ -251,7 +265,7 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     def _write(
         self, schema: TableSchema, table: Table, folded: FoldedFiles, position: Position, given: Given | None
-    ) -> tuple[int, int]:  # fmt: skip
+    ) -> tuple[int, int]:
         """One commit, in the cheapest way that is exact; its version, and how many rows came."""
         self._bound_broadcasts(folded.upserts + folded.deletes)
         rows = self._folded(schema, folded)
@@ -304,7 +318,7 @@ class MergedTable(abc.ABC, Generic[Table]):
 
     def _merge_source(
         self, schema: TableSchema, table: Table, rows: DataFrame, absent: frozenset[int], given: Given | None
-    ) -> _Source:  # fmt: skip
+    ) -> _Source:
         """The rows as a merge takes them. A row whose base is missing is an error, or is read again."""
         if not absent:
             return _Source(rows=rows.select(*own_columns(schema), "op"))
@@ -321,9 +335,10 @@ class MergedTable(abc.ABC, Generic[Table]):
         takes = {i: f.coalesce(f.array_contains("absent", f.lit(i).cast("smallint")), f.lit(False)) for i in absent}
         columns = [
             f.when(takes[i] & ~still, f.col(f"b{i}")).otherwise(f.col(f"c{i}")).alias(f"c{i}")
-            if i in absent else f.col(f"c{i}")
+            if i in absent
+            else f.col(f"c{i}")
             for i in range(len(schema.columns))
-        ]  # fmt: skip
+        ]
         flags = [f.coalesce(takes[i] & still, f.lit(False)).alias(f"k{i}") for i in sorted(absent)]
         if given is not None:
             # Of a row that moved nothing in the table can be trusted, as `lookup.without_base` says; and of one without
@@ -337,9 +352,11 @@ class MergedTable(abc.ABC, Generic[Table]):
             return _Source(rows=kept.unionByName(fresh), kept=absent, left_out=left_out)
         if lost := joined.where(partial & missing).count():
             raise BaseRowMissing(
-                "a partial change arrived for a row that the table does not hold", table=schema.table, rows=lost,
+                "a partial change arrived for a row that the table does not hold",
+                table=schema.table,
+                rows=lost,
                 hint=LOAD_ANEW_HINT,
-            )  # fmt: skip
+            )
         return _Source(rows=joined.select(*columns, "op", *flags), kept=absent)
 
     def _read_again(
@@ -387,9 +404,15 @@ class MergedTable(abc.ABC, Generic[Table]):
             self.session.catalog.dropTempView(view)
 
     def refresh(
-        self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
-        keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
-    ) -> Applied:  # fmt: skip
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        keys: Sequence[StagedFile] | None = None,
+        origin: Origin | None = None,
+    ) -> Applied:
         table, appends = self._opened(), self._form.mode is TableMode.APPEND
         if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
@@ -423,14 +446,20 @@ class MergedTable(abc.ABC, Generic[Table]):
             return Applied(committed=False, cursor=after.cursor)
         self._make_durable(version)
         return Applied(
-            committed=True, cursor=after.cursor, upserted=counts.get((True, False), 0),
+            committed=True,
+            cursor=after.cursor,
+            upserted=counts.get((True, False), 0),
             deleted=counts.get((False, False), 0),
-        )  # fmt: skip
+        )
 
     def _difference(
-        self, schema: TableSchema, table: Table, files: Sequence[StagedFile], keys: Sequence[StagedFile] | None,
+        self,
+        schema: TableSchema,
+        table: Table,
+        files: Sequence[StagedFile],
+        keys: Sequence[StagedFile] | None,
         origin: Origin,
-    ) -> DataFrame:  # fmt: skip
+    ) -> DataFrame:
         stored, counts = self._form.stored(schema), len(compared(self._form, schema)[0].columns)
         key = [stored.columns[i] for i in key_ordinals(stored)]
         staged = self._staged(table, stored.columns, files)
@@ -462,7 +491,9 @@ class MergedTable(abc.ABC, Generic[Table]):
             if _UNREADABLE.search(said):
                 raise unreadable(self._path, OSError(found[1] if found else "")) from exc
             raise TableFailed(
-                f"{self.connector} failed", path=self._path, reason=found[1] if found else type(exc).__name__,
+                f"{self.connector} failed",
+                path=self._path,
+                reason=found[1] if found else type(exc).__name__,
                 hint="See the file status/spark.log of the log; if it comes back, report it.",
             ) from exc
 

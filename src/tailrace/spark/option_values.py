@@ -94,17 +94,16 @@ def table_name(name: str, text: str) -> TableId:
     match = re.fullmatch(rf"({QUOTED}|[^\".]+)\.({QUOTED}|[^\".]+)", text.strip())
     if match is None:
         raise refused(
-            name, "is not the name of a table with its schema",
+            name,
+            "is not the name of a table with its schema",
             'For example: public.orders. A name with a dot in it is quoted: "a.b"."c".',
-        )  # fmt: skip
+        )
     return TableId(unquoted(match[1]), unquoted(match[2]))
 
 
 def column_names(name: str, text: str) -> tuple[str, ...]:
     if not re.fullmatch(rf"{_COLUMN}(,{_COLUMN})*", text):
-        raise refused(
-            name, "is not a list of names", 'For example: id, state, total. Quoted: "a, b", "c".'
-        )
+        raise refused(name, "is not a list of names", 'For example: id, state, total. Quoted: "a, b", "c".')
     names = tuple(unquoted(name.strip()) for name in re.findall(rf"(?:{QUOTED}|[^\",])+", text))
     if len(set(names)) < len(names):
         raise refused(name, "has a name twice", "Name each once.")

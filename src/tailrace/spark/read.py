@@ -21,14 +21,7 @@ from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, find_leaves, plan_table
 from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect, explain
-from tailrace.errors import (
-    ConfigError,
-    SourceRefused,
-    SourceRewritten,
-    SourceTableMissing,
-    TailraceError,
-    Unsupported,
-)
+from tailrace.errors import ConfigError, SourceRefused, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
 from tailrace.model.schema import TableSchema
 from tailrace.spark.arrow import arrow_schema, spark_schema
 from tailrace.spark.holder import Held, hold_snapshot
@@ -77,20 +70,27 @@ class CdcReader(DataSourceReader):
                         raise
                     held.end()
             raise SourceRewritten(
-                "the table is rewritten again and again while a read of it is planned", table=options.table,
+                "the table is rewritten again and again while a read of it is planned",
+                table=options.table,
                 hint="Read it when nobody truncates, rewrites or alters it.",
-            )  # fmt: skip
+            )
 
     def _parts(self, schema: TableSchema, chunks: Sequence[Chunk], held: Held) -> list[InputPartition]:
         options = self._options
         count = -(-sum(chunk.bytes for chunk in chunks) // options.chunk_bytes)
         return [
-            InputPartition(ReadPart(
-                schema=schema, chunks=some, condition=options.where,
-                snapshot=held.name, number=held.number, seconds_max=options.snapshot_seconds,
-            ))
+            InputPartition(
+                ReadPart(
+                    schema=schema,
+                    chunks=some,
+                    condition=options.where,
+                    snapshot=held.name,
+                    number=held.number,
+                    seconds_max=options.snapshot_seconds,
+                )
+            )
             for some in _shared_out(chunks, min(max(count, 1), options.partitions_max))
-        ]  # fmt: skip
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Compiled code: loaded only where rows are read.
@@ -111,9 +111,10 @@ def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
         schema = Catalogue(connection).describe(options.table, None)
     except SourceTableMissing:
         raise SourceTableMissing(
-            "the table is not there", table=options.table,
-            hint="Names are taken as they are, case included. One with a dot in it is quoted: \"a.b\".\"c\".",
-        ) from None  # fmt: skip
+            "the table is not there",
+            table=options.table,
+            hint='Names are taken as they are, case included. One with a dot in it is quoted: "a.b"."c".',
+        ) from None
     if not schema.columns:
         raise Unsupported(
             "the table has no columns", table=options.table, hint="There is nothing to read: name another `table`."
@@ -123,9 +124,8 @@ def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
         for name in options.columns:
             if name not in known:
                 raise ConfigError(
-                    "the table has no such column", table=options.table, column=name,
-                    hint=f"It has {', '.join(known)}.",
-                )  # fmt: skip
+                    "the table has no such column", table=options.table, column=name, hint=f"It has {', '.join(known)}."
+                )
         schema = replace(schema, columns=tuple(known[name] for name in options.columns), facts=None)
     names = sql.SQL(", ").join(map(sql.Identifier, schema.names))
     table = sql.Identifier(options.table.schema, options.table.name)
@@ -216,9 +216,10 @@ def _refuse_other(schema: TableSchema, wanted: StructType) -> None:
     mine = [(field.name, field.dataType) for field in _spark_schema(schema)]
     if mine != [(field.name, field.dataType) for field in wanted]:
         raise ConfigError(
-            "the table has other columns or types than the DataFrame", table=schema.table,
+            "the table has other columns or types than the DataFrame",
+            table=schema.table,
             hint=f"Leave out `.schema(…)`, or {ANEW[0].lower()}{ANEW[1:]}: was the table altered?",
-        )  # fmt: skip
+        )
 
 
 @contextmanager

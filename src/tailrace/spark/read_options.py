@@ -48,18 +48,19 @@ class ReadOptions:
                 "neither the option `url` nor the option `log` is given",
                 hint="A table of a database as it is has `url` and `table`; a change log, as a stream or as a range, "
                 "has `log`, and `table` or `tables`. A stream that captures for itself has `url` and `log`.",
-            )  # fmt: skip
+            )
         if not found.get("table", "").strip():
             raise refused("table", "is missing", '.option("table", …)')
         return cls(
-            url=source_url(found["url"]), table=table_name("table", found["table"]),
+            url=source_url(found["url"]),
+            table=table_name("table", found["table"]),
             columns=column_names("columns", found["columns"]) if "columns" in found else None,
             where=found.get("where"),
             chunk_bytes=size("chunkBytes", found.get("chunkBytes", str(CHUNK_BYTES))),
             partitions_max=count("maxPartitions", found.get("maxPartitions", str(PARTITIONS_MAX))),
             snapshot_seconds=seconds("snapshotSeconds", found.get("snapshotSeconds", str(SNAPSHOT_SECONDS))),
             idle_seconds=seconds("idleSeconds", found.get("idleSeconds", str(IDLE_SECONDS))),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

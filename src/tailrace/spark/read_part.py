@@ -30,27 +30,30 @@ def read_part(url: str, part: ReadPart) -> Iterator[pa.RecordBatch]:
             reader.end()
     except SnapshotGone:
         raise SnapshotGone(
-            "the snapshot that this DataFrame is read in is gone", table=part.schema.table,
+            "the snapshot that this DataFrame is read in is gone",
+            table=part.schema.table,
             hint=f"{ANEW}. It is held until no task has read for `idleSeconds`, and for `snapshotSeconds` at most.",
-        ) from None  # fmt: skip
+        ) from None
     except SourceRewritten:
         raise SourceRewritten(
-            "the table was rewritten, truncated or altered while it was read", table=part.schema.table,
-            hint=f"{ANEW}.",
-        ) from None  # fmt: skip
+            "the table was rewritten, truncated or altered while it was read", table=part.schema.table, hint=f"{ANEW}."
+        ) from None
     except SourceError as error:
         state = str(error.fields.get("sqlstate", ""))
         if state.startswith(_DATA_ERRORS) and part.condition is not None:
             # The server's words may hold a value of the row.
             raise SourceError(
-                "a condition failed on a row", table=part.schema.table, sqlstate=state,
+                "a condition failed on a row",
+                table=part.schema.table,
+                sqlstate=state,
                 hint="Write `where` so that it can be evaluated for every row, for example with CASE.",
-            ) from None  # fmt: skip
+            ) from None
         if time.monotonic() > deadline:
             raise SourceError(
-                "the read took too long and was given up", table=part.schema.table,
+                "the read took too long and was given up",
+                table=part.schema.table,
                 hint="It holds back the server's clean-up. Raise `snapshotSeconds`, or read with more executors.",
-            ) from None  # fmt: skip
+            ) from None
         raise
 
 

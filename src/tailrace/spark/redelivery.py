@@ -155,10 +155,14 @@ def _path(log: LogPath, table: TableId) -> LogPath:
 
 def _keep(work: RereadWork, rows: pa.Table, seqs: list[int], causes: dict[int, TailraceError]) -> None:
     said = {
-        str(seq): {"code": error.code, "message": error.message, "hint": error.hint,
-                   "fields": {name: str(value) for name, value in error.fields.items()}}
+        str(seq): {
+            "code": error.code,
+            "message": error.message,
+            "hint": error.hint,
+            "fields": {name: str(value) for name, value in error.fields.items()},
+        }
         for seq, error in causes.items()
-    }  # fmt: skip
+    }
     meta = {"shape": work.shape.to_json(), "seqs": seqs, "causes": said, "load": work.expected.load}
     fields = rows.schema.with_metadata({_META: json.dumps(meta).encode()})
     sink = pa.BufferOutputStream()
@@ -189,10 +193,13 @@ def deliver_letters(work: DeliverWork) -> Outcome:
     except Exception as error:  # the task's boundary
         return Outcome(table=table, error=as_ours(error))
     return Outcome(
-        table=table, rows=len(ready.newest) + len(ready.earlier), seconds=time.monotonic() - started, letters=left,
+        table=table,
+        rows=len(ready.newest) + len(ready.earlier),
+        seconds=time.monotonic() - started,
+        letters=left,
         version=version,
         again=any(seq not in read for seq in dead_keys(work.shape, keys).seqs.tolist()),
-    )  # fmt: skip
+    )
 
 
 def stage_letters(asked: StageWork) -> FoldedFiles | TailraceError:
@@ -240,20 +247,22 @@ def _ready(shape: TableSchema, rows: pa.Table, bundles: list[Bundle], read: set[
         letters.setdefault(row, []).append(seq)
     whole = sorted(row for row, seqs in letters.items() if row >= 0 and read.issuperset(seqs))
     newest = [max(letters[row]) for row in whole]
-    said = pa.concat_tables([
-        pa.schema(change.ALWAYS).empty_table(),
-        *(bundle.changes.select([one.name for one in change.ALWAYS]) for bundle in bundles),
-    ])  # fmt: skip
+    said = pa.concat_tables(
+        [
+            pa.schema(change.ALWAYS).empty_table(),
+            *(bundle.changes.select([one.name for one in change.ALWAYS]) for bundle in bundles),
+        ]
+    )
     places = pc.index_in(pa.array(newest, pa.int64()), value_set=said.column(change.SEQ))
     return _Ready(
-        rows=rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None), said=said.take(places),
-        newest=newest, earlier=[seq for row in whole for seq in letters[row] if seq != max(letters[row])],
-    )  # fmt: skip
+        rows=rows.take(pa.array(whole, pa.int64())).replace_schema_metadata(None),
+        said=said.take(places),
+        newest=newest,
+        earlier=[seq for row in whole for seq in letters[row] if seq != max(letters[row])],
+    )
 
 
-def _settle(
-    letters: Letters, work: DeliverWork, ready: _Ready, causes: dict[str, Any], version: int | None
-) -> None:
+def _settle(letters: Letters, work: DeliverWork, ready: _Ready, causes: dict[str, Any], version: int | None) -> None:
     """Clear what was delivered, in this version if it is known; what failed again has its new cause."""
     seq, empty = work.expected.seq, work.shape.change_schema().empty_table()
     every = work.place.form.mode is TableMode.HISTORY

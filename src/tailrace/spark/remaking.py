@@ -116,6 +116,7 @@ def refuse_to_read(table: TableId) -> NoReturn:
     """Whoever applies asks the source for a row whose large values did not come, and whose row of before is not there,
     or may be another's by now."""
     raise BaseRowMissing(
-        "a change leaves out values that only the source can tell, for the load was read in chunks", table=table,
+        "a change leaves out values that only the source can tell, for the load was read in chunks",
+        table=table,
         hint=LOAD_ANEW_HINT,
-    )  # fmt: skip
+    )

@@ -76,9 +76,11 @@ class Renames:
     def _another(self, before: Slice, item: Slice) -> LogGap:
         return LogGap(
             "another table has this name now, and what was written to it under its former one is not among these rows",
-            table=self._name(item), formerly=self._name(before), commit=item.first,
+            table=self._name(item),
+            formerly=self._name(before),
+            commit=item.first,
             hint=ANEW_HINT.format(commit=item.first + 1),
-        )  # fmt: skip
+        )
 
     def _tell(self, before: Slice, item: Slice) -> None:
         if (which := (item.table, item.first)) in self._told:
@@ -86,10 +88,13 @@ class Renames:
         self._told.add(which)
         came, went = "what was written to it before is not asked for", "what is written to it since is not asked for"
         log.warning(
-            "table %s is called %s from commit %d on: %s", self._name(before), self._name(item), item.first,
+            "table %s is called %s from commit %d on: %s",
+            self._name(before),
+            self._name(item),
+            item.first,
             came if self.takes(item) else went,
             extra={"table": str(self._name(before)), "renamed": str(self._name(item)), "commit": item.first},
-        )  # fmt: skip
+        )
 
     def _name(self, item: Slice) -> TableId:
         return self._log.schemas.get(item.table, item.schema).schema.table

@@ -76,16 +76,23 @@ class Wish:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "id": self.id, "schema": self.table.schema, "table": self.table.name, "mode": self.mode.value,
-            "where": self.where, "made_at": self.made_at,
-        }  # fmt: skip
+            "id": self.id,
+            "schema": self.table.schema,
+            "table": self.table.name,
+            "mode": self.mode.value,
+            "where": self.where,
+            "made_at": self.made_at,
+        }
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Wish:
         return cls(
-            id=stored["id"], table=TableId.from_json(stored), mode=LoadMode(stored["mode"]),
-            where=stored["where"], made_at=stored["made_at"],
-        )  # fmt: skip
+            id=stored["id"],
+            table=TableId.from_json(stored),
+            mode=LoadMode(stored["mode"]),
+            where=stored["where"],
+            made_at=stored["made_at"],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +124,26 @@ class Seed:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "id": self.id, "made_at": self.made_at, "plan": self.plan.to_json(),
+            "id": self.id,
+            "made_at": self.made_at,
+            "plan": self.plan.to_json(),
             "point": None if self.point is None else str(self.point),
-            "noted": self.noted.to_json() if self.noted else None, "wish": self.wish.to_json() if self.wish else None,
+            "noted": self.noted.to_json() if self.noted else None,
+            "wish": self.wish.to_json() if self.wish else None,
             "form": self.form.to_json(),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Seed:
         return cls(
-            id=stored["id"], made_at=stored["made_at"], plan=Plan.from_json(stored["plan"]),
+            id=stored["id"],
+            made_at=stored["made_at"],
+            plan=Plan.from_json(stored["plan"]),
             point=None if stored["point"] is None else Lsn.parse(stored["point"]),
             noted=Noted.from_json(stored["noted"]) if stored["noted"] else None,
             wish=Wish.from_json(stored["wish"]) if stored["wish"] else None,
             form=Form.from_json(stored["form"]) if "form" in stored else PLAIN,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,19 +165,28 @@ class StagedChunk:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "chunk": self.chunk, "files": [file.to_json() for file in self.files],
-            "keys": [file.to_json() for file in self.keys], "rows": self.rows, "bytes": self.bytes,
-            "seconds": self.seconds, "seen": str(self.seen), "letters": self.letters,
-        }  # fmt: skip
+            "chunk": self.chunk,
+            "files": [file.to_json() for file in self.files],
+            "keys": [file.to_json() for file in self.keys],
+            "rows": self.rows,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "seen": str(self.seen),
+            "letters": self.letters,
+        }
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> StagedChunk:
         return cls(
-            chunk=stored["chunk"], files=tuple(StagedFile.from_json(file) for file in stored["files"]),
-            keys=tuple(StagedFile.from_json(file) for file in stored["keys"]), rows=stored["rows"],
-            bytes=stored["bytes"], seconds=stored["seconds"], seen=Lsn.parse(stored["seen"]),
+            chunk=stored["chunk"],
+            files=tuple(StagedFile.from_json(file) for file in stored["files"]),
+            keys=tuple(StagedFile.from_json(file) for file in stored["keys"]),
+            rows=stored["rows"],
+            bytes=stored["bytes"],
+            seconds=stored["seconds"],
+            seen=Lsn.parse(stored["seen"]),
             letters=stored.get("letters", 0),
-        )  # fmt: skip
+        )
 
 
 class Span(NamedTuple):
@@ -250,9 +271,10 @@ class Seeds:
         spans = _joined([*before.mixed, Span(since, passed)])
         last = max(span.end for span in spans)
         stored = {
-            "passed": str(last), "spans": [[str(span.start), str(span.end)] for span in spans],
+            "passed": str(last),
+            "spans": [[str(span.start), str(span.end)] for span in spans],
             "time": before.time if time is None else time,
-        }  # fmt: skip
+        }
         _write(self._path / "landed" / f"{load}.json", stored)
 
     def landed(self, load: str) -> Landed | None:

@@ -79,12 +79,16 @@ class Jvm:
             java_options = _archived(archive_path(java))
         # What Java puts aside goes with the rest, for nobody asks Java to clean up when it is killed.
         temporary = f'"-Djava.io.tmpdir={scratch}"'
-        own = _SETTINGS | placed_settings(master) | {
-            "spark.app.name": f"tailrace {name}",
-            "spark.local.dir": str(scratch),
-            "spark.sql.warehouse.dir": str(scratch / "warehouse"),
-            "spark.driver.extraJavaOptions": " ".join([*_JAVA_OPTIONS, temporary, *java_options]),
-        }  # fmt: skip
+        own = (
+            _SETTINGS
+            | placed_settings(master)
+            | {
+                "spark.app.name": f"tailrace {name}",
+                "spark.local.dir": str(scratch),
+                "spark.sql.warehouse.dir": str(scratch / "warehouse"),
+                "spark.driver.extraJavaOptions": " ".join([*_JAVA_OPTIONS, temporary, *java_options]),
+            }
+        )
         self._settings = SparkConf(loadDefaults=False).setAll(list((own | given).items())).setMaster(master)
         if self._gateway is None:
             with log_file.open("wb") as said:  # the workers inherit it from the JVM
@@ -139,4 +143,3 @@ def _archived(path: Path) -> tuple[str, ...]:
 
 def _say_nothing(*_: object) -> None:
     """Instead of a traceback that means nothing to anyone."""
-

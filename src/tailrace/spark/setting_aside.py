@@ -100,9 +100,13 @@ def keep_letters(step: Step, sifted: Sifted, letters: Letters) -> None:
     refuse_too_many(step, sifted, letters)
     if sifted.letters.num_rows or sifted.cleared.size or sifted.passed.size:
         letters.write(
-            step.schema, step.cursor.seq, sifted.letters, sifted.causes, sifted.cleared.tolist(),
+            step.schema,
+            step.cursor.seq,
+            sifted.letters,
+            sifted.causes,
+            sifted.cleared.tolist(),
             passed=sifted.passed.tolist(),
-        )  # fmt: skip
+        )
         failpoints.hit("letters.written")
 
 
@@ -156,10 +160,14 @@ def refuse_too_many(step: Step, sifted: Sifted, letters: Letters) -> None:
     there = letters.count(step.expected.seq) - int(sifted.cleared.size)
     if there + sifted.letters.num_rows > LETTERS_MAX:
         raise DeadLettersFull(
-            "more changes of the table could not be applied than are set aside", table=step.schema.table,
-            letters=there, more=sifted.letters.num_rows, most=LETTERS_MAX, first_cause=sifted.causes[0].headline,
+            "more changes of the table could not be applied than are set aside",
+            table=step.schema.table,
+            letters=there,
+            more=sifted.letters.num_rows,
+            most=LETTERS_MAX,
+            first_cause=sifted.causes[0].headline,
             hint="Mend the table at the source, then run `tailrace snapshot FILE TABLE`: it is loaded anew.",
-        )  # fmt: skip
+        )
 
 
 def dead_keys(schema: TableSchema, bundles: list[Bundle]) -> DeadKeys:

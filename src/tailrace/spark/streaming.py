@@ -176,19 +176,23 @@ class LogStream(DataSourceStreamReader):
         place = Place(offset["commit"], offset.get("seq", 0))
         if place.commit > log.newest():
             raise LogForeign(
-                "the checkpoint is ahead of the log: the log was put back from a copy", log=log.path,
-                checkpoint=place.commit, newest=log.newest(),
+                "the checkpoint is ahead of the log: the log was put back from a copy",
+                log=log.path,
+                checkpoint=place.commit,
+                newest=log.newest(),
                 hint=f"Restore the newer log; or read the tables as a whole. {_CHECKPOINT_HINT}",
-            )  # fmt: skip
+            )
         return place
 
     def _refuse_foreign(self, offset: Offset, found: str | None) -> None:
         if offset.get("log") != found:
             raise LogForeign(
                 "the checkpoint is of another log" if found else "the log that the checkpoint is of is not here",
-                log=self._frame.options.log, id=found or "none", checkpoint=offset.get("log"),
+                log=self._frame.options.log,
+                id=found or "none",
+                checkpoint=offset.get("log"),
                 hint=f"{_CHECKPOINT_HINT} Or give `log` the folder that the checkpoint is of.",
-            )  # fmt: skip
+            )
 
     def _opened(self) -> LogView:
         if self._view is None:

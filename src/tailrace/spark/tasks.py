@@ -28,13 +28,7 @@ from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position, upto_position
-from tailrace.errors import (
-    SourceSlow,
-    TableFailed,
-    TailraceError,
-    TransformFailed,
-    ValueUnfit,
-)
+from tailrace.errors import SourceSlow, TableFailed, TailraceError, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
@@ -195,9 +189,7 @@ def load_chunk(work: ChunkWork) -> Outcome:
         failpoints.hit("load.after_record")
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.schema.table, error=as_ours(error))
-    return Outcome(
-        table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done, letters=done.letters
-    )
+    return Outcome(table=work.schema.table, rows=done.rows, seconds=done.seconds, staged=done, letters=done.letters)
 
 
 def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChunk:
@@ -226,10 +218,15 @@ def _read_chunk(work: ChunkWork, started: float, *, letters: bool) -> StagedChun
     if aside.count:
         Seeds(work.log).stage_letters(work.seed, work.chunk.number, work.schema, aside.letters)
     return StagedChunk(
-        chunk=work.chunk.number, files=staged, keys=keys, rows=sum(file.rows for file in staged),
-        bytes=sum(file.size for file in staged), seconds=round(time.monotonic() - started, 3), seen=seen,
+        chunk=work.chunk.number,
+        files=staged,
+        keys=keys,
+        rows=sum(file.rows for file in staged),
+        bytes=sum(file.size for file in staged),
+        seconds=round(time.monotonic() - started, 3),
+        seen=seen,
         letters=aside.count,
-    )  # fmt: skip
+    )
 
 
 def refresh_table(work: RefreshWork) -> Outcome:
@@ -247,9 +244,13 @@ def refreshed(table: LakeTable, work: RefreshWork) -> Outcome:
     chunks, expected = Seeds(work.log).staged(work.seed).values(), table.cursor()
     assert expected is not None, "a table that is refreshed has been loaded"
     applied = table.refresh(
-        work.schema, [file for chunk in chunks for file in chunk.files], expected, work.cursor,
-        keys=_keys_that_stay(work, chunks), origin=work.origin,
-    )  # fmt: skip
+        work.schema,
+        [file for chunk in chunks for file in chunk.files],
+        expected,
+        work.cursor,
+        keys=_keys_that_stay(work, chunks),
+        origin=work.origin,
+    )
     rows = applied.upserted + applied.deleted
     return Outcome(table=work.schema.table, rows=rows, cursor=applied.cursor, schema=work.schema)
 
@@ -318,9 +319,14 @@ def apply_changes(work: ApplyWork) -> Outcome:
 def _applied(work: ApplyWork, changes: pa.Table) -> Done:
     again = partial(_read_again, work, changes) if work.reader is not None else None
     step = Step(
-        log=work.log, schema=work.shape, form=work.place.form, expected=work.expected, cursor=work.cursor,
-        on=work.letters, reread=again,
-    )  # fmt: skip
+        log=work.log,
+        schema=work.shape,
+        form=work.place.form,
+        expected=work.expected,
+        cursor=work.cursor,
+        on=work.letters,
+        reread=again,
+    )
     return apply_with_letters(work.place.open(), step, changes)
 
 
@@ -333,9 +339,12 @@ def tend_table(work: TendWork) -> Outcome:
     except Exception as error:  # the task's boundary
         failed = as_ours(error)
     return Outcome(
-        table=work.table, seconds=time.monotonic() - started, cpu_seconds=time.process_time() - used, tended=tended,
+        table=work.table,
+        seconds=time.monotonic() - started,
+        cpu_seconds=time.process_time() - used,
+        tended=tended,
         error=failed,
-    )  # fmt: skip
+    )
 
 
 def evolve_table(work: EvolveWork) -> Outcome:
@@ -346,9 +355,12 @@ def evolve_table(work: EvolveWork) -> Outcome:
     except Exception as error:  # the task's boundary: the table fails, the others go on
         return Outcome(table=work.table, error=as_ours(error))
     return Outcome(
-        table=work.table, seconds=time.monotonic() - started, cursor=work.expected, schema=work.recast.schema,
+        table=work.table,
+        seconds=time.monotonic() - started,
+        cursor=work.expected,
+        schema=work.recast.schema,
         bytes_written=applied.bytes,
-    )  # fmt: skip
+    )
 
 
 def _read_again(work: ApplyWork, changes: pa.Table, keys: pa.Table) -> pa.Table:
@@ -382,9 +394,10 @@ def read_rows(
                 return rows, reader.position()
         time.sleep(SEEN_PAUSE_SECONDS)
     raise SourceSlow(
-        "a commit is in the server's log and cannot be seen yet", table=shape.table,
+        "a commit is in the server's log and cannot be seen yet",
+        table=shape.table,
         hint="It is tried again. Does the commit wait for a synchronous standby? See pg_stat_activity.",
-    )  # fmt: skip
+    )
 
 
 def changes_of(work: ApplyWork) -> pa.Table:
@@ -397,9 +410,7 @@ def change_batches(work: ApplyWork, seq: int) -> Iterator[pa.RecordBatch]:
     """The changes of the work's slices past this number that the table has not covered, in order."""
     log = ChangeLog.open(work.log)
     for first, last in _together(log, work.slices):
-        for batch in log.read(
-            first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq
-        ):
+        for batch in log.read(first.first, last.last, tables=[first.table], after_seq=seq, to_seq=last.last_seq):
             batch = after_position(batch, work.expected.position)  # a load has seen the others
             if work.upto is not None and batch.data.num_rows:
                 batch = upto_position(batch, work.upto)

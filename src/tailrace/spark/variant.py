@@ -127,9 +127,10 @@ def _dictionary(names: Sequence[str]) -> bytes:
 def _refuse_large(offsets: npt.NDArray[np.int64]) -> None:
     if int(offsets.max(initial=0)) > VALUE_BYTES_MAX:
         raise ValueUnfit(
-            "a row is too large for VARIANT", bytes_max=VALUE_BYTES_MAX,
+            "a row is too large for VARIANT",
+            bytes_max=VALUE_BYTES_MAX,
             hint="Read its table by itself, with typed columns: `table` instead of `tables`.",
-        )  # fmt: skip
+        )
 
 
 def _little_endian(offsets: npt.NDArray[np.int64]) -> pa.Array:

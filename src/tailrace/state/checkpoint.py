@@ -59,10 +59,11 @@ class Checkpoint:
             _require_name("transaction", self.transaction, "731")
         if self.position_type not in _COUNTS.get(self.source_type, set(PositionType)):
             raise ConfigError(
-                "this source does not count in such positions", source_type=self.source_type,
+                "this source does not count in such positions",
+                source_type=self.source_type,
                 position_type=self.position_type.value,
                 hint=f"It has {' or '.join(sorted(kind.value for kind in _COUNTS[self.source_type]))}.",
-            )  # fmt: skip
+            )
         if not isinstance(self.time, datetime) or self.time.tzinfo is None:
             raise ConfigError("a checkpoint's time needs a zone", hint="For example `datetime.now(UTC)`.")
         object.__setattr__(self, "time", self.time.astimezone(UTC))
@@ -79,9 +80,15 @@ class Checkpoint:
 
     @classmethod
     def parse(
-        cls, *, source_type: str, position_type: str, position: str, transaction: str | None = None,
-        time: datetime | None = None, metadata: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:  # fmt: skip
+        cls,
+        *,
+        source_type: str,
+        position_type: str,
+        position: str,
+        transaction: str | None = None,
+        time: datetime | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """From texts, as a person or a file gives them; nonsense is refused."""
         try:
             kind = PositionType(position_type)
@@ -89,9 +96,12 @@ class Checkpoint:
             known = ", ".join(kind.value for kind in PositionType)
             raise ConfigError("not a type of positions", text=position_type, hint=f"There are {known}.") from None
         return cls(
-            source_type=source_type, position=parse_position(kind, position), transaction=transaction,
-            time=time or _now(), metadata=metadata or {},
-        )  # fmt: skip
+            source_type=source_type,
+            position=parse_position(kind, position),
+            transaction=transaction,
+            time=time or _now(),
+            metadata=metadata or {},
+        )
 
     def require_follows(self, saved: Checkpoint | None) -> None:
         """Refuse to stand in the place of a checkpoint that it does not follow. Every `save` asks this first."""
@@ -106,11 +116,12 @@ class Checkpoint:
             )
         if not reaches(self.position, saved.position):
             raise PositionRewound(
-                "the position does not follow the one that is saved", saved=_short(saved.position),
+                "the position does not follow the one that is saved",
+                saved=_short(saved.position),
                 given=_short(self.position),
                 hint="Two processes may use one key, or the source was put back to an older state. To go back on "
                 "purpose, `delete` the checkpoint and seed it anew.",
-            )  # fmt: skip
+            )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -132,15 +143,19 @@ class Checkpoint:
                 f"a checkpoint cannot be read: {reason_of(error)}",
                 hint="Restore it from a copy. Without one, `delete` it and seed it with a position that the sink "
                 "certainly has.",
-            ) from error  # fmt: skip
+            ) from error
 
 
 def read_stored(stored: Mapping[str, Any]) -> Checkpoint:
     """What `to_json` gave; ConfigError, or ValueError and what goes with it, for anything else."""
     found = Checkpoint.parse(
-        source_type=stored["source_type"], position_type=stored["position_type"], position=stored["position"],
-        time=datetime.fromisoformat(stored["time"]), transaction=stored["transaction"], metadata=stored["metadata"],
-    )  # fmt: skip
+        source_type=stored["source_type"],
+        position_type=stored["position_type"],
+        position=stored["position"],
+        time=datetime.fromisoformat(stored["time"]),
+        transaction=stored["transaction"],
+        metadata=stored["metadata"],
+    )
     if not isinstance(stored["metadata"], Mapping):
         # None at all would be taken for those of one that was seeded, and whoever counts by them begin at zero again.
         raise ValueError("its metadata is no JSON object")
@@ -182,9 +197,7 @@ class CheckpointStore(Protocol):
 def check_key(key: str) -> str:
     """The key, if it can be one."""
     if not isinstance(key, str):
-        raise ConfigError(
-            "a checkpoint's key is no text", found=type(key).__name__, hint="For example: `shop-orders`."
-        )
+        raise ConfigError("a checkpoint's key is no text", found=type(key).__name__, hint="For example: `shop-orders`.")
     wrong = ""
     if not key:
         wrong = "is empty"
@@ -207,9 +220,10 @@ def require_checkpoint(given: object) -> None:
     """Refuse to save what is none. Every `save` may ask this first."""
     if not isinstance(given, Checkpoint):
         raise ConfigError(
-            "that is no checkpoint", found=type(given).__name__,
+            "that is no checkpoint",
+            found=type(given).__name__,
             hint="Give `Checkpoint(source_type=…, position=…)`, or `Checkpoint.parse(…)` of texts.",
-        )  # fmt: skip
+        )
 
 
 def seed_checkpoint(store: CheckpointStore, key: str, checkpoint: Checkpoint) -> None:
@@ -218,9 +232,11 @@ def seed_checkpoint(store: CheckpointStore, key: str, checkpoint: Checkpoint) ->
     saved = store.load(check_key(key))
     if saved is not None:
         raise StateError(
-            "there is a checkpoint under this key already", key=key, position=_short(saved.position),
+            "there is a checkpoint under this key already",
+            key=key,
+            position=_short(saved.position),
             hint="If it is to go, `delete` it first.",
-        )  # fmt: skip
+        )
     store.save(key, checkpoint)
 
 
@@ -246,7 +262,7 @@ def _require_name(what: str, name: str, example: str) -> None:
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
         raise ConfigError(
             f"a checkpoint's {what} is printable text of 1 to {_NAME_CHARACTERS_MAX} characters",
-            hint=f"For example `\"{example}\"`.",
+            hint=f'For example `"{example}"`.',
         )
 
 

@@ -80,7 +80,7 @@ class RecordedStream(Generic[P]):
 
     def __init__(self, stream: Stream[P], history: SchemaHistory) -> None:
         require_stream(stream)
-        require_methods("history", history, ("record", "latest"), "Give `FileSchemaHistory(\"state/shapes\")`.")
+        require_methods("history", history, ("record", "latest"), 'Give `FileSchemaHistory("state/shapes")`.')
         self._stream, self._feed = stream, SchemaFeed(history)
         self._untold: Window[P] | None = None
         """Read, and not in the history yet: a stream may give it only once."""

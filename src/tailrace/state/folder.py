@@ -90,7 +90,7 @@ class StateFolder:
 
     def __init__(
         self, given: str | os.PathLike[str], what: str, *, read_only: bool = False, take_over: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         path = folder_named(given, what)
         self.path, self.what, self.read_only = path, what, read_only
         self._process = os.getpid()
@@ -127,9 +127,11 @@ class StateFolder:
         if self._process != os.getpid():
             # A fork has the lock too, and would write behind the back of the one that took it.
             raise StateBusy(
-                f"{self.what} belongs to the process that this one was forked from", path=self.path,
-                pid=self._process, hint="Open it in the process that uses it, or with `read_only=True`.",
-            )  # fmt: skip
+                f"{self.what} belongs to the process that this one was forked from",
+                path=self.path,
+                pid=self._process,
+                hint="Open it in the process that uses it, or with `read_only=True`.",
+            )
         self._lease.check()
 
     def names(self) -> list[str]:
@@ -170,9 +172,7 @@ class StateFolder:
 
     def corrupt(self, name: str, reason: object, hint: str = "Restore the file from a copy.") -> StateCorrupt:
         """The error for a file that is not what was written."""
-        return StateCorrupt(
-            f"a file of {self.what} cannot be read: {reason}", path=self.path / name, hint=hint
-        )
+        return StateCorrupt(f"a file of {self.what} cannot be read: {reason}", path=self.path / name, hint=hint)
 
     def replace(self, name: str, content: bytes) -> None:
         """Put this content under the name. When this returns, it survives a crash of the machine."""

@@ -18,13 +18,7 @@ from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.state import records
 from tailrace.state.folder import StateFolder, explained
-from tailrace.state.history import (
-    DEFAULT_RETENTION,
-    MemorySchemaHistory,
-    Retention,
-    SchemaEvent,
-    SchemaVersion,
-)
+from tailrace.state.history import DEFAULT_RETENTION, MemorySchemaHistory, Retention, SchemaEvent, SchemaVersion
 
 FORMAT = 1
 _NAME = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,9}\.json")
@@ -40,9 +34,13 @@ class FileSchemaHistory(MemorySchemaHistory):
     """Versions in a folder. Opened to write it has one owner at a time; any number may read beside it."""
 
     def __init__(
-        self, path: str | os.PathLike[str], *, retention: Retention | None = DEFAULT_RETENTION,
-        read_only: bool = False, take_over: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | os.PathLike[str],
+        *,
+        retention: Retention | None = DEFAULT_RETENTION,
+        read_only: bool = False,
+        take_over: bool = False,
+    ) -> None:
         """`take_over` takes it from an owner on another host, which must be gone: nobody here can see whether it is."""
         super().__init__(retention=retention)
         self._names: list[str] | None = None

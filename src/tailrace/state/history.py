@@ -75,12 +75,15 @@ class SchemaVersion:
     def from_json(cls, stored: dict[str, Any]) -> SchemaVersion:
         position = stored["position"]
         return cls(
-            table=TableId.from_json(stored), version=stored["version"], event=SchemaEvent(stored["event"]),
+            table=TableId.from_json(stored),
+            version=stored["version"],
+            event=SchemaEvent(stored["event"]),
             shape=TableSchema.from_json(stored["shape"]),
-            evolution=Evolution.from_json(stored["evolution"]) if stored["evolution"] else None, ddl=stored["ddl"],
+            evolution=Evolution.from_json(stored["evolution"]) if stored["evolution"] else None,
+            ddl=stored["ddl"],
             time=datetime.fromisoformat(stored["time"]) if stored["time"] else None,
             position=parse_position(PositionType(stored["position_type"]), position) if position else None,
-        )  # fmt: skip
+        )
 
 
 def _is_whole(value: object) -> bool:
@@ -129,16 +132,19 @@ class SchemaHistory(Protocol):
     """None: everything is kept, and grows with every change of a table's shape."""
 
     def record(
-        self, shape: TableSchema, *, time: datetime | None = None, position: Position | None = None,
+        self,
+        shape: TableSchema,
+        *,
+        time: datetime | None = None,
+        position: Position | None = None,
         ddl: str | None = None,
-    ) -> SchemaVersion:  # fmt: skip
+    ) -> SchemaVersion:
         """The version that is this shape: the newest, if it is the same, or else a new one. `time` is now, if not
         given."""
 
     def drop(
-        self, table: TableId, *, time: datetime | None = None, position: Position | None = None,
-        ddl: str | None = None,
-    ) -> SchemaVersion | None:  # fmt: skip
+        self, table: TableId, *, time: datetime | None = None, position: Position | None = None, ddl: str | None = None
+    ) -> SchemaVersion | None:
         """The table went. None if it was never there; told again, nothing is added."""
 
     def latest(self, table: TableId) -> SchemaVersion | None:
@@ -204,9 +210,13 @@ class MemorySchemaHistory:
     # ---- telling -----------------------------------------------------------------------------------------
 
     def record(
-        self, shape: TableSchema, *, time: datetime | None = None, position: Position | None = None,
+        self,
+        shape: TableSchema,
+        *,
+        time: datetime | None = None,
+        position: Position | None = None,
         ddl: str | None = None,
-    ) -> SchemaVersion:  # fmt: skip
+    ) -> SchemaVersion:
         if not isinstance(shape, TableSchema):
             raise ConfigError(
                 "that is no shape of a table", found=type(shape).__name__, hint="Give the `TableSchema` that rows have."
@@ -244,9 +254,8 @@ class MemorySchemaHistory:
             return self._keep(happened, SchemaEvent.ALTER, shape, table, evolution or evolve(before, shape))
 
     def drop(
-        self, table: TableId, *, time: datetime | None = None, position: Position | None = None,
-        ddl: str | None = None,
-    ) -> SchemaVersion | None:  # fmt: skip
+        self, table: TableId, *, time: datetime | None = None, position: Position | None = None, ddl: str | None = None
+    ) -> SchemaVersion | None:
         _require_table(table)
         happened = _happened(time, position, ddl)
         with self._one_at_a_time:
@@ -271,14 +280,24 @@ class MemorySchemaHistory:
         return replace(latest.shape, facts=self._facts.get(latest.table, latest.shape.facts))
 
     def _keep(
-        self, happened: _Happened, event: SchemaEvent, shape: TableSchema, table: TableId,
+        self,
+        happened: _Happened,
+        event: SchemaEvent,
+        shape: TableSchema,
+        table: TableId,
         evolution: Evolution | None = None,
-    ) -> SchemaVersion:  # fmt: skip
+    ) -> SchemaVersion:
         latest = self._latest(table)
         version = SchemaVersion(
-            table=table, version=latest.version + 1 if latest else 1, event=event, shape=shape, evolution=evolution,
-            ddl=happened.ddl, time=happened.time, position=happened.position,
-        )  # fmt: skip
+            table=table,
+            version=latest.version + 1 if latest else 1,
+            event=event,
+            shape=shape,
+            evolution=evolution,
+            ddl=happened.ddl,
+            time=happened.time,
+            position=happened.position,
+        )
         self._add(version)
         self._take(version)
         if self.retention is not None:
@@ -316,9 +335,11 @@ class MemorySchemaHistory:
         if kept and _is_whole(version) and 0 < version < kept[0].version:
             raise _gone(kept)
         raise ConfigError(
-            "the table has no such version", table=table, version=version,
+            "the table has no such version",
+            table=table,
+            version=version,
             hint=f"It has {kept[0].version} to {kept[-1].version}." if kept else "Nothing is known of the table.",
-        )  # fmt: skip
+        )
 
     def at_time(self, table: TableId, time: datetime) -> SchemaVersion | None:
         kept, then = self.versions(table), _with_zone(time)
@@ -348,9 +369,12 @@ class MemorySchemaHistory:
 def _gone(kept: Sequence[SchemaVersion]) -> StateTrimmed:
     first = kept[0]
     return StateTrimmed(
-        "older versions of the table's shape are no longer kept", table=first.table, first=first.version,
-        time=first.time, hint="Keep more of them: see `Retention`.",
-    )  # fmt: skip
+        "older versions of the table's shape are no longer kept",
+        table=first.table,
+        first=first.version,
+        time=first.time,
+        hint="Keep more of them: see `Retention`.",
+    )
 
 
 def _renamed(old: TableId, new: TableId) -> Evolution:
@@ -375,9 +399,10 @@ def _require_table(table: object) -> None:
     """A text is no table's name: of nothing that is asked for by one would anything be known."""
     if not isinstance(table, TableId):
         raise ConfigError(
-            "a table is not named by a `TableId`", found=type(table).__name__,
-            hint="Give schema and name apart: `TableId(\"public\", \"orders\")`.",
-        )  # fmt: skip
+            "a table is not named by a `TableId`",
+            found=type(table).__name__,
+            hint='Give schema and name apart: `TableId("public", "orders")`.',
+        )
 
 
 def _known(time: datetime | None) -> datetime:

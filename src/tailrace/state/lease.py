@@ -81,9 +81,15 @@ class Lease(abc.ABC):
     """
 
     def __init__(
-        self, hold: Hold, name: str, wait_seconds: float, *, take_over: bool, expiry_seconds: float,
+        self,
+        hold: Hold,
+        name: str,
+        wait_seconds: float,
+        *,
+        take_over: bool,
+        expiry_seconds: float,
         renew_seconds: float | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Without `renew_seconds` nobody is shown that we live: for those who never take a record for a dead one's."""
         self._hold, self._name = hold, name
         self._since, self._renewed = time.time(), 0
@@ -157,10 +163,16 @@ class Lease(abc.ABC):
 
     def _record(self, *, released: bool) -> bytes:
         record = {
-            "pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "boot": _boot(),
-            "space": _space(), "token": self._hold.token, "since": self._since, "renewed": self._renewed,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "boot": _boot(),
+            "space": _space(),
+            "token": self._hold.token,
+            "since": self._since,
+            "renewed": self._renewed,
             "released": released,
-        }  # fmt: skip
+        }
         return json.dumps(record).encode()
 
     def _write_first_record(self) -> None:
@@ -185,9 +197,13 @@ class DiskHold:
     """Of a dead process nothing is on its way to a disk."""
 
     def __init__(
-        self, folder: Path, name: str, *, put: Callable[[Path, bytes], None] = durable.replace,
+        self,
+        folder: Path,
+        name: str,
+        *,
+        put: Callable[[Path, bytes], None] = durable.replace,
         reboot_ends: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`put` writes the record: one that a crash of the machine may tear will do where records expire.
         With `reboot_ends` a holder is dead whose host, by name and machine id, is this one and was started anew."""
         self._lock, self._record = folder / f"{name}.lock", folder / f"{name}.json"

@@ -105,7 +105,12 @@ class LakeTable(Protocol):
         ...
 
     def land(
-        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        *,
+        origin: Origin | None = None,
         kept: Sequence[Column] = (),
     ) -> int:
         """Make these staged files all that the table holds, at this position, in one commit; return their rows.
@@ -117,9 +122,15 @@ class LakeTable(Protocol):
         ...
 
     def apply(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
+        self,
+        schema: TableSchema,
+        folded: Folded,
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        touch: bool = False,
         reread: Reread | None = None,
-    ) -> Applied:  # fmt: skip
+    ) -> Applied:
         """Bring the table from `expected` to `cursor` in one commit.
 
         Does nothing if the table is already at or past `cursor.seq`, or if the fold is empty: a quiet table's
@@ -136,9 +147,15 @@ class LakeTable(Protocol):
         ...
 
     def refresh(
-        self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
-        keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
-    ) -> Applied:  # fmt: skip
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        keys: Sequence[StagedFile] | None = None,
+        origin: Origin | None = None,
+    ) -> Applied:
         """Make the rows of a table with a key those of the staged files, in one commit, and leave alone what holds
         them already. A table that keeps what the source no longer has keeps it; one of changes gets the rows added.
 
@@ -190,9 +207,7 @@ class MendedTable(LakeTable, Protocol):
         """The name that the last `add` was given; None: there was none since the table was loaded."""
         ...
 
-    def add(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str
-    ) -> Applied:
+    def add(self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str) -> Applied:
         """Add rows, in a table without a key or one of changes, at the position that it has, in one commit that bears
         the name `late`; every later commit bears it too, until the next that is given one.
 

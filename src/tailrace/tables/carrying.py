@@ -75,9 +75,11 @@ def _filled(new: TableSchema, found: Evolution, value_of: ValueOf) -> tuple[tupl
 
 def _stop(old: TableSchema, change: str) -> SchemaChanged:
     return SchemaChanged(
-        "the table must be loaded anew, and what it keeps of the past cannot be carried over", table=old.table,
-        change=change, hint=REPLACED_HINT,
-    )  # fmt: skip
+        "the table must be loaded anew, and what it keeps of the past cannot be carried over",
+        table=old.table,
+        change=change,
+        hint=REPLACED_HINT,
+    )
 
 
 def carries(was: pa.DataType, now: pa.DataType) -> bool:

@@ -54,16 +54,19 @@ class Catalog:
         names = path.relative_to(self.root.absolute()).parts
         if len(names) < 2 or any(UNUSABLE.search(name) or ":" in name for name in names):
             raise TableUnusable(
-                "an Iceberg table cannot have this name", path=path,
+                "an Iceberg table cannot have this name",
+                path=path,
                 hint=r"Give it one of two parts, without [ ] \ ^ | : and percent signs: `name:` in `tables.rules`.",
-            )  # fmt: skip
+            )
         return names
 
     def metadata(self, path: Path) -> dict[str, Any] | None:
         """What the newest commit of a table made of it; None if there is none."""
         ways: Mapping[str, Callable[[Path], dict[str, Any] | None]] = {
-            "hadoop": self._in_folder, "rest": self._at_server, "jdbc": self._in_database,
-        }  # fmt: skip
+            "hadoop": self._in_folder,
+            "rest": self._at_server,
+            "jdbc": self._in_database,
+        }
         try:
             found = ways[self.kind](path)
             if found is not None and "format-version" not in found:
@@ -134,9 +137,12 @@ class Catalog:
 
     def _silent(self, path: Path, reason: str) -> TableUnusable:
         return TableUnusable(
-            "the Iceberg catalog does not say where the table is", path=path, catalog=self.kind, reason=reason,
+            "the Iceberg catalog does not say where the table is",
+            path=path,
+            catalog=self.kind,
+            reason=reason,
             hint="Is it up, and are `uri` and what it asks for in `tables.catalog` right?",
-        )  # fmt: skip
+        )
 
 
 SPARK_CATALOG = "tailrace"

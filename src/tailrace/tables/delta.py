@@ -30,12 +30,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from tailrace import failpoints
-from tailrace.errors import (
-    ForeignWrite,
-    TableUnusable,
-    TailraceError,
-    Unsupported,
-)
+from tailrace.errors import ForeignWrite, TableUnusable, TailraceError, Unsupported
 from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.tables.base import Applied, Cursor, Reread
 from tailrace.tables.deltalog import (
@@ -126,9 +121,13 @@ class DeltaRsTable:
     """A table of one change log; keeps the promises of `LakeTable`."""
 
     def __init__(
-        self, path: Path, log_id: str, form: Form = PLAIN, features: Features | None = None,
+        self,
+        path: Path,
+        log_id: str,
+        form: Form = PLAIN,
+        features: Features | None = None,
         file_bytes: int = FILE_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`features`: what the table gets when it is loaded, where Spark's connector writes its rows; None: delta-rs
         does, and the table may have none. `file_bytes`: the size of file that is aimed at."""
         self._path = path.absolute()
@@ -196,9 +195,14 @@ class DeltaRsTable:
             return self._land(table, schema, files, cursor, origin)
 
     def land(
-        self, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor, *, origin: Origin | None = None,
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        *,
+        origin: Origin | None = None,
         kept: Sequence[Column] = (),
-    ) -> int:  # fmt: skip
+    ) -> int:
         refuse_names(self._form.stored(schema))
         return self._land(self._own_table(schema.table), schema, files, cursor, origin, kept)
 
@@ -206,9 +210,14 @@ class DeltaRsTable:
         self._own_table(table)
 
     def _land(
-        self, table: DeltaTable | None, schema: TableSchema, files: Sequence[StagedFile], cursor: Cursor,
-        origin: Origin | None, kept: Sequence[Column] = (),
-    ) -> int:  # fmt: skip
+        self,
+        table: DeltaTable | None,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        origin: Origin | None,
+        kept: Sequence[Column] = (),
+    ) -> int:
         """Swap what was there when the table was looked at for these files."""
         rows = sum(file.rows for file in files)
         if table is not None and _holds(table, files):
@@ -237,9 +246,14 @@ class DeltaRsTable:
         return rows
 
     def _swap(
-        self, folder: Path, table: DeltaTable, schema: TableSchema, files: Sequence[StagedFile],
-        position: Position, mode: Literal["append", "overwrite"] = "overwrite",
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        table: DeltaTable,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        position: Position,
+        mode: Literal["append", "overwrite"] = "overwrite",
+    ) -> None:
         """Make the files all that the table holds, with these columns; or add them."""
         adds, by = self._adds_of(folder, files), self._form.partition_by
         if mode == "overwrite" and named_oddly(table):
@@ -254,7 +268,10 @@ class DeltaRsTable:
         self.add_features(folder, table, schema)
         self._commit(
             lambda: table.create_write_transaction(
-                [*adds], mode=mode, schema=delta_fields(schema), partition_by=list(by),
+                [*adds],
+                mode=mode,
+                schema=delta_fields(schema),
+                partition_by=list(by),
                 commit_properties=position.properties(),
             )
         )
@@ -286,9 +303,15 @@ class DeltaRsTable:
         self._make_durable(folder, table.version())
 
     def apply(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, cursor: Cursor, *, touch: bool = False,
+        self,
+        schema: TableSchema,
+        folded: Folded,
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        touch: bool = False,
         reread: Reread | None = None,
-    ) -> Applied:  # fmt: skip
+    ) -> Applied:
         opened = self.opened()
         here = opened.position.cursor
         if here.covers(cursor) or (folded.empty and not touch):
@@ -303,9 +326,13 @@ class DeltaRsTable:
         written = self._write(opened, stored, folded, position)
         upserted = int(np.count_nonzero(operations(folded) == UPSERT))
         return Applied(
-            committed=True, cursor=cursor, upserted=upserted, deleted=folded.rows.num_rows - upserted,
-            bytes=written.bytes, version=opened.following,
-        )  # fmt: skip
+            committed=True,
+            cursor=cursor,
+            upserted=upserted,
+            deleted=folded.rows.num_rows - upserted,
+            bytes=written.bytes,
+            version=opened.following,
+        )
 
     def _with_bases(self, opened: Opened, stored: TableSchema, rows: pa.Table, reread: Reread) -> pa.Table:
         baseless = self._without_base(opened, stored, rows)
@@ -338,24 +365,31 @@ class DeltaRsTable:
         )
 
     @_explained
-    def add(
-        self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str
-    ) -> Applied:
+    def add(self, schema: TableSchema, folded: Folded, expected: Cursor, *, after: str | None, late: str) -> Applied:
         opened = self.opened()
         refuse_elsewhere(self._path, opened.position, schema, expected)
         refuse_other_letters(self._path, opened.position, after)
         position = replace(opened.position, late=late)
         written = self._write(opened, self._form.stored(schema), folded, position)
         return Applied(
-            committed=True, cursor=expected, upserted=folded.rows.num_rows, bytes=written.bytes,
+            committed=True,
+            cursor=expected,
+            upserted=folded.rows.num_rows,
+            bytes=written.bytes,
             version=opened.following,
-        )  # fmt: skip
+        )
 
     @_explained
     def refresh(
-        self, schema: TableSchema, files: Sequence[StagedFile], expected: Cursor, cursor: Cursor, *,
-        keys: Sequence[StagedFile] | None = None, origin: Origin | None = None,
-    ) -> Applied:  # fmt: skip
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        keys: Sequence[StagedFile] | None = None,
+        origin: Origin | None = None,
+    ) -> Applied:
         appends = self._form.mode is TableMode.APPEND
         if not schema.key and not appends:
             raise Unsupported("only a table with a key can be refreshed", table=schema.table, hint=REPLACE_HINT)
@@ -374,11 +408,15 @@ class DeltaRsTable:
         (shape, others), parts = compared(self._form, schema), self._parts(opened, schema, files)
         stay = None if keys is None else [file.path for file in keys]
         found = compare(
-            opened.folder, shape, table=file_names(opened.table), staged=[file.path for file in files],
+            opened.folder,
+            shape,
+            table=file_names(opened.table),
+            staged=[file.path for file in files],
             keys=file_names(opened.table) if self._form.keeps else stay,
             kept=[*others, *kept_columns(opened.table, self._form.stored(schema))],
-            keeping=keeping(self._form, origin, clock), parts=parts,
-        )  # fmt: skip
+            keeping=keeping(self._form, origin, clock),
+            parts=parts,
+        )
         if found.empty and cursor == here:
             return Applied(committed=False, cursor=here)
         rows, gone = ([], []) if found.empty else ([found.rows()], list(found.kept))
@@ -394,9 +432,16 @@ class DeltaRsTable:
         return {**parts_of(opened.table), **{file.path: values_of(file.values, columns) for file in staged}}
 
     def _exchange(
-        self, opened: Opened, stored: TableSchema, rows: Iterable[Iterable[pa.RecordBatch]], gone: Sequence[str],
-        parts: Parts, position: Position, *, changes_rows: bool = True,
-    ) -> Written:  # fmt: skip
+        self,
+        opened: Opened,
+        stored: TableSchema,
+        rows: Iterable[Iterable[pa.RecordBatch]],
+        gone: Sequence[str],
+        parts: Parts,
+        position: Position,
+        *,
+        changes_rows: bool = True,
+    ) -> Written:
         """Swap some files for others, each of the rows' parts in files of their own. Without any the position moves."""
         folder, by = opened.folder, self._form.partition_by
         with self._staging(EXCHANGE) as name:
@@ -493,9 +538,7 @@ class DeltaRsTable:
             shape = self._form.stored(opened.position.schema)
             stored = replace(shape, columns=(*shape.columns, *kept_columns(table, shape)), facts=None)
             rows = all_rows(opened.folder, some, stored.columns, parts)
-            written = self._exchange(
-                opened, stored, [rows], some, parts, opened.position, changes_rows=False
-            )
+            written = self._exchange(opened, stored, [rows], some, parts, opened.position, changes_rows=False)
             done = Tended(joined=written.removed, made=written.added, bytes=written.bytes)
         if (age := upkeep.remove_after_seconds) is not None:
             opened = self._at(expected)
@@ -549,9 +592,7 @@ class DeltaRsTable:
         return opened
 
     @_explained
-    def _write(
-        self, opened: Opened, schema: TableSchema, folded: Folded, position: Position
-    ) -> Written:
+    def _write(self, opened: Opened, schema: TableSchema, folded: Folded, position: Position) -> Written:
         """One commit: the files that hold a row concerned are exchanged, and rows that come in are added."""
         if self._features is not None:
             refuse_for_delta_rs(self._path, features_of(opened.table), ours=True)

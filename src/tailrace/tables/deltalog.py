@@ -85,18 +85,19 @@ class Position:
         stored = json.loads(text)
         if stored["format"] != FORMAT:
             raise TableUnusable(
-                "the table's position was written by a newer Tailrace", format=stored["format"],
-                hint="Update Tailrace.",
-            )  # fmt: skip
+                "the table's position was written by a newer Tailrace", format=stored["format"], hint="Update Tailrace."
+            )
         cursor = Cursor(
-            seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]),
-            load=stored.get("load"),
-        )  # fmt: skip
+            seq=stored["seq"], commit=stored["commit"], position=Lsn.parse(stored["position"]), load=stored.get("load")
+        )
         return cls(
-            log=stored["log"], cursor=cursor, schema=TableSchema.from_json(stored["schema"]),
-            form=Form.from_json(stored["form"]) if "form" in stored else PLAIN, clock=stored.get("clock", 0),
+            log=stored["log"],
+            cursor=cursor,
+            schema=TableSchema.from_json(stored["schema"]),
+            form=Form.from_json(stored["form"]) if "form" in stored else PLAIN,
+            clock=stored.get("clock", 0),
             late=stored.get("late"),
-        )  # fmt: skip
+        )
 
 
 def app_id(log_id: str) -> str:
@@ -143,19 +144,22 @@ def position_of(folder: Path, version: int, log_id: str) -> Position:
             return found.position
         if found.position is not None:
             raise ForeignWrite(
-                "another change log writes this table", path=folder, log=found.position.log, version=number,
+                "another change log writes this table",
+                path=folder,
+                log=found.position.log,
+                version=number,
                 hint="Give each pipeline its own `tables.path`. " + REPLACE_HINT,
-            )  # fmt: skip
+            )
         if not found.maintenance:
             raise ForeignWrite(
-                "someone else changed the table", path=folder, operation=found.operation, version=number,
+                "someone else changed the table",
+                path=folder,
+                operation=found.operation,
+                version=number,
                 hint=f"A table of ours is written by Tailrace alone. {REBUILD_HINT} {REPLACE_HINT}",
-            )  # fmt: skip
+            )
     raise TableUnusable(
-        "the table's log no longer holds the commit with our position",
-        path=folder,
-        version=version,
-        hint=REPLACE_HINT,
+        "the table's log no longer holds the commit with our position", path=folder, version=version, hint=REPLACE_HINT
     )
 
 

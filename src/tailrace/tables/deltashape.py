@@ -29,9 +29,13 @@ def create_table(folder: Path, fields: DeltaSchema, adds: list[AddAction], posit
     """A new table; one that was made meanwhile is not overwritten."""
     try:
         create_table_with_add_actions(
-            str(folder), fields, adds, mode="error", partition_by=list(position.form.partition_by),
+            str(folder),
+            fields,
+            adds,
+            mode="error",
+            partition_by=list(position.form.partition_by),
             commit_properties=position.properties(),
-        )  # fmt: skip
+        )
     except DeltaError as exc:
         if has_commits(folder):
             raise CommitFailedError("a table was made here meanwhile") from exc
@@ -46,9 +50,14 @@ def repartition(
     if DeltaTable(str(folder)).version() != table.version():
         raise CommitFailedError("someone committed to the table meanwhile")
     create_table_with_add_actions(
-        str(folder), fields, adds, mode="overwrite", partition_by=list(position.form.partition_by),
-        configuration=table.metadata().configuration, commit_properties=position.properties(),
-    )  # fmt: skip
+        str(folder),
+        fields,
+        adds,
+        mode="overwrite",
+        partition_by=list(position.form.partition_by),
+        configuration=table.metadata().configuration,
+        commit_properties=position.properties(),
+    )
 
 
 def parts_of(table: DeltaTable, adds: pa.Table | None = None) -> Parts:
@@ -71,9 +80,7 @@ def named_oddly(table: DeltaTable) -> bool:
     return not all(map(str.isascii, pa.table(table.get_add_actions(flatten=True)).column("path").to_pylist()))
 
 
-def remove_actions(
-    folder: Path, gone: Iterable[str], parts: Parts, *, changes_rows: bool
-) -> Iterator[RemoveAction]:
+def remove_actions(folder: Path, gone: Iterable[str], parts: Parts, *, changes_rows: bool) -> Iterator[RemoveAction]:
     """What takes files out of a table whose files have these values in common."""
     now = time.time_ns() // 1_000_000
     for name in gone:
@@ -101,13 +108,19 @@ def add_action(path: Path, folder: Path, file: StagedFile) -> AddAction:
         raise unreadable(path, exc) from exc
     if found is None or found.st_size != file.size:
         raise TableUnusable(
-            "a staged file is gone, or not what was written", path=path, file=file.path,
+            "a staged file is gone, or not what was written",
+            path=path,
+            file=file.path,
             hint="Load the table again; nobody else may write or remove files in its folder meanwhile.",
-        )  # fmt: skip
+        )
     return AddAction(
-        path=file.path, size=file.size, partition_values=file.values, modification_time=found.st_mtime_ns // 1_000_000,
-        data_change=True, stats=file.stats,
-    )  # fmt: skip
+        path=file.path,
+        size=file.size,
+        partition_values=file.values,
+        modification_time=found.st_mtime_ns // 1_000_000,
+        data_change=True,
+        stats=file.stats,
+    )
 
 
 def refuse_features(path: Path, table: DeltaTable, partition_by: Sequence[str]) -> None:
@@ -117,6 +130,8 @@ def refuse_features(path: Path, table: DeltaTable, partition_by: Sequence[str]) 
         others.add("partitions")
     if others:
         raise TableUnusable(
-            "the table has features that its files cannot be read with as they are", path=path,
-            features=", ".join(sorted(others)), hint=REPLACE_HINT,
-        )  # fmt: skip
+            "the table has features that its files cannot be read with as they are",
+            path=path,
+            features=", ".join(sorted(others)),
+            hint=REPLACE_HINT,
+        )

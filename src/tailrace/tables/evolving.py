@@ -77,9 +77,7 @@ def no_value(_: Column, __: str) -> pa.Scalar | None:
     return None
 
 
-def plan(
-    old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf, form: Form = PLAIN
-) -> Step | None:
+def plan(old: TableSchema, new: TableSchema, policies: Policies, value_of: ValueOf, form: Form = PLAIN) -> Step | None:
     """What to do with a table of the shape `old`, now that rows of the shape `new` come; None: nothing."""
     if old.knows(new):
         return None
@@ -246,6 +244,4 @@ def _recast(new: TableSchema, found: Evolution, policies: Policies, value_of: Va
             if value is None:
                 return Refresh(schema=new, why=f"added {item.column} with a default that is not understood")
             filled.append((column.name, value))
-    return Recast(
-        schema=new, added=tuple(added), renamed=tuple(renamed), filled=tuple(filled), dropped=tuple(dropped)
-    )
+    return Recast(schema=new, added=tuple(added), renamed=tuple(renamed), filled=tuple(filled), dropped=tuple(dropped))

@@ -27,15 +27,7 @@ from deltalake.transaction import AddAction
 
 from tailrace.changelog import files
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.deltalog import (
-    METADATA_KEY,
-    Position,
-    actions_of,
-    app_id,
-    data_path,
-    has_commits,
-    vector_file,
-)
+from tailrace.tables.deltalog import METADATA_KEY, Position, actions_of, app_id, data_path, has_commits, vector_file
 from tailrace.tables.deltashape import parts_of
 from tailrace.tables.features import (
     Features,
@@ -73,21 +65,30 @@ class Featured:
         """Make these files all that the table holds, with these columns and features."""
         by, fields = position.form.partition_by, landed_fields(self.table, features, schema)
         gone = () if self.table is None else live_files(self.folder, self.table.version()).values()
-        self._commit("WRITE", position, [
-            {"protocol": protocol_of(features, schema.columns)},
-            {"metaData": metadata_of(self.table, features, fields, _now(), by)},
-            *_removes(gone, changes_rows=True), *map(_add, adds),
-        ])  # fmt: skip
+        self._commit(
+            "WRITE",
+            position,
+            [
+                {"protocol": protocol_of(features, schema.columns)},
+                {"metaData": metadata_of(self.table, features, fields, _now(), by)},
+                *_removes(gone, changes_rows=True),
+                *map(_add, adds),
+            ],
+        )
 
     def lay(self, schema: TableSchema, laid: Laid, position: Position) -> None:
         """Give the table these columns; its files stay as they are."""
         table = self._there()
         features = features_of(table)
         fields = laid_fields(table, laid, schema)
-        self._commit("CHANGE COLUMNS", position, [
-            {"protocol": protocol_of(features, _naive_stays(table, schema))},
-            {"metaData": metadata_of(table, features, fields, _now())},
-        ])  # fmt: skip
+        self._commit(
+            "CHANGE COLUMNS",
+            position,
+            [
+                {"protocol": protocol_of(features, _naive_stays(table, schema))},
+                {"metaData": metadata_of(table, features, fields, _now())},
+            ],
+        )
 
     def sizes(self) -> dict[str, int]:
         """Of the table's files, as far as rows of theirs are still the table's: with many gone it is worth joining."""
@@ -156,9 +157,10 @@ class Featured:
         gone = set(table.vacuum(0, dry_run=True, enforce_retention_duration=False))
         old = time.time() - after_seconds
         gone |= {
-            str(path.relative_to(self.folder)) for path in self.folder.glob("**/deletion_vector_*.bin")
+            str(path.relative_to(self.folder))
+            for path in self.folder.glob("**/deletion_vector_*.bin")
             if path.stat().st_mtime < old
-        }  # fmt: skip
+        }
         there = [self.folder / name for name in sorted(gone - needed) if (self.folder / name).exists()]
         for path in there:
             path.unlink(missing_ok=True)
@@ -182,9 +184,7 @@ class Featured:
         if self.table is None and has_commits(self.folder):
             raise CommitFailedError("a table was made here meanwhile")
         now = _now()
-        said = {
-            "timestamp": now, "operation": operation, "operationParameters": {}, METADATA_KEY: position.text(),
-        }  # fmt: skip
+        said = {"timestamp": now, "operation": operation, "operationParameters": {}, METADATA_KEY: position.text()}
         seen = {"appId": app_id(position.log), "version": position.cursor.seq, "lastUpdated": now}
         lines = [json.dumps(action) for action in ({"commitInfo": said}, {"txn": seen}, *actions)]
         path = self.folder / "_delta_log" / f"{self.following:020d}.json"
@@ -267,21 +267,32 @@ def _naive_stays(table: DeltaTable, schema: TableSchema) -> list[Column]:
 
 
 def _add(add: AddAction) -> Action:
-    return {"add": {
-        "path": quote(add.path, safe="/="), "partitionValues": dict(add.partition_values), "size": add.size,
-        "modificationTime": add.modification_time,
-        "dataChange": add.data_change, "stats": add.stats,
-    }}  # fmt: skip
+    return {
+        "add": {
+            "path": quote(add.path, safe="/="),
+            "partitionValues": dict(add.partition_values),
+            "size": add.size,
+            "modificationTime": add.modification_time,
+            "dataChange": add.data_change,
+            "stats": add.stats,
+        }
+    }
 
 
 def _removes(adds: Iterable[Action], *, changes_rows: bool) -> Iterator[Action]:
     for add in adds:
         vector = add.get("deletionVector")
-        yield {"remove": {
-            "path": add["path"], "deletionTimestamp": _now(), "dataChange": changes_rows,
-            "extendedFileMetadata": True, "partitionValues": add["partitionValues"], "size": add["size"],
-            **({"deletionVector": vector} if vector else {}),
-        }}  # fmt: skip
+        yield {
+            "remove": {
+                "path": add["path"],
+                "deletionTimestamp": _now(),
+                "dataChange": changes_rows,
+                "extendedFileMetadata": True,
+                "partitionValues": add["partitionValues"],
+                "size": add["size"],
+                **({"deletionVector": vector} if vector else {}),
+            }
+        }
 
 
 def _now() -> int:

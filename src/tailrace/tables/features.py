@@ -52,9 +52,7 @@ class Features:
     @property
     def names(self) -> tuple[str, ...]:
         """As Delta calls them."""
-        return tuple(
-            name for name, has in ((VECTORS, self.deletion_vectors), (MAPPING, self.column_mapping)) if has
-        )
+        return tuple(name for name, has in ((VECTORS, self.deletion_vectors), (MAPPING, self.column_mapping)) if has)
 
 
 PLAIN_FILES = Features()
@@ -73,10 +71,11 @@ def refuse_for_delta_rs(path: Path, found: Features, *, ours: bool) -> None:
     if found.any:
         go_on = "Set `tables.engine: spark`, which goes on with it; or have it made anew without them: "
         raise TableUnusable(
-            "the table has features that `engine: delta-rs` does not write", path=path,
+            "the table has features that `engine: delta-rs` does not write",
+            path=path,
             features=", ".join(found.names),
             hint=(go_on if ours else "") + REPLACE_HINT,
-        )  # fmt: skip
+        )
 
 
 def refuse_unknown(path: Path, table: DeltaTable) -> None:
@@ -85,9 +84,11 @@ def refuse_unknown(path: Path, table: DeltaTable) -> None:
     others = {*(protocol.reader_features or ()), *(protocol.writer_features or ())} - _KNOWN
     if others:
         raise TableUnusable(
-            "the table has features that nobody here knows", path=path, features=", ".join(sorted(others)),
+            "the table has features that nobody here knows",
+            path=path,
+            features=", ".join(sorted(others)),
             hint="Move the table's folder away: the table is loaded anew.",
-        )  # fmt: skip
+        )
 
 
 def protocol_of(features: Features, columns: Sequence[Column]) -> dict[str, Any]:
@@ -96,20 +97,29 @@ def protocol_of(features: Features, columns: Sequence[Column]) -> dict[str, Any]
     if not needed:
         return {"minReaderVersion": 1, "minWriterVersion": 2}
     return {
-        "minReaderVersion": 3, "minWriterVersion": 7, "readerFeatures": needed, "writerFeatures": [*needed, *_ALWAYS],
-    }  # fmt: skip
+        "minReaderVersion": 3,
+        "minWriterVersion": 7,
+        "readerFeatures": needed,
+        "writerFeatures": [*needed, *_ALWAYS],
+    }
 
 
 def metadata_of(
-    table: DeltaTable | None, features: Features, fields: Sequence[Field], now: int,
-    partition_by: Sequence[str] | None = None, **configuration: str,
-) -> dict[str, Any]:  # fmt: skip
+    table: DeltaTable | None,
+    features: Features,
+    fields: Sequence[Field],
+    now: int,
+    partition_by: Sequence[str] | None = None,
+    **configuration: str,
+) -> dict[str, Any]:
     """What a table is, with these columns; what is known of it and does not concern the features stays, and so does
     what it is partitioned by unless that is said."""
     was = None if table is None else table.metadata()
-    settings = {} if was is None else {
-        name: value for name, value in was.configuration.items() if name not in (_ENABLED, _MODE, _LAST_ID)
-    }  # fmt: skip
+    settings = (
+        {}
+        if was is None
+        else {name: value for name, value in was.configuration.items() if name not in (_ENABLED, _MODE, _LAST_ID)}
+    )
     if partition_by is None:
         partition_by = () if was is None else was.partition_columns
     if features.deletion_vectors:
@@ -118,11 +128,14 @@ def metadata_of(
         settings |= {_MODE: "name", _LAST_ID: str(max([_last_id(table), *(f["metadata"][_ID] for f in fields)]))}
     named = {} if was is None else {"name": was.name, "description": was.description}
     return {
-        "id": str(uuid.uuid4() if was is None else was.id), **named, "format": {"provider": "parquet", "options": {}},
+        "id": str(uuid.uuid4() if was is None else was.id),
+        **named,
+        "format": {"provider": "parquet", "options": {}},
         "schemaString": json.dumps({"type": "struct", "fields": list(fields)}),
         "partitionColumns": list(partition_by),
-        "configuration": settings | configuration, "createdTime": now if was is None else was.created_time,
-    }  # fmt: skip
+        "configuration": settings | configuration,
+        "createdTime": now if was is None else was.created_time,
+    }
 
 
 def fields_of(table: DeltaTable) -> list[Field]:

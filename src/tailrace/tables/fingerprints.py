@@ -83,9 +83,7 @@ def _bytes(column: Any, signed_zero: bool) -> tuple[Any, Ints]:
     """Each value's bytes: all of them, and where each begins and ends."""
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_binary(kind):
-        offsets = np.frombuffer(column.buffers()[1], np.int32)[
-            column.offset : column.offset + len(column) + 1
-        ]
+        offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
         return _data(column.buffers()[2]), offsets.astype(np.int64)
     if pa.types.is_list(kind):
         elements = _prints([column.values], 0, signed_zero=signed_zero)

@@ -122,15 +122,11 @@ def fold(schema: TableSchema, changes: pa.Table, *, rereads: bool = False) -> Fo
 class Batch:
     """The changes after the last TRUNCATE, by column."""
 
-    def __init__(
-        self, schema: TableSchema, changes: pa.Table, operations: Codes, *, empty_before: bool
-    ) -> None:
+    def __init__(self, schema: TableSchema, changes: pa.Table, operations: Codes, *, empty_before: bool) -> None:
         self.schema, self.operations, self.size = schema, operations, changes.num_rows
         self.empty_before = empty_before
         self._changes = changes
-        self.own = [
-            as_type(changes.column(change.stored_name(column.name)), column.type) for column in schema.columns
-        ]
+        self.own = [as_type(changes.column(change.stored_name(column.name)), column.type) for column in schema.columns]
 
     def optional(self, name: str) -> Any | None:
         """An optional column as one array; None when it is null throughout."""
@@ -280,9 +276,18 @@ def _follow_all(batch: Batch, keys: Keys, gaps: Gaps, rereads: bool) -> tuple[In
 
 @kernel
 def _follow(
-    operations: Codes, own: Ints, old: Ints, gap: Flags, empty_before: bool, rereads: bool,
-    source: Ints, root: Ints, state: Codes, left_at: Ints, moved: Flags,
-) -> int:  # fmt: skip
+    operations: Codes,
+    own: Ints,
+    old: Ints,
+    gap: Flags,
+    empty_before: bool,
+    rereads: bool,
+    source: Ints,
+    root: Ints,
+    state: Codes,
+    left_at: Ints,
+    moved: Flags,
+) -> int:
     """Walk the changes in order; the first row whose missing values have no base, if none can be read again, or -1.
 
     A deleted key keeps its last state until it is used again, and `left_at` says when it went: only the row
@@ -360,9 +365,7 @@ def _images(batch: Batch) -> tuple[list[Any], Ints]:
     old = None if before is None else before.take(pa.array(updates))
     if old is None or old.null_count:
         at = 0 if old is None else int(np.argmin(old.is_valid().to_numpy(zero_copy_only=False)))
-        raise batch.base_missing(
-            int(updates[at]), "an update of a table without a key came without the old row"
-        )
+        raise batch.base_missing(int(updates[at]), "an update of a table without a key came without the old row")
     images = [
         pa.chunked_array([*own.chunks, as_type(pc.struct_field(old, [i]), own.type)], own.type)
         for i, own in enumerate(batch.own)
@@ -439,16 +442,21 @@ def _unfit(batch: Batch, row: int, column: str) -> TailraceError:
     for cell in (unfit[row].as_py() if unfit is not None else None) or ():
         if (rule := change.failed_rule(cell["text"])) is not None and cell["column"] == column:
             return TransformFailed(
-                "a rule could not be applied", rule=rule, table=batch.schema.table, column=column,
-                position=batch.position(row), hint=_RULE_HINT,
-            )  # fmt: skip
-    is_text = any(
-        item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns
-    )
+                "a rule could not be applied",
+                rule=rule,
+                table=batch.schema.table,
+                column=column,
+                position=batch.position(row),
+                hint=_RULE_HINT,
+            )
+    is_text = any(item.name in (column, own) and pa.types.is_string(item.type) for item in batch.schema.columns)
     return ValueUnfit(
-        "a value does not fit the column's type", table=batch.schema.table, column=column,
-        position=batch.position(row), hint=_TEXT_HINT if is_text else _UNFIT_HINT,
-    )  # fmt: skip
+        "a value does not fit the column's type",
+        table=batch.schema.table,
+        column=column,
+        position=batch.position(row),
+        hint=_TEXT_HINT if is_text else _UNFIT_HINT,
+    )
 
 
 def take_places(columns: Sequence[Any], places: Sequence[Ints]) -> list[Any]:
@@ -474,9 +482,15 @@ def ordinal_lists(missing: Flags, ordinals: npt.NDArray[np.int16]) -> pa.Array:
 
 
 def folded_rows(
-    schema: TableSchema, columns: list[Any], deleted: Flags | Codes, *,
-    absent: Any = None, base: Any = None, moved: Flags | None = None, copies: Ints | None = None,
-) -> pa.Table:  # fmt: skip
+    schema: TableSchema,
+    columns: list[Any],
+    deleted: Flags | Codes,
+    *,
+    absent: Any = None,
+    base: Any = None,
+    moved: Flags | None = None,
+    copies: Ints | None = None,
+) -> pa.Table:
     """Rows as `folded_schema` has them; where `deleted` holds codes they are what is done with each."""
     fields = folded_schema(schema)
     size = deleted.size

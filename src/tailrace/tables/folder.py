@@ -59,10 +59,12 @@ def refuse_inside(path: Path, rebuilt: str = REBUILT) -> None:
             continue
         if has_commits(around) or any((around / "metadata").glob("*.metadata.json*")):
             raise TableUnusable(
-                "the folder lies inside another table", path=path, other=around,
+                "the folder lies inside another table",
+                path=path,
+                other=around,
                 hint="Choose another `tables.path` or `tables.names`, or give the table another `name:` in "
                 "`tables.rules`.",
-            )  # fmt: skip
+            )
 
 
 def _strays(folder: Path) -> Iterator[str]:
@@ -124,9 +126,7 @@ def unreadable(path: Path, exc: BaseException) -> TableUnusable:
     reason = os.strerror(exc.errno) if isinstance(exc, OSError) and exc.errno else None
     reason = reason or (said.group(1).strip() if said else None)
     hint = _DAMAGED_HINT if reason is None else _GONE_HINT if reason == os.strerror(errno.ENOENT) else _SYSTEM_HINT
-    return TableUnusable(
-        "the table's folder cannot be used", path=path, reason=reason or type(exc).__name__, hint=hint
-    )
+    return TableUnusable("the table's folder cannot be used", path=path, reason=reason or type(exc).__name__, hint=hint)
 
 
 def _real(path: Path) -> Path | None:

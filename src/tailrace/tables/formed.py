@@ -92,9 +92,7 @@ def _renamed(form: Form, unchanged: Any) -> Any:
     return pa.ListArray.from_arrays(pa.array(offsets), names, mask=lists.is_null())
 
 
-def _fold_marked(
-    form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table, rereads: bool
-) -> Folded:
+def _fold_marked(form: Form, schema: TableSchema, stored: TableSchema, changes: pa.Table, rereads: bool) -> Folded:
     """The last state of each key, alive or not."""
     states = States(schema, changes, rereads=rereads)
     last = np.full(int(states.key.max(initial=-1)) + 1, -1, np.int64)
@@ -125,9 +123,13 @@ def loaded(
         yield from batches
         return
     said: Mapping[str, Any] = {
-        change.OP: Operation.READ.value, change.SEQ: origin.seq, change.POSITION: origin.position,
-        form.mark: False, VALID_FROM: origin.read_at, CURRENT: True,
-    }  # fmt: skip
+        change.OP: Operation.READ.value,
+        change.SEQ: origin.seq,
+        change.POSITION: origin.position,
+        form.mark: False,
+        VALID_FROM: origin.read_at,
+        CURRENT: True,
+    }
     fields = pa.schema(form.stored(schema).row_fields())
     for batch in batches:
         added = [pa.repeat(_scalar(column, said), batch.num_rows) for column in form.added]
@@ -138,7 +140,9 @@ def keeping(form: Form, origin: Origin, clock: int) -> Keeping | None:
     """What becomes of rows that a load does not find any more; None for a table that does not keep them."""
     if form.soft_delete:
         said = {
-            form.mark: True, change.OP: Operation.DELETE.value, change.SEQ: origin.seq,
+            form.mark: True,
+            change.OP: Operation.DELETE.value,
+            change.SEQ: origin.seq,
             change.POSITION: origin.position,
         }
         values = {column.name: _scalar(column, said) for column in form.added}

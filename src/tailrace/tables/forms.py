@@ -148,9 +148,10 @@ class Form:
         if self.exact:
             what = "messages" if self.keeps else f"a table in `mode: {self.mode.value}`"
             raise Unsupported(
-                f"a part of {what} cannot be read again", table=table,
+                f"a part of {what} cannot be read again",
+                table=table,
                 hint="Ask without --where: the whole table is read.",
-            )  # fmt: skip
+            )
 
     def _refuse_keyless(self, schema: TableSchema) -> None:
         if self.mode is TableMode.APPEND:
@@ -165,26 +166,30 @@ class Form:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "mode": self.mode.value, "soft_delete": self.soft_delete, "metadata": list(self.metadata),
+            "mode": self.mode.value,
+            "soft_delete": self.soft_delete,
+            "metadata": list(self.metadata),
             "columns": [list(pair) for pair in self.columns],
             **({"mark": self.mark} if self.mark != DELETED else {}),
             **({"partition_by": list(self.partition_by)} if self.partition_by else {}),
             **({"keeps": True} if self.keeps else {}),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Form:
         return cls(
-            mode=TableMode(stored["mode"]), soft_delete=stored["soft_delete"], metadata=tuple(stored["metadata"]),
+            mode=TableMode(stored["mode"]),
+            soft_delete=stored["soft_delete"],
+            metadata=tuple(stored["metadata"]),
             columns=tuple((old, new) for old, new in stored["columns"]),
-            mark=stored.get("mark", DELETED), partition_by=tuple(stored.get("partition_by", ())),
+            mark=stored.get("mark", DELETED),
+            partition_by=tuple(stored.get("partition_by", ())),
             keeps=stored.get("keeps", False),
-        )  # fmt: skip
+        )
 
     def __str__(self) -> str:
         """In a word or two, for people."""
         return "messages" if self.keeps else f"{self.mode.value}, soft delete" if self.soft_delete else self.mode.value
-
 
     @property
     def described(self) -> str:

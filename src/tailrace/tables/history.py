@@ -41,9 +41,7 @@ def fold_versions(form: Form, schema: TableSchema, stored: TableSchema, changes:
     operations = np.repeat(np.array([UPSERT, CLOSE], np.int8), [made.size, closing.size])
     starts = np.concatenate([times[states.row[made]], np.full(closing.size, -1)])
     ends = np.concatenate([ended[kept], times[states.row[closing]]])
-    own = {
-        VALID_FROM: _times(starts), VALID_TO: _times(ends), CURRENT: pa.array((ends < 0) & (operations == UPSERT))
-    }
+    own = {VALID_FROM: _times(starts), VALID_TO: _times(ends), CURRENT: pa.array((ends < 0) & (operations == UPSERT))}
     rows = pa.array(states.row[which])
     added = [
         own[column.name] if column.name in own else as_type(changes.column(column.name), column.type).take(rows)

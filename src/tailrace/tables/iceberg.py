@@ -98,9 +98,11 @@ class IcebergTable:
             raise unreadable(self._path, exc) from exc
         if strays:
             raise TableUnusable(
-                "the folder holds something that is not an Iceberg table", path=self._path, found=min(strays),
+                "the folder holds something that is not an Iceberg table",
+                path=self._path,
+                found=min(strays),
                 hint=AWAY_HINT,
-            )  # fmt: skip
+            )
         return None
 
     def opened(self) -> OpenedIceberg:
@@ -119,7 +121,9 @@ class IcebergTable:
         refuse_form(self._path, self._form, position)
         if found.partition_by != list(self._form.partition_by):
             raise TableUnusable(
-                "someone else changed what the table is partitioned by", path=self._path,
-                found=", ".join(found.partition_by), hint=REPLACE_HINT,
-            )  # fmt: skip
+                "someone else changed what the table is partitioned by",
+                path=self._path,
+                found=", ".join(found.partition_by),
+                hint=REPLACE_HINT,
+            )
         return OpenedIceberg(metadata=found, position=position)

@@ -118,15 +118,19 @@ class Metadata:
                 continue
             if position is None or position.log != owner:
                 raise ForeignWrite(
-                    "someone else changed the table", path=self.path,
-                    operation=found["summary"].get("operation", "unknown"), version=found["snapshot-id"],
+                    "someone else changed the table",
+                    path=self.path,
+                    operation=found["summary"].get("operation", "unknown"),
+                    version=found["snapshot-id"],
                     hint=f"A table of ours is written by Tailrace alone. {REPLACE_HINT}",
-                )  # fmt: skip
+                )
             if found.get("schema-id") != self.said["current-schema-id"]:
                 raise ForeignWrite(
-                    "someone else changed the table's columns", path=self.path, version=found["snapshot-id"],
+                    "someone else changed the table's columns",
+                    path=self.path,
+                    version=found["snapshot-id"],
                     hint=f"A table of ours is written by Tailrace alone. {REPLACE_HINT}",
-                )  # fmt: skip
+                )
             return position
         raise TableUnusable(
             "the table no longer holds the snapshot with our position", path=self.path, hint=REPLACE_HINT
@@ -174,19 +178,27 @@ class Metadata:
         kept = {name: value for name, value in self.properties.items() if not name.startswith(_PLACES)}
         here = {"current-snapshot-id": number, "refs": {"main": {"snapshot-id": number, "type": "branch"}}}
         return {
-            **left, **(here if base else {"refs": {}}), "location": str(location), "properties": kept,
-            "current-schema-id": schema, "default-spec-id": now if now in mine else max(mine),
-            "partition-specs": specs, "snapshots": [base] if base else [], "snapshot-log": [], "metadata-log": [],
-        }  # fmt: skip
+            **left,
+            **(here if base else {"refs": {}}),
+            "location": str(location),
+            "properties": kept,
+            "current-schema-id": schema,
+            "default-spec-id": now if now in mine else max(mine),
+            "partition-specs": specs,
+            "snapshots": [base] if base else [],
+            "snapshot-log": [],
+            "metadata-log": [],
+        }
 
     def strays(self) -> list[int]:
         """Snapshots that were ours to be, and that no commit made part of the table."""
         mine = {item["snapshot-id"] for item in self._back()}
         named = {ref["snapshot-id"] for ref in self.said.get("refs", {}).values()}
         return [
-            item["snapshot-id"] for item in self.said.get("snapshots", ())
+            item["snapshot-id"]
+            for item in self.said.get("snapshots", ())
             if TOKEN in item["summary"] and "wap.id" in item["summary"] and item["snapshot-id"] not in mine | named
-        ]  # fmt: skip
+        ]
 
     def _stated(self, snapshot: Mapping[str, Any]) -> Position | None:
         text = snapshot["summary"].get(METADATA_KEY)
@@ -198,9 +210,11 @@ class Metadata:
             return Position.parse(json.dumps(stored))
         except (ValueError, KeyError, TypeError, ConfigError) as exc:
             raise TableUnusable(
-                "a snapshot of the table cannot be read", path=self.path, version=snapshot["snapshot-id"],
+                "a snapshot of the table cannot be read",
+                path=self.path,
+                version=snapshot["snapshot-id"],
                 hint=REPLACE_HINT,
-            ) from exc  # fmt: skip
+            ) from exc
 
     def _back(self, number: int | None = None) -> Iterator[Mapping[str, Any]]:
         """A snapshot, by default the newest, the one before it, and so on, as far as the table holds them."""

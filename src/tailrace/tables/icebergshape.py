@@ -105,9 +105,11 @@ def _type(column: Column, kind: pa.DataType, numbers: Iterator[int]) -> Any:
         if known == kind:
             return name
     raise TableUnusable(
-        "a column has a type that Iceberg does not have", column=column.name, type=str(kind),
+        "a column has a type that Iceberg does not have",
+        column=column.name,
+        type=str(kind),
         hint="Publish the table without it, or exclude the table.",
-    )  # fmt: skip
+    )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -185,9 +187,11 @@ def refuse_iceberg_names(schema: TableSchema) -> None:
     for name in schema.names:
         if name.lower() in RESERVED:
             raise TableUnusable(
-                "a column has a name that is Iceberg's own", table=schema.table, column=name,
+                "a column has a name that is Iceberg's own",
+                table=schema.table,
+                column=name,
                 hint="Give the column another name in `tables.rules` (`columns:`), or exclude the table.",
-            )  # fmt: skip
+            )
 
 
 def schema_json(fields: Sequence[Field]) -> str:

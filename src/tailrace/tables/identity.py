@@ -95,9 +95,7 @@ def _codes(column: Any, *, signed_zero: bool) -> Numbered:
     if pa.types.is_list(kind):
         return _with_nulls(column, _list_codes(column, signed_zero))
     if pa.types.is_struct(kind):
-        fields = [
-            _codes(pc.struct_field(column, [i]), signed_zero=signed_zero) for i in range(kind.num_fields)
-        ]
+        fields = [_codes(pc.struct_field(column, [i]), signed_zero=signed_zero) for i in range(kind.num_fields)]
         return _with_nulls(column, _combined(fields))
     bits = integer_bits(column)
     return _encoded(column) if bits is None else _with_nulls(column, _dense(bits))

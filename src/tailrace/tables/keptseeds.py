@@ -127,9 +127,7 @@ class KeptSeeds:
             else:
                 files = link_files(folder, table, at, name, copies=copies)
             failpoints.hit("seed.linked")
-            mine = replace(
-                place, path=at, form=position.form, engine="delta-rs", features=PLAIN_FILES, catalog=None
-            )
+            mine = replace(place, path=at, form=position.form, engine="delta-rs", features=PLAIN_FILES, catalog=None)
             kept = [] if table is None else kept_columns(table, position.form.stored(position.schema))
             mine.open().land(position.schema, files, position.cursor, origin=origin_of(position), kept=kept)
         except BaseException:

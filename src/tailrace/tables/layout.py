@@ -79,9 +79,14 @@ class Layout:
     def place(self, table: TableId, log_id: str) -> Place:
         """Of one table; refuses a name that no folder can have."""
         return Place(
-            path=self.path(table), log_id=log_id, form=self.form_of(table), engine=self.engine,
-            features=self.features_of(table), catalog=self.catalog, file_bytes=self.file_bytes,
-        )  # fmt: skip
+            path=self.path(table),
+            log_id=log_id,
+            form=self.form_of(table),
+            engine=self.engine,
+            features=self.features_of(table),
+            catalog=self.catalog,
+            file_bytes=self.file_bytes,
+        )
 
     def path(self, table: TableId) -> Path:
         """The folder of one table."""

@@ -35,9 +35,10 @@ def refuse_far_dates(schema: TableSchema, columns: Iterable[Any]) -> None:
             if max(-ends["min"].as_py(), ends["max"].as_py()) > DAYS_MAX:
                 raise ValueUnfit(
                     "a date lies past the year 262000, which delta-rs cannot write",
-                    table=schema.table, column=column.name,
+                    table=schema.table,
+                    column=column.name,
                     hint="Exclude the table, or change the column's type to text, then reload the table.",
-                )  # fmt: skip
+                )
 
 
 def unholdable(
@@ -73,19 +74,21 @@ def refuse_names(schema: TableSchema) -> None:
     """Refuse columns that no Delta table can have."""
     if not schema.columns:
         raise TableUnusable(
-            "the table has no columns, and Delta has no such tables", table=schema.table,
+            "the table has no columns, and Delta has no such tables",
+            table=schema.table,
             hint="Exclude it in `source.exclude`.",
-        )  # fmt: skip
+        )
     seen: dict[str, str] = {}
     for name in schema.names:
         other = seen.setdefault(name.lower(), name)
         if other != name:
             raise TableUnusable(
                 "two columns differ only in case, which Delta does not allow",
-                table=schema.table, columns=f"{other}, {name}",
+                table=schema.table,
+                columns=f"{other}, {name}",
                 hint="Give one another name: in the lake (`columns` in `tables.rules`), or at the source. Or exclude "
                 "the table.",
-            )  # fmt: skip
+            )
 
 
 _NOT_FOR_SPARK = re.compile(r"[ ,;{}()\n\t=]")
@@ -98,6 +101,8 @@ def refuse_spark_names(schema: TableSchema) -> None:
     for name in schema.names:
         if _NOT_FOR_SPARK.search(name):
             raise TableUnusable(
-                "Spark's connector changes no table with a column of such a name", table=schema.table, column=name,
+                "Spark's connector changes no table with a column of such a name",
+                table=schema.table,
+                column=name,
                 hint="Set `tables.engine: delta-rs` for this change; afterwards `spark` goes on.",
-            )  # fmt: skip
+            )

@@ -44,9 +44,7 @@ def link_files(folder: Path, table: DeltaTable, into: Path, name: str, *, copies
     return made
 
 
-def link_staged(
-    folder: Path, staged: Sequence[StagedFile], into: Path, name: str, *, copies: bool
-) -> list[StagedFile]:
+def link_staged(folder: Path, staged: Sequence[StagedFile], into: Path, name: str, *, copies: bool) -> list[StagedFile]:
     """The same of files that were staged, and that a table has in this folder under their own names."""
     made = []
     for number, file in enumerate(staged):

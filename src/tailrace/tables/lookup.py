@@ -161,9 +161,15 @@ class _Partial:
 
 
 def _fetch(
-    schema: TableSchema, table: DeltaTable, plain: pa.Table, moved: Ints, wanted: Sequence[Any],
-    row_of: Ints, ordinal_of: Ints, only: str | None,
-) -> pa.Table:  # fmt: skip
+    schema: TableSchema,
+    table: DeltaTable,
+    plain: pa.Table,
+    moved: Ints,
+    wanted: Sequence[Any],
+    row_of: Ints,
+    ordinal_of: Ints,
+    only: str | None,
+) -> pa.Table:
     """Put the values of the old rows into the rows that moved."""
     ordinals = np.unique(ordinal_of).tolist()
     found = find_rows(schema, table, wanted, ordinals, only=only)
@@ -190,8 +196,10 @@ def find_rows(
 def missing(schema: TableSchema, there: Flags) -> BaseRowMissing:
     return BaseRowMissing(
         "a partial change arrived for a row that the table does not hold",
-        table=schema.table, rows=int(np.count_nonzero(~there)), hint=LOAD_ANEW_HINT,
-    )  # fmt: skip
+        table=schema.table,
+        rows=int(np.count_nonzero(~there)),
+        hint=LOAD_ANEW_HINT,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,7 @@ def operations(folded: Folded) -> Any:
     return folded.rows.column("op").to_numpy()
 
 
-def rows_to_put(
-    form: Form, schema: TableSchema, rows: pa.Table, here: Cursor, said: pa.Table | None = None
-) -> Folded:
+def rows_to_put(form: Form, schema: TableSchema, rows: pa.Table, here: Cursor, said: pa.Table | None = None) -> Folded:
     """Whole rows of the source as a table of the form takes them that is put right where it stands; for a table of
     versions `said` has what the change that made each says of itself."""
     assert form.mode is not TableMode.APPEND, "what a change was cannot be put right"
@@ -60,9 +58,7 @@ def _versions_to_put(form: Form, stored: TableSchema, rows: pa.Table, said: pa.T
         return folded_rows(stored, [*rows.columns, *added], np.full(size, operation, np.int8))
 
     clock = max(times.cast(pa.int64()).to_pylist(), default=0)
-    return Folded(
-        truncated=False, rows=pa.concat_tables([folded(came, UPSERT), folded(ends, CLOSE)]), clock=clock
-    )
+    return Folded(truncated=False, rows=pa.concat_tables([folded(came, UPSERT), folded(ends, CLOSE)]), clock=clock)
 
 
 def whole_rows(schema: TableSchema, rows: pa.Table) -> Folded:
@@ -70,8 +66,10 @@ def whole_rows(schema: TableSchema, rows: pa.Table) -> Folded:
     fields, size = folded_schema(schema), rows.num_rows
     own = [rows.column(column.name).cast(column.type) for column in schema.columns]
     rest = [
-        pa.array(np.full(size, UPSERT, np.int8)), pa.nulls(size, fields.field("absent").type),
-        pa.nulls(size, fields.field("base").type), pa.array(np.zeros(size, np.bool_)),
+        pa.array(np.full(size, UPSERT, np.int8)),
+        pa.nulls(size, fields.field("absent").type),
+        pa.nulls(size, fields.field("base").type),
+        pa.array(np.zeros(size, np.bool_)),
         pa.array(np.ones(size, np.int64)),
-    ]  # fmt: skip
+    ]
     return Folded(truncated=False, rows=pa.Table.from_arrays([*own, *rest], schema=fields))

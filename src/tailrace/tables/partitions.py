@@ -57,23 +57,29 @@ def refuse_columns(stored: TableSchema, names: Sequence[str]) -> None:
     for name in names:
         if name not in columns:
             raise TableUnusable(
-                "the table has no such column to be partitioned by", table=stored.table, column=name,
+                "the table has no such column to be partitioned by",
+                table=stored.table,
+                column=name,
                 hint=f"If the source calls it otherwise now, write `columns: {{its name now: {name}}}` for the table "
                 f"in `tables.rules` and start again: it goes on with all that it holds. {_OTHER_HINT}",
-            )  # fmt: skip
+            )
         if names.count(name) > 1:
             # Once as the source calls it, and once as the lake does.
             raise TableUnusable(
-                "the table would be partitioned by one column twice", table=stored.table, column=name,
+                "the table would be partitioned by one column twice",
+                table=stored.table,
+                column=name,
                 hint="Name it once in `partition_by`: as at the source, or as `columns` calls it in the lake.",
-            )  # fmt: skip
+            )
         if not _can_name(columns[name].type):
             raise _refused("a table cannot be partitioned by a column of this type", stored, name)
         if not _NAMEABLE.fullmatch(name):
             raise TableUnusable(
-                "a column of this name cannot name folders", table=stored.table, column=name,
+                "a column of this name cannot name folders",
+                table=stored.table,
+                column=name,
                 hint="Give it another name in `tables.rules` (`columns:`), or partition by other columns.",
-            )  # fmt: skip
+            )
     if names and len(names) == len(columns):
         raise _refused("a table must have a column that it is not partitioned by", stored, names[-1])
 
@@ -206,4 +212,3 @@ def apart(rows: pa.Table, names: Sequence[str], *, whole: bool = False) -> Itera
     for start, end in zip(starts.tolist(), ends, strict=True):
         texts = texts_of({name: rows.column(name)[start] for name in names})
         yield Partition(values=texts, rows=own.slice(start, end - start))
-

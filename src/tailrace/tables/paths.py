@@ -30,9 +30,10 @@ def table_path(root: Path, table: TableId, template: str = TEMPLATE, pipeline: s
     for those."""
     if UNUSABLE.search(str(root)):
         raise TableUnusable(
-            "delta-rs cannot use this path", path=root,
+            "delta-rs cannot use this path",
+            path=root,
             hint=r"Choose a `tables.path` without [ ] \ ^ | and without a percent sign before two digits.",
-        )  # fmt: skip
+        )
     said = {"schema": table.schema, "table": table.name, "pipeline": pipeline}
     encoded = {name: _encoded(value, table) for name, value in said.items()}
     parts = [_folder(_PLACE.sub(lambda found: encoded[found.group(1)], part), table) for part in template.split("/")]
@@ -47,9 +48,12 @@ def meet(one: Path, other: Path) -> bool:
 def anothers(path: Path, other: TableId | None, table: TableId) -> TableUnusable:
     """Why a table cannot lie here."""
     return TableUnusable(
-        "another table of the source has this folder, or one in it or around it", table=table, other=other, path=path,
+        "another table of the source has this folder, or one in it or around it",
+        table=table,
+        other=other,
+        path=path,
         hint="Give one of them another name: `tables.names`, or `name:` in `tables.rules`.",
-    )  # fmt: skip
+    )
 
 
 def _encoded(name: str, table: TableId) -> str:
@@ -66,9 +70,11 @@ def _folder(folder: str, table: TableId) -> str:
         raise TableUnusable("the name is not valid Unicode", table=table, hint=_RENAME) from exc
     if folder.lower() == _LOG:
         raise TableUnusable(
-            "a folder of this name is Delta's own: the one around it would be a table", table=table, folder=folder,
+            "a folder of this name is Delta's own: the one around it would be a table",
+            table=table,
+            folder=folder,
             hint="Give the table another name in the lake: `tables.names`, or `name:` in `tables.rules`.",
-        )  # fmt: skip
+        )
     if not folder:
         raise TableUnusable("a table or schema without a name has no folder", table=table, hint=_RENAME)
     if size > NAME_BYTES_MAX:

@@ -90,9 +90,7 @@ class Rebuilding:
         self._is_new = find_folder(place.path.absolute()) is None
         self._folder = make_folder(place.path.absolute())
         self._id = uuid.uuid4().hex[:12]
-        self.made_at = replace(
-            place, path=self._folder / REBUILT / self._id, engine="delta-rs", features=PLAIN_FILES
-        )
+        self.made_at = replace(place, path=self._folder / REBUILT / self._id, engine="delta-rs", features=PLAIN_FILES)
         """Where the new table is made, by delta-rs for every engine."""
 
     def __enter__(self) -> Rebuilding:
@@ -133,9 +131,7 @@ class Rebuilding:
         failpoints.hit("rebuild.linked")
         return self._land(self._place, new, here, files, cursor)
 
-    def _land(
-        self, place: Place, table: DeltaTable, was: Position, files: list[StagedFile], cursor: Cursor
-    ) -> int:
+    def _land(self, place: Place, table: DeltaTable, was: Position, files: list[StagedFile], cursor: Cursor) -> int:
         """Make files of one table all that another holds, with all that is known of them."""
         kept = kept_columns(table, place.form.stored(was.schema))
         return place.open().land(was.schema, files, cursor, origin=origin_of(replace(was, cursor=cursor)), kept=kept)

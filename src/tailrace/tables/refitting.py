@@ -41,9 +41,14 @@ class Refitted:
 
 
 def refit(
-    old: TableSchema, new: TableSchema, changes: pa.Table, value_of: ValueOf, *, kept: Collection[str] = (),
+    old: TableSchema,
+    new: TableSchema,
+    changes: pa.Table,
+    value_of: ValueOf,
+    *,
+    kept: Collection[str] = (),
     filled: Mapping[str, pa.Scalar] | None = None,
-) -> Refitted:  # fmt: skip
+) -> Refitted:
     """Changes of the shape `old`, which have every column, as changes of the shape `new`; `kept` are columns, by their
     names in `old`, that only the lake table still has, and `filled` what all have in columns that were added."""
     size, places, texts = changes.num_rows, _places(old, new), _texts(old, changes)
@@ -74,7 +79,7 @@ def refit(
     said = {
         change.UNCHANGED: _renamed(changes.column(change.UNCHANGED), renamed),
         change.UNFIT: pa.array([cells or None for cells in left], change.UNFIT_TYPE),
-    }  # fmt: skip
+    }
     columns = {change.stored_name(name): values for name, values in own.items()} | said
     columns |= {field.name: changes.column(field.name) for field in change.ALWAYS}
     fields = new.change_schema()

@@ -52,9 +52,7 @@ class Keeping:
 
     def lift(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Rows that come, as they come."""
-        return _with(batch, {
-            name: at_least(batch.column(name), value) for name, value in self.least.items()
-        })  # fmt: skip
+        return _with(batch, {name: at_least(batch.column(name), value) for name, value in self.least.items()})
 
 
 def at_least(column: Any, least: pa.Scalar) -> Any:
@@ -120,9 +118,15 @@ class Difference:
 
 
 def compare(
-    folder: Path, schema: TableSchema, table: Iterable[str], staged: Sequence[str], keys: Sequence[str] | None,
-    kept: Sequence[Column] = (), keeping: Keeping | None = None, parts: Parts | None = None,
-) -> Difference:  # fmt: skip
+    folder: Path,
+    schema: TableSchema,
+    table: Iterable[str],
+    staged: Sequence[str],
+    keys: Sequence[str] | None,
+    kept: Sequence[Column] = (),
+    keeping: Keeping | None = None,
+    parts: Parts | None = None,
+) -> Difference:
     """Compare the table's files with the staged ones; `keys` are files that hold the keys of all rows that may stay,
     and `kept` are columns that do not count. `parts` tells what columns of the other files are not in them."""
     seed, parts = secrets.randbits(128), parts or {}
@@ -155,9 +159,7 @@ def compare(
     return found
 
 
-def _fates(
-    found: Difference, batch: pa.RecordBatch, staying: _Staying | None, came: PrintSet
-) -> tuple[Flags, Flags]:
+def _fates(found: Difference, batch: pa.RecordBatch, staying: _Staying | None, came: PrintSet) -> tuple[Flags, Flags]:
     """Which rows of the table stay as they are, and which of the others are kept as of the past."""
     if found.keeping is None:
         stays = _kept(found, batch, staying)
@@ -224,9 +226,7 @@ def _column(batch: pa.RecordBatch, column: Column, said: Mapping[str, pa.Scalar]
     return pa.nulls(batch.num_rows, column.type) if place < 0 else batch.column(place).cast(column.type)
 
 
-def all_rows(
-    folder: Path, files: Iterable[str], columns: Sequence[Column], parts: Parts
-) -> Iterator[pa.RecordBatch]:
+def all_rows(folder: Path, files: Iterable[str], columns: Sequence[Column], parts: Parts) -> Iterator[pa.RecordBatch]:
     """The rows of several, one after the other."""
     for name in files:
         yield from read_rows(folder / name, columns, parts.get(name, {}))

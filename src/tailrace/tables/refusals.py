@@ -23,17 +23,18 @@ def refuse_elsewhere(path: Path, position: Position, schema: TableSchema, expect
     if position.cursor != expected:
         raise elsewhere(path, position.cursor, expected)
     if not position.schema.same_rows(schema):
-        raise SchemaChanged(
-            "the table was loaded with other columns", table=schema.table, path=path, hint=REPLACE_HINT
-        )
+        raise SchemaChanged("the table was loaded with other columns", table=schema.table, path=path, hint=REPLACE_HINT)
 
 
 def elsewhere(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
     """What an apply that starts from another position is told."""
     return ForeignWrite(
-        "the table is not where this apply starts from", path=path, expected_seq=expected.seq, found_seq=here.seq,
+        "the table is not where this apply starts from",
+        path=path,
+        expected_seq=expected.seq,
+        found_seq=here.seq,
         hint=ONE_APPLIER,
-    )  # fmt: skip
+    )
 
 
 def overtaken(path: Path) -> ForeignWrite:
@@ -51,25 +52,33 @@ def refuse_form(path: Path, asked: Form, position: Position) -> None:
     """Refuse a table that was made in another form than the settings ask for."""
     if not asked.alike(position.form, position.schema):
         raise FormChanged(
-            "the table was made in another form than the settings ask for", path=path,
-            made=position.form.described, asked=asked.described, hint=_FORM_HINT,
-        )  # fmt: skip
+            "the table was made in another form than the settings ask for",
+            path=path,
+            made=position.form.described,
+            asked=asked.described,
+            hint=_FORM_HINT,
+        )
 
 
 def strangers(path: Path, log: str | None) -> ForeignWrite:
     """What a load is told whose place is taken."""
     return ForeignWrite(
-        "a table that this change log did not make already stands here", path=path, **({"log": log} if log else {}),
+        "a table that this change log did not make already stands here",
+        path=path,
+        **({"log": log} if log else {}),
         hint="Move it away, or choose another `tables.path` or `tables.names`.",
-    )  # fmt: skip
+    )
 
 
 def put_back(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
     """What is told of a table that was further already."""
     return ForeignWrite(
-        "the table was put back to an older state", path=path, expected_seq=expected.seq, found_seq=here.seq,
+        "the table was put back to an older state",
+        path=path,
+        expected_seq=expected.seq,
+        found_seq=here.seq,
         hint="Was its folder restored from a copy? `tailrace retry FILE TABLE` goes on from there, with the log.",
-    )  # fmt: skip
+    )
 
 
 def not_loaded(path: Path) -> TableUnusable:

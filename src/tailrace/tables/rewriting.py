@@ -52,9 +52,7 @@ class _Concerned:
         low, high = np.searchsorted(self.rows, [start, start + count]).tolist()
         if low == high:
             return None
-        return _Concerned(
-            rows=self.rows[low:high] - start, fates=self.fates[low:high], sources=self.sources[low:high]
-        )
+        return _Concerned(rows=self.rows[low:high] - start, fates=self.fates[low:high], sources=self.sources[low:high])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +258,12 @@ class _Images:
 
     def find(self, piece: pa.Table) -> Ints:
         """For each row the number of the image that it is; -1 if it is none."""
-        numbered = image_numbers([
-            pa.chunked_array([*wanted.chunks, *there.chunks], wanted.type)
-            for wanted, there in zip(self.values, piece.columns, strict=True)
-        ])  # fmt: skip
+        numbered = image_numbers(
+            [
+                pa.chunked_array([*wanted.chunks, *there.chunks], wanted.type)
+                for wanted, there in zip(self.values, piece.columns, strict=True)
+            ]
+        )
         image_of = np.full(numbered.limit, -1, np.int64)
         image_of[numbered.numbers[: self.count]] = np.arange(self.count)
         found: Ints = image_of[numbered.numbers[self.count :]]
@@ -360,9 +360,11 @@ class _Copies:
         """Too few copies of what goes is an error."""
         if self._left.any():
             raise BaseRowMissing(
-                "rows to be removed are not in the table", table=self._table, rows=int(self._left.sum()),
+                "rows to be removed are not in the table",
+                table=self._table,
+                rows=int(self._left.sum()),
                 hint=LOAD_ANEW_HINT,
-            )  # fmt: skip
+            )
         comes = self.source.operations == UPSERT
         return np.repeat(np.flatnonzero(comes), self._copies[comes])
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from tailrace.errors import SchemaChanged
 from tailrace.model.schema import TableSchema
 
-RELOAD_HINT = (
-    "Its changes are kept in the log. Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
-)
+RELOAD_HINT = "Its changes are kept in the log. Run `tailrace snapshot FILE TABLE`: the table is loaded anew."
 
 IDENTITY_HINT = (
     "Give it one, such as `ALTER TABLE … REPLICA IDENTITY FULL`, and run `tailrace retry FILE TABLE`: the table is "

@@ -85,9 +85,14 @@ def has_unfit(changes: pa.Table | pa.RecordBatch) -> bool:
 
 
 def sift(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds,
-    partition_by: Mapping[str, str] | None = None, *, rereads: bool = False,
-) -> Sifted:  # fmt: skip
+    schema: TableSchema,
+    changes: pa.Table,
+    dead: DeadKeys,
+    holds: Holds,
+    partition_by: Mapping[str, str] | None = None,
+    *,
+    rereads: bool = False,
+) -> Sifted:
     """Tell the changes, which stand in `_seq` order and have every column, apart. The lake table is partitioned by
     these columns, which may have other names there. With `rereads` a partial change without a base is as good as a
     whole one: its row is read from the source again."""
@@ -95,9 +100,15 @@ def sift(
 
 
 def _sift(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds, by: Mapping[str, str], *, every: bool,
+    schema: TableSchema,
+    changes: pa.Table,
+    dead: DeadKeys,
+    holds: Holds,
+    by: Mapping[str, str],
+    *,
+    every: bool,
     rereads: bool = False,
-) -> Sifted:  # fmt: skip
+) -> Sifted:
     """With `every` all that was set aside is a letter, also what was replaced since; that has passed."""
     codes = pc.index_in(changes.column(change.OP), value_set=OPERATION_NAMES)
     operations = np.asarray(codes.to_numpy(), dtype=np.int8)
@@ -121,15 +132,22 @@ def _sift(
         cleared = np.concatenate([dead.seqs, dead.lost])
     return Sifted(
         changes=pa.concat_tables([changes.slice(first - 1, 1), taken]) if first else taken,
-        letters=rows.take(pa.array(letters)), cleared=cleared, passed=replaced if every else NO_SEQS,
+        letters=rows.take(pa.array(letters)),
+        cleared=cleared,
+        passed=replaced if every else NO_SEQS,
         causes=[_cause(schema, rows, row, int(walked.cause[row]), by) for row in letters.tolist()],
-    )  # fmt: skip
+    )
 
 
 def sift_kept(
-    schema: TableSchema, changes: pa.Table, dead: DeadKeys, holds: Holds,
-    partition_by: Mapping[str, str] | None = None, *, rereads: bool = False,
-) -> Sifted:  # fmt: skip
+    schema: TableSchema,
+    changes: pa.Table,
+    dead: DeadKeys,
+    holds: Holds,
+    partition_by: Mapping[str, str] | None = None,
+    *,
+    rereads: bool = False,
+) -> Sifted:
     """The same for a table that keeps the rows that a TRUNCATE takes away: what they were before counts, and what of it
     could not be taken is cleared."""
     pieces = _between_truncates(changes)
@@ -147,9 +165,10 @@ def sift_versions(
     return Sifted(
         changes=pa.concat_tables([one.changes for one in found]),
         letters=pa.concat_tables([one.letters for one in found]),
-        causes=[cause for one in found for cause in one.causes], cleared=NO_SEQS,
+        causes=[cause for one in found for cause in one.causes],
+        cleared=NO_SEQS,
         passed=np.unique(np.concatenate([*truncated, *(seqs for one in found for seqs in (one.passed, one.cleared))])),
-    )  # fmt: skip
+    )
 
 
 def _between_truncates(changes: pa.Table) -> Iterator[pa.Table]:
@@ -204,11 +223,18 @@ class _Batch:
         unheld, unheld_key = unholdable(schema, own_columns, size, partition_by)
         deletes = operations == _DELETED
         return cls(
-            operations=operations, own=numbers[:size], old=old, dead=numbers[size + movers.size :],
-            bad=(unfit | unheld) & ~deletes, lost=lost, unheld_key=unheld_key,
+            operations=operations,
+            own=numbers[:size],
+            old=old,
+            dead=numbers[size + movers.size :],
+            bad=(unfit | unheld) & ~deletes,
+            lost=lost,
+            unheld_key=unheld_key,
             partial=pc.list_value_length(one_array(rows.column(change.UNCHANGED))).fill_null(0).to_numpy() > 0,
-            keys=columns, places=places, limit=numbered.limit,
-        )  # fmt: skip
+            keys=columns,
+            places=places,
+            limit=numbered.limit,
+        )
 
     def named(self, schema: TableSchema, numbers: Ints) -> pa.Table:
         """The keys with these numbers."""
@@ -246,19 +272,47 @@ def _walk(batch: _Batch, state: Codes, emptied: bool, rereads: bool) -> tuple[_W
     since = np.zeros(batch.limit, np.int64)
     cause = np.zeros(batch.own.size, np.int8)
     _follow(
-        batch.operations, batch.own, batch.old, batch.bad, batch.lost, batch.partial, emptied, rereads,
-        state.copy(), dead, asked, renewed, since, cause,
-        np.full(batch.limit, _NOWHERE, np.int64), np.zeros(batch.limit, np.int8), np.zeros(batch.limit, np.bool_),
-    )  # fmt: skip
+        batch.operations,
+        batch.own,
+        batch.old,
+        batch.bad,
+        batch.lost,
+        batch.partial,
+        emptied,
+        rereads,
+        state.copy(),
+        dead,
+        asked,
+        renewed,
+        since,
+        cause,
+        np.full(batch.limit, _NOWHERE, np.int64),
+        np.zeros(batch.limit, np.int8),
+        np.zeros(batch.limit, np.bool_),
+    )
     return _Walked(cause=cause, dead=dead, since=since, renewed=renewed), asked
 
 
 @kernel
 def _follow(
-    operations: Codes, own: Ints, old: Ints, bad: Flags, lost: Flags, partial: Flags, emptied: bool,
-    rereads: bool, state: Codes, dead: Flags, asked: Flags, renewed: Flags, since: Ints, cause: Codes,
-    left_at: Ints, left_why: Codes, left_untouched: Flags,
-) -> None:  # fmt: skip
+    operations: Codes,
+    own: Ints,
+    old: Ints,
+    bad: Flags,
+    lost: Flags,
+    partial: Flags,
+    emptied: bool,
+    rereads: bool,
+    state: Codes,
+    dead: Flags,
+    asked: Flags,
+    renewed: Flags,
+    since: Ints,
+    cause: Codes,
+    left_at: Ints,
+    left_why: Codes,
+    left_untouched: Flags,
+) -> None:
     """Walk the changes in order: why each is set aside (0: it is not), and what becomes of the keys.
 
     As in the fold, a row that was deleted lends its values only to the row right after it, as the other half of a
@@ -311,9 +365,7 @@ def unfit_rows(schema: TableSchema, rows: pa.Table) -> tuple[Flags, Flags]:
     return own, key
 
 
-def _cause(
-    schema: TableSchema, rows: pa.Table, row: int, why: int, partition_by: Mapping[str, str]
-) -> TailraceError:
+def _cause(schema: TableSchema, rows: pa.Table, row: int, why: int, partition_by: Mapping[str, str]) -> TailraceError:
     position = rows.column(change.POSITION)[row].as_py()
     if why == _UNFIT:
         return unfit_cause(schema, rows, row, partition_by)
@@ -331,9 +383,13 @@ def unfit_cause(
     own = [entry["column"] for entry in said if entry["column"] in schema.names]
     if by_rule := [rule for entry in said if (rule := change.failed_rule(entry["text"])) is not None]:
         return TransformFailed(
-            "a rule could not be applied", rule=by_rule[0], table=schema.table, column=", ".join(own),
-            position=position, hint=hint,
-        )  # fmt: skip
+            "a rule could not be applied",
+            rule=by_rule[0],
+            table=schema.table,
+            column=", ".join(own),
+            position=position,
+            hint=hint,
+        )
     found = own or _unheld_columns(schema, rows.slice(row, 1), partition_by)
     message = "a value does not fit the column's type" if own else _unheld_message(found, partition_by)
     return ValueUnfit(message, table=schema.table, column=", ".join(found), position=position, hint=hint)

@@ -90,9 +90,11 @@ def sift_images(schema: TableSchema, changes: pa.Table, dead: DeadImages, partit
     if not truncates.size:
         return found
     return Sifted(
-        changes=pa.concat_tables([changes.slice(first - 1, 1), found.changes]), letters=found.letters,
-        causes=found.causes, cleared=found.cleared,
-    )  # fmt: skip
+        changes=pa.concat_tables([changes.slice(first - 1, 1), found.changes]),
+        letters=found.letters,
+        causes=found.causes,
+        cleared=found.cleared,
+    )
 
 
 def split_updates(schema: TableSchema, changes: pa.Table) -> pa.Table:
@@ -179,12 +181,18 @@ def _numbers(schema: TableSchema, dead: pa.Table, rows: pa.Table) -> Ints:
 
 
 def _apart(
-    schema: TableSchema, rows: pa.Table, bad: Flags, letters: Ints, cleared: Ints, partition_by: Mapping[str, str],
+    schema: TableSchema,
+    rows: pa.Table,
+    bad: Flags,
+    letters: Ints,
+    cleared: Ints,
+    partition_by: Mapping[str, str],
     hint: str,
-) -> Sifted:  # fmt: skip
+) -> Sifted:
     taken = rows.filter(pa.array(~bad))
     return Sifted(
         changes=_with(taken, change.UNFIT, pa.nulls(taken.num_rows, change.UNFIT_TYPE)),
-        letters=rows.take(pa.array(letters)), cleared=cleared,
+        letters=rows.take(pa.array(letters)),
+        cleared=cleared,
         causes=[unfit_cause(schema, rows, row, partition_by, hint) for row in letters.tolist()],
-    )  # fmt: skip
+    )

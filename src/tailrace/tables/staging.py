@@ -73,9 +73,15 @@ class StagedFile:
 
 
 def stage(
-    path: Path, name: str, schema: TableSchema, batches: Iterable[pa.RecordBatch], partition_by: Sequence[str] = (), *,
-    numbered: bool = False, file_bytes: int = FILE_BYTES,
-) -> tuple[StagedFile, ...]:  # fmt: skip
+    path: Path,
+    name: str,
+    schema: TableSchema,
+    batches: Iterable[pa.RecordBatch],
+    partition_by: Sequence[str] = (),
+    *,
+    numbered: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> tuple[StagedFile, ...]:
     """Write rows, the table's own columns, to files in its folder; none for no rows.
 
     `name` must be new for every load, part of one and try: an existing file is never overwritten. Memory holds
@@ -204,9 +210,14 @@ class _Parts:
     numbers."""
 
     def __init__(
-        self, path: Path, name: str, schema: TableSchema, file_bytes: int, values: Texts | None = None,
+        self,
+        path: Path,
+        name: str,
+        schema: TableSchema,
+        file_bytes: int,
+        values: Texts | None = None,
         fields: pa.Schema | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._path, self._name, self._schema, self._file_bytes = path, name, schema, file_bytes
         self._values = values or {}
         self._inside = folder_of(self._values) + "/" if values and fields is None else ""
@@ -261,16 +272,20 @@ class _Parts:
             self._made.append(path)
             # As delta-rs writes them: no INT96, small decimals as integers, no types that only Arrow knows.
             self._writer = pq.ParquetWriter(
-                self._handle, self._fields, version="2.6", compression=COMPRESSION, store_schema=False,
-                write_statistics=footer_columns(self._schema), use_dictionary=repetitive(group),
-                store_decimal_as_integer=True, use_deprecated_int96_timestamps=False,
-            )  # fmt: skip
+                self._handle,
+                self._fields,
+                version="2.6",
+                compression=COMPRESSION,
+                store_schema=False,
+                write_statistics=footer_columns(self._schema),
+                use_dictionary=repetitive(group),
+                store_decimal_as_integer=True,
+                use_deprecated_int96_timestamps=False,
+            )
         return self._handle, self._writer
 
     def _no_floats(self) -> dict[str, FloatBounds]:
-        return {
-            column.name: FloatBounds() for column in self._schema.columns if pa.types.is_floating(column.type)
-        }
+        return {column.name: FloatBounds() for column in self._schema.columns if pa.types.is_floating(column.type)}
 
     def _finish(self) -> None:
         if self._handle is None or self._writer is None:
@@ -296,9 +311,14 @@ class _Partitions:
     """
 
     def __init__(
-        self, path: Path, name: str, schema: TableSchema, file_bytes: int, partition_by: Sequence[str],
+        self,
+        path: Path,
+        name: str,
+        schema: TableSchema,
+        file_bytes: int,
+        partition_by: Sequence[str],
         fields: pa.Schema | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._path, self._name, self._schema, self._by = path, name, schema, partition_by
         self._file_bytes, self._fields = file_bytes, fields
         self._inside = inside(schema, partition_by) if fields is None else schema

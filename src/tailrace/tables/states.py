@@ -53,9 +53,20 @@ class States:
         if self._gaps is not None:
             partial[:] = self._gaps.flags.any(axis=1)
         found = _walk(
-            operations, self._keys.own, self._keys.old, partial, self._keys.limit, rereads,
-            self.row, self.key, self.alive, self.prev, self._root, self._moved, self.first,
-        )  # fmt: skip
+            operations,
+            self._keys.own,
+            self._keys.old,
+            partial,
+            self._keys.limit,
+            rereads,
+            self.row,
+            self.key,
+            self.alive,
+            self.prev,
+            self._root,
+            self._moved,
+            self.first,
+        )
         if found < 0:
             raise self._batch.base_missing(-found - 1, "a partial change arrived for a row that does not exist")
         for name in ("row", "key", "alive", "prev", "_root", "_moved", "first"):
@@ -88,9 +99,13 @@ class States:
         base = self._keys.structs(np.where(partial, self._root[which], NOWHERE))
         absent = ordinal_lists(missing, np.arange(len(ordinals), dtype=np.int16))
         return folded_rows(
-            stored, [*take_places(self._batch.own, picked), *added], operations, absent=absent, base=base,
+            stored,
+            [*take_places(self._batch.own, picked), *added],
+            operations,
+            absent=absent,
+            base=base,
             moved=self._moved[which] & partial,
-        )  # fmt: skip
+        )
 
     def _source(self, ordinal: int, *, is_key: bool) -> Ints:
         """Per state the one that brought the value of a column; -1: the table has it."""
@@ -106,9 +121,20 @@ class States:
 
 @kernel
 def _walk(
-    operations: Codes, own: Ints, old: Ints, partial: Flags, keys: int, rereads: bool, row: Ints, key: Ints,
-    alive: Flags, prev: Ints, root: Ints, moved: Flags, first: Flags,
-) -> int:  # fmt: skip
+    operations: Codes,
+    own: Ints,
+    old: Ints,
+    partial: Flags,
+    keys: int,
+    rereads: bool,
+    row: Ints,
+    key: Ints,
+    alive: Flags,
+    prev: Ints,
+    root: Ints,
+    moved: Flags,
+    first: Flags,
+) -> int:
     """Walk the changes in order; the number of states, or below zero the first change whose missing values have no
     base, counted from -1. Where rows can be read again such a state has no root: no row of the table is its base."""
     count = epoch = listed = 0

@@ -48,17 +48,21 @@ def files_at(path: Path, version: int) -> Version:
         files = [folder / data_path(name) for name in adds.column("path").to_pylist()]
     except (DeltaError, OSError) as error:
         raise TableUnusable(
-            "the table no longer has this version", path=path, version=version,
+            "the table no longer has this version",
+            path=path,
+            version=version,
             hint="Old ones go with `VACUUM` (`tables.upkeep.remove_after`) and after 30 days. Ask for a "
             "later time, or for other tables alone: `tables=[…]`.",
-        ) from error  # fmt: skip
+        ) from error
     refuse_features(path, table, table.metadata().partition_columns)
     if not all(file.exists() for file in files):
         raise TableUnusable(
-            "files of this version were removed", path=path, version=version,
+            "files of this version were removed",
+            path=path,
+            version=version,
             hint="They go with `VACUUM` (`tables.upkeep.remove_after`). Ask for a later time, or for other tables "
             "alone: `tables=[…]`.",
-        )  # fmt: skip
+        )
     columns, names = pa.schema(table.schema().to_arrow()), table.metadata().partition_columns
     partitions = {name: adds.column(f"partition.{name}").cast(columns.field(name).type) for name in names}
     return Version(columns, files, pa.table(partitions))

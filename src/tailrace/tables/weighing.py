@@ -58,7 +58,10 @@ def weigh(shape: TableSchema, changes: pa.Table) -> int:
 def _encoded(rows: pa.Table) -> int:
     """What the values take in a file, without its head and foot: those a table has once for very many rows."""
     with pq.ParquetWriter(
-        pa.BufferOutputStream(), rows.schema, compression=COMPRESSION, use_dictionary=repetitive(rows),
+        pa.BufferOutputStream(),
+        rows.schema,
+        compression=COMPRESSION,
+        use_dictionary=repetitive(rows),
         write_statistics=False,
     ) as writer:
         writer.write_table(rows)

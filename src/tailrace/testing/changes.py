@@ -28,9 +28,14 @@ Row = Mapping[str, Any]
 
 
 def table(
-    name: str, /, *, key: Sequence[str] | None = None, relation: int | None = None,
-    columns: Mapping[str, pa.DataType] | None = None, **named: pa.DataType,
-) -> TableSchema:  # fmt: skip
+    name: str,
+    /,
+    *,
+    key: Sequence[str] | None = None,
+    relation: int | None = None,
+    columns: Mapping[str, pa.DataType] | None = None,
+    **named: pa.DataType,
+) -> TableSchema:
     """A table from `schema.name` and its columns, the first of which is the key unless `key` says otherwise.
 
     `relation` is what a server knows it by: the same under another name is a table that was renamed, another under the
@@ -39,40 +44,53 @@ def table(
     found = dict(columns or {}) | named
     schema, _, plain = name.rpartition(".") if isinstance(name, str) else ("", "", "")
     if not schema or not plain:
-        raise ConfigError("that is no name of a table", name=ascii(name), hint="Write `table(\"public.orders\", …)`.")
+        raise ConfigError("that is no name of a table", name=ascii(name), hint='Write `table("public.orders", …)`.')
     keyed = tuple(found)[:1] if key is None else tuple(key)
     if lacking := [column for column in keyed if column not in found]:
         raise ConfigError(
-            "the key names a column that the table does not have", table=name, column=lacking[0],
+            "the key names a column that the table does not have",
+            table=name,
+            column=lacking[0],
             hint="Name columns in `key` that are among its columns.",
-        )  # fmt: skip
+        )
     number = zlib.crc32(f"{schema}\0{plain}".encode()) if relation is None else relation
     return TableSchema(
-        table=TableId(schema, plain), relation=number, key=keyed, identity=Identity.KEY if keyed else Identity.FULL,
+        table=TableId(schema, plain),
+        relation=number,
+        key=keyed,
+        identity=Identity.KEY if keyed else Identity.FULL,
         columns=tuple(Column(name=column, source_type=str(kind), type=kind) for column, kind in found.items()),
-    )  # fmt: skip
+    )
 
 
 def altered(
-    shape: TableSchema, *, add: Mapping[str, pa.DataType] | None = None, drop: Sequence[str] = (),
-    rename: Mapping[str, str] | None = None, retype: Mapping[str, pa.DataType] | None = None,
-) -> TableSchema:  # fmt: skip
+    shape: TableSchema,
+    *,
+    add: Mapping[str, pa.DataType] | None = None,
+    drop: Sequence[str] = (),
+    rename: Mapping[str, str] | None = None,
+    retype: Mapping[str, pa.DataType] | None = None,
+) -> TableSchema:
     """The next version of a table's shape, as ALTER TABLE makes it."""
     renamed, retyped = dict(rename or {}), dict(retype or {})
     unknown = {*drop, *renamed, *retyped} - set(shape.names)
     if unknown or set(drop) & set(shape.key):
         raise ConfigError(
-            "a column cannot be changed so", table=shape.table, columns=", ".join(sorted(unknown or drop)),
+            "a column cannot be changed so",
+            table=shape.table,
+            columns=", ".join(sorted(unknown or drop)),
             hint="Name columns that the table has; one of the key stays.",
-        )  # fmt: skip
+        )
     kept = [column for column in shape.columns if column.name not in drop]
     columns = [
         replace(
-            column, name=renamed.get(column.name, column.name), type=retyped.get(column.name, column.type),
+            column,
+            name=renamed.get(column.name, column.name),
+            type=retyped.get(column.name, column.type),
             source_type=str(retyped[column.name]) if column.name in retyped else column.source_type,
         )
         for column in kept
-    ]  # fmt: skip
+    ]
     columns += [Column(name=name, source_type=str(kind), type=kind) for name, kind in (add or {}).items()]
     return replace(shape, columns=tuple(columns), key=tuple(renamed.get(name, name) for name in shape.key))
 
@@ -91,7 +109,7 @@ class Change:
         for what in ("values", "before", "moved_from"):
             given = getattr(self, what)
             if given is not None or what == "values":
-                require_instance(what, given, Mapping, "Give values by column: `insert({\"id\": 1})`.")
+                require_instance(what, given, Mapping, 'Give values by column: `insert({"id": 1})`.')
 
 
 def insert(row: Row) -> tuple[Change, ...]:
@@ -137,18 +155,27 @@ def changes(shape: TableSchema, *given: Sequence[Change]) -> ChangeBatch:
     stored = stored.drop_columns([name for name in change.OPTIONAL if stored.column(name).null_count == len(rows)])
     (data,) = stored.combine_chunks().to_batches()
     return ChangeBatch(
-        schema=shape, data=data, moves=sum(row.moved_from is not None for row in rows),
+        schema=shape,
+        data=data,
+        moves=sum(row.moved_from is not None for row in rows),
         truncates=sum(row.operation is Operation.TRUNCATE for row in rows),
-    )  # fmt: skip
+    )
 
 
 def _stored(shape: TableSchema, row: Change) -> dict[str, Any]:
     return {
-        change.OP: row.operation.value, change.SEQ: 0, change.POSITION: "", change.TX: 0, change.TX_INDEX: 0,
-        change.COMMITTED_AT: 0, change.UNCHANGED: list(row.unchanged) or None, change.BEFORE: _named(row.before),
-        change.MOVED_FROM: _named(row.moved_from), change.UNFIT: None,
+        change.OP: row.operation.value,
+        change.SEQ: 0,
+        change.POSITION: "",
+        change.TX: 0,
+        change.TX_INDEX: 0,
+        change.COMMITTED_AT: 0,
+        change.UNCHANGED: list(row.unchanged) or None,
+        change.BEFORE: _named(row.before),
+        change.MOVED_FROM: _named(row.moved_from),
+        change.UNFIT: None,
         **{change.stored_name(name): row.values.get(name) for name in shape.names},
-    }  # fmt: skip
+    }
 
 
 def _named(row: Row | None) -> dict[str, Any] | None:

@@ -83,10 +83,11 @@ def called(place: Callable[[], Callable[[], _T]]) -> Callable[[], _T]:
 def _require_call(given: object, what: str) -> None:
     if not callable(given):
         raise ConfigError(
-            f"{what} cannot be called", found=type(given).__name__,
+            f"{what} cannot be called",
+            found=type(given).__name__,
             hint="Give a function that makes a new, empty place and returns a function that opens what is tested "
             "there: `lambda: (lambda path: lambda: MyStore(path))(new_path())`. A single check is given the latter.",
-        )  # fmt: skip
+        )
 
 
 @contextmanager

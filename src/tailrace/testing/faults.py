@@ -71,16 +71,14 @@ class Fault:
             require_whole(what, getattr(self, what), least=1)
         require_seconds("seconds", self.seconds)
         if self.error is not None:
-            hint = "Give one of ours: `StateUnusable(\"…\")`, `SourceUnreachable(\"…\")`."
+            hint = 'Give one of ours: `StateUnusable("…")`, `SourceUnreachable("…")`.'
             require_instance("error", self.error, TailraceError, hint)
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.call}"
 
 
-def fail(
-    call: str, *, at: int = 1, times: int = 1, error: TailraceError | None = None, acted: bool = False
-) -> Fault:
+def fail(call: str, *, at: int = 1, times: int = 1, error: TailraceError | None = None, acted: bool = False) -> Fault:
     """`acted`: what was asked for is done, and only the answer is lost."""
     return Fault(kind=Kind.FAIL, call=call, at=at, times=times, error=error, acted=acted)
 
@@ -110,7 +108,7 @@ class _Schedule:
 
     def __init__(self, faults: tuple[Fault, ...], allowed: dict[Kind, tuple[str, ...]]) -> None:
         for fault in faults:
-            require_instance("faults", fault, Fault, "Give `fail(\"save\")`, `lose(\"read\")` and their like.")
+            require_instance("faults", fault, Fault, 'Give `fail("save")`, `lose("read")` and their like.')
             if fault.call not in allowed[fault.kind]:
                 raise ConfigError(
                     f"`{fault.call}` cannot {fault.kind.value}", hint=f"One of: {', '.join(allowed[fault.kind])}."

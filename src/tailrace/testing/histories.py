@@ -23,16 +23,7 @@ from tailrace.model.evolution import Kind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
-from tailrace.testing.checks import (
-    Check,
-    killed_after,
-    opened,
-    require,
-    require_checks,
-    require_refused,
-    run,
-    suite,
-)
+from tailrace.testing.checks import Check, killed_after, opened, require, require_checks, require_refused, run, suite
 
 Open = Callable[[], SchemaHistory]
 
@@ -70,8 +61,10 @@ def _gives_back(at: Open) -> None:
     with opened(at) as history:
         history.record(_shape(1), time=_minute(1), position=Lsn(7))
         made = history.record(_shape(2), time=_minute(2), position=Lsn(9), ddl="ALTER TABLE orders ADD c1 text")
-        require((made.version, made.event, made.ddl) == (2, SchemaEvent.ALTER, "ALTER TABLE orders ADD c1 text"),
-                "another version was made")  # fmt: skip
+        require(
+            (made.version, made.event, made.ddl) == (2, SchemaEvent.ALTER, "ALTER TABLE orders ADD c1 text"),
+            "another version was made",
+        )
         changes = made.evolution.changes if made.evolution else ()
         require([(item.kind, item.column) for item in changes] == [(Kind.ADD, "c1")], "what changed is not told")
         found = history.latest(ORDERS)
@@ -197,9 +190,18 @@ def _outlives_a_kill(at: Open) -> None:
 
 
 SCHEMA_HISTORY: tuple[Check[SchemaHistory], ...] = suite(
-    _begins_empty, _gives_back, _survives, _tells_once, _comes_back, _by_number_and_time, _tables_apart, _drops,
-    _made_anew, _renamed, _lets_go,
-)  # fmt: skip
+    _begins_empty,
+    _gives_back,
+    _survives,
+    _tells_once,
+    _comes_back,
+    _by_number_and_time,
+    _tables_apart,
+    _drops,
+    _made_anew,
+    _renamed,
+    _lets_go,
+)
 DURABLE: tuple[Check[SchemaHistory], ...] = suite(_outlives_a_kill)
 
 

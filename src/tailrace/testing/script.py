@@ -74,7 +74,7 @@ class Break:
     error: TailraceError
 
     def __post_init__(self) -> None:
-        require_instance("error", self.error, TailraceError, "Give one of ours: `SourceUnreachable(\"…\")`.")
+        require_instance("error", self.error, TailraceError, 'Give one of ours: `SourceUnreachable("…")`.')
 
 
 Step: TypeAlias = Transaction | Quiet | Behind | Break
@@ -82,9 +82,10 @@ Step: TypeAlias = Transaction | Quiet | Behind | Break
 
 def _no_step(given: object, known: str) -> ConfigError:
     return ConfigError(
-        "that is no step of a script", found=type(given).__name__,
-        hint=f"There are {known}: `Transaction(changes(orders, insert({{\"id\": 1}})))`.",
-    )  # fmt: skip
+        "that is no step of a script",
+        found=type(given).__name__,
+        hint=f'There are {known}: `Transaction(changes(orders, insert({{"id": 1}})))`.',
+    )
 
 
 class ScriptedSource(MemoryCapture):

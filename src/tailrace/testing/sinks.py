@@ -116,9 +116,7 @@ def _snapshots(given: ChangeBatch, then: ChangeBatch) -> list[Batch]:
     """Rows that a snapshot reads; and once more, with what was changed then, before the stream tells of it."""
     source = MemoryCapture(keep_tables=True)
     source.commit(given)
-    runtime = CdcRuntime(
-        source, MemoryCheckpointStore(), snapshot_tables=[given.schema.table], limits=Limits(rows=2)
-    )
+    runtime = CdcRuntime(source, MemoryCheckpointStore(), snapshot_tables=[given.schema.table], limits=Limits(rows=2))
     read = _handed_out(runtime)
     source.commit(then)
     runtime.control.snapshot(given.schema.table)
@@ -130,9 +128,11 @@ def _every_way() -> list[Batch]:
     source = MemoryCapture(keep_tables=True, part_rows_max=2)
     source.commit(*_orders(1, 2, 3))
     runtime = CdcRuntime(
-        source, MemoryCheckpointStore(), snapshot_tables=[ORDERS.table],
+        source,
+        MemoryCheckpointStore(),
+        snapshot_tables=[ORDERS.table],
         limits=Limits(rows=2, transactions=Transactions.SPLIT),
-    )  # fmt: skip
+    )
     runtime.start()
     source.commit(*_orders(4, 5, 6, 7, 8))
     runtime.force_stop()
@@ -206,13 +206,21 @@ def _replaces_itself(at: Open) -> None:
 
 def _every_kind() -> list[Batch]:
     return batches(
-        (changes(ORDERS, insert({"id": 1, "status": "new", "note": SECRET}), insert({"id": 2})),
-         changes(LOOSE, insert({"a": 1, "b": SECRET}))),
-        (changes(ORDERS, update({"id": 1, "status": "paid"}, unchanged=("note",)),
-                 move({"id": 1}, {"id": 3, "status": "paid"}, unchanged=("note",)), delete({"id": 2})),
-         changes(LOOSE, update({"a": 2, "b": "y"}, before={"a": 1, "b": SECRET}), delete({"a": 2, "b": "y"}))),
+        (
+            changes(ORDERS, insert({"id": 1, "status": "new", "note": SECRET}), insert({"id": 2})),
+            changes(LOOSE, insert({"a": 1, "b": SECRET})),
+        ),
+        (
+            changes(
+                ORDERS,
+                update({"id": 1, "status": "paid"}, unchanged=("note",)),
+                move({"id": 1}, {"id": 3, "status": "paid"}, unchanged=("note",)),
+                delete({"id": 2}),
+            ),
+            changes(LOOSE, update({"a": 2, "b": "y"}, before={"a": 1, "b": SECRET}), delete({"a": 2, "b": "y"})),
+        ),
         (changes(ORDERS, truncate()),),
-    )  # fmt: skip
+    )
 
 
 def _takes_every_kind(at: Open) -> None:
@@ -309,11 +317,15 @@ def _last_state(at: Open) -> None:
     _mirrors(
         at,
         (changes(ORDERS, insert({"id": 1, "status": "new"}), insert({"id": 2}), update({"id": 1, "status": None})),),
-        (changes(PARTS, insert({"code": "a", "shop": 1}), insert({"code": "a", "shop": 2})),
-         changes(ORDERS, delete({"id": 2}))),
-        (changes(PARTS, delete({"code": "a", "shop": 1})),
-         changes(ORDERS, delete({"id": 1}), insert({"id": 1, "status": "again"}))),
-    )  # fmt: skip
+        (
+            changes(PARTS, insert({"code": "a", "shop": 1}), insert({"code": "a", "shop": 2})),
+            changes(ORDERS, delete({"id": 2})),
+        ),
+        (
+            changes(PARTS, delete({"code": "a", "shop": 1})),
+            changes(ORDERS, delete({"id": 1}), insert({"id": 1, "status": "again"})),
+        ),
+    )
 
 
 def _takes_a_snapshot(at: Open) -> None:
@@ -326,43 +338,62 @@ def _takes_a_snapshot(at: Open) -> None:
 def _absent_is_not_null(at: Open) -> None:
     """a value that was not sent stays as it is; null is null"""
     _mirrors(
-        at, (changes(ORDERS, insert({"id": 1, "status": "new", "note": "large"})),),
+        at,
+        (changes(ORDERS, insert({"id": 1, "status": "new", "note": "large"})),),
         (changes(ORDERS, update({"id": 1, "status": None}, unchanged=("note",))),),
-    )  # fmt: skip
+    )
 
 
 def _no_old_row(at: Open) -> None:
     """a key that changes leaves no old row behind"""
     _mirrors(
-        at, (changes(ORDERS, insert({"id": 1, "note": "x"})), changes(PARTS, insert({"code": "a", "shop": 1}))),
-        (changes(ORDERS, move({"id": 1}, {"id": 2, "note": "x"})),
-         changes(PARTS, move({"code": "a", "shop": 1}, {"code": "b", "shop": 1}))),
-    )  # fmt: skip
+        at,
+        (changes(ORDERS, insert({"id": 1, "note": "x"})), changes(PARTS, insert({"code": "a", "shop": 1}))),
+        (
+            changes(ORDERS, move({"id": 1}, {"id": 2, "note": "x"})),
+            changes(PARTS, move({"code": "a", "shop": 1}, {"code": "b", "shop": 1})),
+        ),
+    )
 
 
 def _moves_large_values(at: Open) -> None:
     """a key that changes takes values along that were not sent, also twice in one batch"""
     _mirrors(
-        at, (changes(ORDERS, insert({"id": 1, "note": "large"}), insert({"id": 5, "note": "other"})),
-             changes(PARTS, insert({"code": "a", "shop": 1, "note": "large"}))),
-        (changes(ORDERS, move({"id": 1}, {"id": 2}, unchanged=("note",)),
-                 move({"id": 2}, {"id": 3}, unchanged=("note",)), insert({"id": 1, "note": "new"})),
-         changes(PARTS, move({"code": "a", "shop": 1}, {"code": "b", "shop": 2}, unchanged=("note",)))),
-    )  # fmt: skip
+        at,
+        (
+            changes(ORDERS, insert({"id": 1, "note": "large"}), insert({"id": 5, "note": "other"})),
+            changes(PARTS, insert({"code": "a", "shop": 1, "note": "large"})),
+        ),
+        (
+            changes(
+                ORDERS,
+                move({"id": 1}, {"id": 2}, unchanged=("note",)),
+                move({"id": 2}, {"id": 3}, unchanged=("note",)),
+                insert({"id": 1, "note": "new"}),
+            ),
+            changes(PARTS, move({"code": "a", "shop": 1}, {"code": "b", "shop": 2}, unchanged=("note",))),
+        ),
+    )
 
 
 def _truncates(at: Open) -> None:
     """a truncate takes the rows of its table, and of no other"""
     _mirrors(
-        at, (changes(ORDERS, insert({"id": 1})), changes(PARTS, insert({"code": "a", "shop": 1}))),
+        at,
+        (changes(ORDERS, insert({"id": 1})), changes(PARTS, insert({"code": "a", "shop": 1}))),
         (changes(ORDERS, truncate(), insert({"id": 9})),),
-    )  # fmt: skip
+    )
 
 
 SINK: tuple[Check[SinkAt], ...] = suite(
-    _begins_empty, _keeps_what_was_flushed, _survives, _flushes_twice, _replaces_itself, _takes_every_kind,
+    _begins_empty,
+    _keeps_what_was_flushed,
+    _survives,
+    _flushes_twice,
+    _replaces_itself,
+    _takes_every_kind,
     _takes_every_way,
-)  # fmt: skip
+)
 EXACTLY_ONCE: tuple[Check[SinkAt], ...] = suite(_once, _once_after_a_restart)
 DURABLE: tuple[Check[SinkAt], ...] = suite(_outlives_a_kill)
 MIRROR: tuple[Check[SinkAt], ...] = suite(

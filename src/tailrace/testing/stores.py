@@ -30,16 +30,7 @@ from tailrace.model.positions import (
     SqlServerLsn,
 )
 from tailrace.state.checkpoint import KEY_BYTES_MAX, METADATA_BYTES_MAX, Checkpoint, CheckpointStore
-from tailrace.testing.checks import (
-    Check,
-    killed_after,
-    opened,
-    require,
-    require_checks,
-    require_refused,
-    run,
-    suite,
-)
+from tailrace.testing.checks import Check, killed_after, opened, require, require_checks, require_refused, run, suite
 
 Open = Callable[[], CheckpointStore]
 
@@ -157,8 +148,11 @@ def _never_back(at: Open) -> None:
             key = f"{source}-{type(early).__name__}"
             store.save(key, checkpoint(source, late))
             back = checkpoint(source, early)
-            require_refused(lambda key=key, back=back: store.save(key, back), PositionRewound,  # type: ignore[misc]
-                            f"it went back from {late} to {early}")  # fmt: skip
+            require_refused(
+                lambda key=key, back=back: store.save(key, back),
+                PositionRewound,  # type: ignore[misc]
+                f"it went back from {late} to {early}",
+            )
             found = store.load(key)
             require(found is not None and found.position == late, "a refused one was saved all the same")
         store.save("two", checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:1-5")))
@@ -177,8 +171,11 @@ def _one_source(at: Open) -> None:
             checkpoint("mariadb", BinlogPosition("mysql-bin.000002", 4)),
             checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:1-9")),
         ):
-            require_refused(lambda foreign=foreign: store.save("binlog", foreign), StateForeign,  # type: ignore[misc]
-                            "another source, or another way of counting, took the key")  # fmt: skip
+            require_refused(
+                lambda foreign=foreign: store.save("binlog", foreign),
+                StateForeign,  # type: ignore[misc]
+                "another source, or another way of counting, took the key",
+            )
             require(store.load("binlog") == other, "a refused one was saved all the same")
         store.delete("orders")
         store.save("orders", other)
@@ -229,11 +226,16 @@ def _bad_keys(at: Open) -> None:
     with opened(at) as store:
         for key in BAD_KEYS:
             calls: tuple[tuple[str, Callable[[str], object]], ...] = (
-                ("save", lambda key: store.save(key, _lsn(1))), ("load", store.load), ("delete", store.delete),
-            )  # fmt: skip
+                ("save", lambda key: store.save(key, _lsn(1))),
+                ("load", store.load),
+                ("delete", store.delete),
+            )
             for name, call in calls:
-                require_refused(lambda call=call, key=key: call(key), ConfigError,  # type: ignore[misc]
-                                f"`{name}` took the key {key[:20]!a}")  # fmt: skip
+                require_refused(
+                    lambda call=call, key=key: call(key),
+                    ConfigError,  # type: ignore[misc]
+                    f"`{name}` took the key {key[:20]!a}",
+                )
         require(tuple(store.list()) == (), "something was saved under such a key")
 
 
@@ -323,9 +325,22 @@ def _outlives_a_kill(at: Open) -> None:
 
 
 CHECKPOINT_STORE: tuple[Check[CheckpointStore], ...] = suite(
-    _begins_empty, _gives_back, _survives, _goes_forward, _replaces_all, _keeps_large, _never_back, _one_source,
-    _deletes, _keys_apart, _keys_alike, _bad_keys, _callers_own, _threads, _always_there,
-)  # fmt: skip
+    _begins_empty,
+    _gives_back,
+    _survives,
+    _goes_forward,
+    _replaces_all,
+    _keeps_large,
+    _never_back,
+    _one_source,
+    _deletes,
+    _keys_apart,
+    _keys_alike,
+    _bad_keys,
+    _callers_own,
+    _threads,
+    _always_there,
+)
 DURABLE: tuple[Check[CheckpointStore], ...] = suite(_outlives_a_kill)
 
 

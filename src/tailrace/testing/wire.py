@@ -102,12 +102,17 @@ class Recording:
 
     def _to_json(self) -> dict[str, Any]:
         return {
-            "format": FORMAT, "server": self.server, "after": str(self.after), "end": str(self.end),
-            "xid_near": self.xid_near, "text": self.text.name, "error": self.error,
+            "format": FORMAT,
+            "server": self.server,
+            "after": str(self.after),
+            "end": str(self.end),
+            "xid_near": self.xid_near,
+            "text": self.text.name,
+            "error": self.error,
             "messages": [_base64(message) for message in self.messages],
             "shapes": [{"message": _base64(said), "shape": shape.to_json()} for said, shape in self.shapes.items()],
             "batches": [{"shape": batch.schema.to_json(), "rows": _base64(_rows_of(batch))} for batch in self.batches],
-        }  # fmt: skip
+        }
 
 
 _HINT = "Make one with `record(…).save(path)`."
@@ -127,14 +132,18 @@ def load(path: str | os.PathLike[str]) -> Recording:
         if stored["format"] != FORMAT:
             raise ValueError("a format that this version does not know")
         return Recording(
-            server=stored["server"], after=Lsn.parse(stored["after"]), end=Lsn.parse(stored["end"]),
-            xid_near=stored["xid_near"], text=Text[stored["text"]], error=stored["error"],
+            server=stored["server"],
+            after=Lsn.parse(stored["after"]),
+            end=Lsn.parse(stored["end"]),
+            xid_near=stored["xid_near"],
+            text=Text[stored["text"]],
+            error=stored["error"],
             messages=tuple(base64.b64decode(message) for message in stored["messages"]),
             shapes={
                 base64.b64decode(item["message"]): TableSchema.from_json(item["shape"]) for item in stored["shapes"]
             },
             batches=tuple(_batch(item) for item in stored["batches"]),
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError, ConfigError, pa.ArrowException) as error:
         raise ConfigError("the file is no recording", path=path, hint=_HINT) from error
 
@@ -149,9 +158,10 @@ def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int
             about = connection.execute(_ABOUT, (slot,)).fetchone()
             if about is None or about[2]:
                 raise ConfigError(
-                    "the slot is not there" if about is None else "the slot is read by somebody", slot=slot,
+                    "the slot is not there" if about is None else "the slot is read by somebody",
+                    slot=slot,
                     hint="`select slot_name, active from pg_replication_slots` has them all; stop the capture first.",
-                )  # fmt: skip
+                )
             sent = connection.execute(_PEEK, (slot, changes_max, names)).fetchall()
             messages = tuple(bytes(data) for (data,) in sent)
             if not messages:
@@ -159,10 +169,14 @@ def record(url: str, *, slot: str, publications: Sequence[str], changes_max: int
             catalogue = Catalogue(connection)
             announced = list(dict.fromkeys(message for message in messages if message[:1] == _RELATION))
             made = Recording(
-                server=about[0], after=Lsn.parse(about[1]), end=_end(messages), messages=messages,
-                xid_near=catalogue.next_transaction(), text=text_of(connection.pgconn, replaced=False),
+                server=about[0],
+                after=Lsn.parse(about[1]),
+                end=_end(messages),
+                messages=messages,
+                xid_near=catalogue.next_transaction(),
+                text=text_of(connection.pgconn, replaced=False),
                 shapes=dict(zip(announced, catalogue.describe_messages(announced, publications, {}), strict=True)),
-            )  # fmt: skip
+            )
     except psycopg.Error as error:
         raise explain(error, url) from error
     return _decoded(made)

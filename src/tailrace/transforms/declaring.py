@@ -86,9 +86,9 @@ class Declared(BaseModel):
 def _refused(kind: type[Declared], error: ValidationError) -> ConfigError:
     first, *more = error.errors(include_url=False, include_input=False)
     place = [part for at, part in enumerate(first["loc"]) if not (at == 2 and first["loc"][0] == "rules")]
-    where = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]"
-    ).lstrip(".")
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]").lstrip(
+        "."
+    )
     wrong = said(first)
     if more:
         wrong += f" (and {len(more)} more problem{'s' if len(more) > 1 else ''})"

@@ -151,9 +151,10 @@ def _make_function(rule: Any, shape: Shape, _: Keyring) -> Step | None:
         made = function(pa.RecordBatch.from_pylist([], fields))
     except Exception as error:  # the user's own code
         raise shape.refuse(
-            rule, f"a function failed with no rows: {type(error).__name__}",
+            rule,
+            f"a function failed with no rows: {type(error).__name__}",
             "It is called with none, to learn which columns it gives.",
-        ) from error  # fmt: skip
+        ) from error
     if not isinstance(made, pa.RecordBatch):
         raise shape.refuse(rule, "a function gave no record batch", "It must return a `pyarrow.RecordBatch`.")
     outputs = {one.name: one.type for one in made.schema}

@@ -131,9 +131,10 @@ class Expression:
             _check(_parse(self.text), self.text)
         except _Wrong as wrong:
             raise ConfigError(
-                f"an expression cannot be used: {wrong}", expression=self.text,
+                f"an expression cannot be used: {wrong}",
+                expression=self.text,
                 hint="It looks like `country == 'DE' and amount > 10.50`; see docs/guides/transforms.md.",
-            ) from None  # fmt: skip
+            ) from None
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
@@ -160,8 +161,11 @@ class Expression:
         used = {name: columns[name] for name in self.columns}
         parts, faults = by_halves(
             lambda begin, size: self.true({name: values.slice(begin, size) for name, values in used.items()}, size),
-            0, rows, lambda size: np.zeros(size, np.bool_), trouble,
-        )  # fmt: skip
+            0,
+            rows,
+            lambda size: np.zeros(size, np.bool_),
+            trouble,
+        )
         return parts[0] if len(parts) == 1 else np.concatenate(parts), faults
 
     def type(self, types: Mapping[str, pa.DataType]) -> pa.DataType:
@@ -170,17 +174,19 @@ class Expression:
         if missing:
             raise ConfigError(
                 f"an expression names the column `{missing[0]}`, which the table does not have",
-                expression=self.text, hint="Columns are named as the rules before have left them.",
-            )  # fmt: skip
+                expression=self.text,
+                hint="Columns are named as the rules before have left them.",
+            )
         try:
             return self.evaluate({name: pa.array([], kind) for name, kind in types.items()}, 0).type
         except (_Wrong, pa.ArrowException, TypeError, ValueError) as error:
             # Nothing of a row is in here: it was computed of columns without rows.
             said = str(error).strip().partition("\n")[0][:200]
             raise ConfigError(
-                f"an expression cannot be computed of the table's columns: {said}", expression=self.text,
+                f"an expression cannot be computed of the table's columns: {said}",
+                expression=self.text,
                 hint="Compare like with like; `text(x)` makes a text of anything.",
-            ) from None  # fmt: skip
+            ) from None
 
 
 def _columns_in(tree: ast.AST) -> tuple[str, ...]:

@@ -47,9 +47,11 @@ def _compress(state: Any, b: Any, at: Any, w: Any, k: Any) -> None:
     for i in range(16):
         p = at + 4 * i
         w[i] = np.uint32(
-            (np.uint32(b[p]) << np.uint32(24)) | (np.uint32(b[p + 1]) << np.uint32(16))
-            | (np.uint32(b[p + 2]) << np.uint32(8)) | np.uint32(b[p + 3])
-        )  # fmt: skip
+            (np.uint32(b[p]) << np.uint32(24))
+            | (np.uint32(b[p + 1]) << np.uint32(16))
+            | (np.uint32(b[p + 2]) << np.uint32(8))
+            | np.uint32(b[p + 3])
+        )
     for i in range(16, 64):
         x, y = w[i - 15], w[i - 2]
         s0 = _rotated(x, 7) ^ _rotated(x, 18) ^ np.uint32(x >> np.uint32(3))
@@ -149,9 +151,7 @@ def hmac_sha256(values: pa.Array, key: bytes) -> pa.Array:
     return _hashed(as_bytes(values), states[0], states[1], BLOCK)
 
 
-def _hashed(
-    values: pa.Array, inner: npt.NDArray[np.uint32], outer: npt.NDArray[np.uint32], before: int
-) -> pa.Array:
+def _hashed(values: pa.Array, inner: npt.NDArray[np.uint32], outer: npt.NDArray[np.uint32], before: int) -> pa.Array:
     n = len(values)
     valid = np.asarray(pc.is_valid(values).to_numpy(zero_copy_only=False), np.bool_)
     offsets = np.frombuffer(values.buffers()[1], np.int32)[values.offset : values.offset + n + 1].astype(np.int64)

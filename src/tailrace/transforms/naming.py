@@ -77,14 +77,17 @@ class Names:
             for at, one in enumerate(made):
                 if one in made[:at]:
                     raise RuleInvalid(
-                        "two rules send rows of one table to the same table", table=table, to=one,
+                        "two rules send rows of one table to the same table",
+                        table=table,
+                        to=one,
                         hint="Make one rule of them, with `or` between the conditions.",
-                    )  # fmt: skip
+                    )
                 if may_make(self._boxes, one):
                     raise RuleInvalid(
-                        "a table has a name that messages may go to", table=one,
+                        "a table has a name that messages may go to",
+                        table=one,
                         hint='Give the `outbox` another `to`, with a schema of its own: `to: "events.{type}"`.',
-                    )  # fmt: skip
+                    )
                 self.claim(one, table)
             self._known[table] = made
         return self._known[table]
@@ -96,9 +99,11 @@ class Names:
             return made
         if made != (table,):
             raise RuleInvalid(
-                "rows of an outbox are sent elsewhere by another rule, too", rule=box.name, table=table,
+                "rows of an outbox are sent elsewhere by another rule, too",
+                rule=box.name,
+                table=table,
                 hint="Remove the `route`, or have its `tables` not match the outbox.",
-            )  # fmt: skip
+            )
         return made if box.on_error == "dead-letter" else ()
 
     def outbox_of(self, table: TableId) -> Outbox | None:

@@ -115,9 +115,13 @@ class TransformPlan:
     """All rules, for whatever tables come. One thread uses it; it can be pickled, and holds no key then."""
 
     def __init__(
-        self, transforms: RulesGiven, *, environment: Mapping[str, str] | None = None, keyring: Keyring | None = None,
+        self,
+        transforms: RulesGiven,
+        *,
+        environment: Mapping[str, str] | None = None,
+        keyring: Keyring | None = None,
         names: Names | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.transforms = transforms = rules_of(transforms)
         self._names = names
         self._keys = keyring or Keyring(transforms.keys, environment)
@@ -136,9 +140,10 @@ class TransformPlan:
             return known
         if not isinstance(schema, TableSchema):
             raise ConfigError(
-                "that is no shape of a table", found=type(schema).__name__,
+                "that is no shape of a table",
+                found=type(schema).__name__,
                 hint="Give a `TableSchema`; of a batch it is `batch.schema`.",
-            )  # fmt: skip
+            )
         shape = Shape.of(schema)
         nothing = is_system(schema) or not schema.columns
         if self._names is not None and not is_system(schema):
@@ -204,9 +209,10 @@ class TransformPlan:
         """The batch, transformed; rows that a rule with `dead-letter` failed at are letters."""
         if not isinstance(batch, ChangeBatch):
             raise ConfigError(
-                "that is no batch of changes", found=type(batch).__name__,
+                "that is no batch of changes",
+                found=type(batch).__name__,
                 hint="Give what `batch_of(…)` makes, or one by one what `batch.batches` has.",
-            )  # fmt: skip
+            )
         plan = self.table(batch.schema)
         if not plan.steps:
             return Applied(batches=(batch,))
@@ -267,9 +273,7 @@ class TransformPlan:
 
     # Snapshots.
 
-    def rows(
-        self, schema: TableSchema, data: pa.RecordBatch, into: TableId | None = None
-    ) -> pa.RecordBatch:
+    def rows(self, schema: TableSchema, data: pa.RecordBatch, into: TableId | None = None) -> pa.RecordBatch:
         """Rows of a snapshot, of the table's own columns, as rows of the transformed shape; for a load, which can set
         none aside. A runtime makes changes of them, and has `sifted`.
 
@@ -333,9 +337,11 @@ def _refuse_other_types(rule: Outbox, shape: Shape) -> None:
     made, own = shape.columns.get(rule.type_column), shape.source.columns
     if made is not None and (made.place is None or made.touched or own[made.place].name != rule.type_column):
         raise shape.refuse(
-            rule, "a rule before it has changed the type of messages", "Put `outbox` before that rule.",
+            rule,
+            "a rule before it has changed the type of messages",
+            "Put `outbox` before that rule.",
             column=rule.type_column,
-        )  # fmt: skip
+        )
 
 
 def _plan_of(transforms: Transforms, apart: bool) -> TransformPlan:
@@ -346,9 +352,10 @@ def _loaded(plan: TablePlan, lots: list[tuple[TableSchema, Rows]], into: TableId
     """The rows of the table that is loaded. A row may come to one table in several ways."""
     if into is None and any(target is not plan.target for target, _ in lots):
         raise Unsupported(
-            "rows of one table cannot be loaded into several", table=plan.source.table,
+            "rows of one table cannot be loaded into several",
+            table=plan.source.table,
             hint="Say which of them is loaded: `into`.",
-        )  # fmt: skip
+        )
     return [rows for target, rows in lots if into is None or target.table == into]
 
 
@@ -359,14 +366,17 @@ def _position(batch: ChangeBatch, row: int) -> str | None:
     return found or None  # what was injected has none
 
 
-def _failed(
-    schema: TableSchema, failure: Failure, position: str | None, hint: str = HALT_HINT
-) -> TransformFailed:
+def _failed(schema: TableSchema, failure: Failure, position: str | None, hint: str = HALT_HINT) -> TransformFailed:
     where = {} if position is None else {"position": position}
     return TransformFailed(
-        f"a rule could not be applied: {failure.why}", rule=failure.rule, table=schema.table, column=failure.column,
-        rows=int(failure.rows.sum()), **where, hint=hint,
-    )  # fmt: skip
+        f"a rule could not be applied: {failure.why}",
+        rule=failure.rule,
+        table=schema.table,
+        column=failure.column,
+        rows=int(failure.rows.sum()),
+        **where,
+        hint=hint,
+    )
 
 
 _TAKING = {change.MOVED_FROM, change.UNCHANGED}
@@ -389,6 +399,8 @@ def _letter(failure: Failure, batch: ChangeBatch, rows: Any) -> Letter:
     names = set(data.schema.names)
     moves = len(data) - data.column(change.MOVED_FROM).null_count if change.MOVED_FROM in names else 0
     return Letter(
-        rule=failure.rule, cause=failure.why, column=failure.column,
+        rule=failure.rule,
+        cause=failure.why,
+        column=failure.column,
         batch=replace(batch, data=data, ends=None, moves=moves, truncates=0),
-    )  # fmt: skip
+    )

@@ -116,9 +116,11 @@ class TransformedCapture(PostgresCapture):
             kinds = [kind for (kind,) in connection.execute(query)]
         if len(kinds) > TABLES_MAX:
             raise Unsupported(
-                f"an outbox has messages of more than {TABLES_MAX:,} types", rule=box.name, table=table,
+                f"an outbox has messages of more than {TABLES_MAX:,} types",
+                rule=box.name,
+                table=table,
                 hint="Each would be a table. Name a column with fewer values in `type_column`.",
-            )  # fmt: skip
+            )
         found = frozenset(target(box.to, table, type=kind) for kind in kinds)
         self._messages[table] = self._messages.get(table, frozenset()) | found
         self._asked[table] = time.monotonic()
@@ -219,9 +221,13 @@ class TransformedReader(SnapshotReader):
         super().keep(schema.at_source)
 
     def rows(
-        self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None, *,
+        self,
+        schema: TableSchema,
+        chunk: Chunk | None = None,
+        condition: str | None = None,
+        *,
         ordered_by: Sequence[tuple[str, str]] = (),
-    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+    ) -> Iterator[pa.RecordBatch]:
         """The rows that the rules let through. Which ones fulfil the condition, the source says of its own columns."""
         source = self._source_of(schema)
         names = self._key_of(schema, source) if ordered_by else {}
@@ -263,7 +269,8 @@ class TransformedReader(SnapshotReader):
         made = still_make(self._rules.transforms.rules, source.table, schema.table)
         if not made or not set(schema.columns) <= set(columns):
             raise SourceRewritten(
-                "the rules for the table were changed while it was read", table=schema.table,
+                "the rules for the table were changed while it was read",
+                table=schema.table,
                 hint="Nothing to do: it is loaded again from the beginning.",
-            )  # fmt: skip
+            )
         return source

@@ -165,9 +165,10 @@ def _make_outbox(rule: Any, shape: Shape, _: Keyring) -> Step | None:
 def _make_unwrap(rule: Any, shape: Shape, _: Keyring) -> Step | None:
     if shape.row_is_key:
         raise shape.refuse(
-            rule, "a rule would destroy the key: without one, rows are known by their old values",
+            rule,
+            "a rule would destroy the key: without one, rows are known by their old values",
             "Give the table a primary key.",
-        )  # fmt: skip
+        )
     _refuse_untold(rule, shape)
     metadata = tuple(rule.metadata.items())
     marker = rule.marker if rule.deletes == "mark" else None
@@ -188,10 +189,11 @@ def _refuse_untold(rule: Any, shape: Shape) -> None:
     untold = [name for name in when.columns if name not in shape.key] if when is not None else []
     if untold and shape.source.identity is Identity.KEY:
         raise shape.refuse(
-            rule, "`when` looks at a column that the source does not send of a deleted row",
+            rule,
+            "`when` looks at a column that the source does not send of a deleted row",
             f"Use the key's columns in it, or ALTER TABLE {shape.source.table} REPLICA IDENTITY FULL.",
             column=untold[0],
-        )  # fmt: skip
+        )
 
 
 MAKERS: dict[str, Maker] = {"route": _make_route, "outbox": _make_outbox, "unwrap": _make_unwrap}

@@ -159,9 +159,7 @@ class Rows:
             for where, texts in self.unfit.items()
             if (kept := {int(places[row]): text for row, text in texts.items() if keep[row]})
         }
-        self.failures = [
-            replace(one, rows=kept_rows) for one in self.failures if (kept_rows := one.rows[keep]).any()
-        ]
+        self.failures = [replace(one, rows=kept_rows) for one in self.failures if (kept_rows := one.rows[keep]).any()]
         self._source = kept_at if self._source is None else self._source[kept_at]
         self.count = kept_at.size
 
@@ -169,9 +167,7 @@ class Rows:
         """The same rows, to be worked on apart."""
         images = [Image(image.which, dict(image.columns), image.valid) for image in self.images]
         unfit = {where: dict(texts) for where, texts in self.unfit.items()}
-        return Rows(
-            self.count, dict(self.about), images, dict(self.absent), unfit, list(self.failures), self._source
-        )
+        return Rows(self.count, dict(self.about), images, dict(self.absent), unfit, list(self.failures), self._source)
 
 
 def is_one(values: pa.Array) -> bool:
@@ -288,9 +284,12 @@ def closed(rows: Rows, schema: TableSchema) -> ChangeBatch:
     kept = [one for one in fields if one.name in columns]
     data = pa.RecordBatch.from_arrays([columns[one.name] for one in kept], schema=pa.schema(kept))
     return ChangeBatch(
-        schema=schema, data=data, moves=moves, truncates=int(rows.is_op(Operation.TRUNCATE).sum()),
+        schema=schema,
+        data=data,
+        moves=moves,
+        truncates=int(rows.is_op(Operation.TRUNCATE).sum()),
         unfit=sum(map(len, cells.values())),
-    )  # fmt: skip
+    )
 
 
 def _struct(image: Image, kind: pa.DataType, valid: Mask, schema: TableSchema) -> pa.Array:

@@ -311,9 +311,7 @@ AnyRule = Annotated[
 class Transforms(Declared):
     """All rules, in order, and the keys that they name."""
 
-    keys: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], KeySource] = Field(
-        default_factory=dict
-    )
+    keys: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")], KeySource] = Field(default_factory=dict)
     rules: Annotated[tuple[AnyRule, ...], Field(max_length=RULES_MAX)] = ()
 
     def __bool__(self) -> bool:
@@ -363,9 +361,10 @@ def rules_of(given: RulesGiven) -> Transforms:
         case list() | tuple():
             return Transforms.model_validate({"rules": given})
     raise ConfigError(
-        "what was given for rules is none", found=type(given).__name__,
+        "what was given for rules is none",
+        found=type(given).__name__,
         hint="Give a list of rules, or `Transforms(rules=[…], keys={…})` where they need keys.",
-    )  # fmt: skip
+    )
 
 
 def _troubles(rule: Rule, keys: dict[str, KeySource]) -> Iterator[PydanticCustomError]:
@@ -377,8 +376,9 @@ def _troubles(rule: Rule, keys: dict[str, KeySource]) -> Iterator[PydanticCustom
     if rule.when is not None and isinstance(rule, Decrypt) and rule.to != "binary":
         yield refusal(
             f"rule `{rule.name}`: with `when`, what `decrypt` leaves alone is binary and cannot stay in a column of "
-            f"{rule.to}", "Decrypt all rows, or `to: binary`.",
-        )  # fmt: skip
+            f"{rule.to}",
+            "Decrypt all rows, or `to: binary`.",
+        )
     if isinstance(rule, Hmac | Encrypt) and rule.key not in keys:
         yield refusal(
             f"rule `{rule.name}` names the key `{rule.key}`, and there is none of that name",

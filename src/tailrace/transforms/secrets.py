@@ -76,9 +76,7 @@ class Keyring:
         place = self._places[name]
         if place.env is not None:
             if place.env not in self._environment:
-                raise ConfigError(
-                    "a key's environment variable is not set", key=name, variable=place.env, hint=_HINT
-                )
+                raise ConfigError("a key's environment variable is not set", key=name, variable=place.env, hint=_HINT)
             return self._environment[place.env]
         assert place.file is not None, "one of the two"
         path = Path(os.path.expanduser(place.file))

@@ -113,9 +113,10 @@ def _facts(facts: Facts, columns: dict[str, Made]) -> Facts:
     kept = {made.place for made in columns.values()}
     left_out = [known.number for place, known in enumerate(facts.columns) if place not in kept]
     return replace(
-        facts, columns=tuple(told(name, made) for name, made in columns.items()),
+        facts,
+        columns=tuple(told(name, made) for name, made in columns.items()),
         others=tuple(sorted({*facts.others, *left_out})),
-    )  # fmt: skip
+    )
 
 
 def is_touched(column: Column) -> bool:

@@ -173,9 +173,11 @@ def named(rule: Rule, shape: Shape, wanted: Sequence[str]) -> tuple[str, ...]:
     missing = [name for name in wanted if name not in shape.columns]
     if missing and rule.exact_tables:
         raise shape.refuse(
-            rule, "a rule names a column that the table does not have", "Columns are named as the rules before have "
-            f"left them. There are: {', '.join(shape.columns)}.", column=missing[0],
-        )  # fmt: skip
+            rule,
+            "a rule names a column that the table does not have",
+            f"Columns are named as the rules before have left them. There are: {', '.join(shape.columns)}.",
+            column=missing[0],
+        )
     return tuple(name for name in wanted if name in shape.columns)
 
 
@@ -183,20 +185,26 @@ def keep_key(rule: Rule, shape: Shape, names: Sequence[str], *, still_a_key: boo
     """Refuse what would make rows of different keys one, or a row unknown by its key."""
     if shape.row_is_key and rule.do in ("encrypt", "function"):
         raise shape.refuse(
-            rule, "a rule would destroy the key: without one, rows are known by all their values, which must come out "
-            "equal each time", "Give the table a primary key, or use `hmac`.",
-        )  # fmt: skip
+            rule,
+            "a rule would destroy the key: without one, rows are known by all their values, which must come out "
+            "equal each time",
+            "Give the table a primary key, or use `hmac`.",
+        )
     hit = [name for name in names if name in shape.key]
     if hit and not still_a_key:
         raise shape.refuse(
-            rule, "a rule would destroy the table's key", "Leave the key's columns out of it. `sha256`, `hmac` and "
-            "`rename` keep a key one.", column=hit[0],
-        )  # fmt: skip
+            rule,
+            "a rule would destroy the table's key",
+            "Leave the key's columns out of it. `sha256`, `hmac` and `rename` keep a key one.",
+            column=hit[0],
+        )
     if hit and rule.when is not None and not set(Expression(rule.when).columns) <= set(shape.key):
         raise shape.refuse(
-            rule, "a rule on the key may depend on nothing but the key: old keys come without the rest of the row",
-            "Leave `when` out, or use the key's columns in it.", column=hit[0],
-        )  # fmt: skip
+            rule,
+            "a rule on the key may depend on nothing but the key: old keys come without the rest of the row",
+            "Leave `when` out, or use the key's columns in it.",
+            column=hit[0],
+        )
 
 
 _CHANGED_TYPE = ("mask", "redact", "sha256", "hmac", "encrypt")
@@ -211,8 +219,12 @@ def _make_value(rule: Any, shape: Shape, keys: Keyring) -> Step | None:
         kind = shape.columns[name].type
         odd = pa.types.is_binary(kind) and rule.do == "mask"
         if rule.do in _CHANGED_TYPE and rule.do != "redact" and (odd or not column_work.is_textual(kind)):
-            raise shape.refuse(rule, f"`{rule.do}` cannot be done to a column of {kind}", "Use `redact`, `null` or "
-                               "`exclude`.", column=name)  # fmt: skip
+            raise shape.refuse(
+                rule,
+                f"`{rule.do}` cannot be done to a column of {kind}",
+                "Use `redact`, `null` or `exclude`.",
+                column=name,
+            )
     to = {name: _type_after(rule, shape, name) for name in names}
     work = _worker(rule, shape, keys)
     for name in names:

@@ -171,9 +171,7 @@ def test_a_large_transaction_comes_in_parts_of_the_asked_for_size() -> None:
         [(0, 4), (1, 5), (2, 6), (3, 7)],
         [(0, 8), (1, 9), (2, 10)],
     ]
-    assert [(window.open, window.continues) for window in windows] == [
-        (True, False), (True, True), (False, True),
-    ]  # fmt: skip
+    assert [(window.open, window.continues) for window in windows] == [(True, False), (True, True), (False, True)]
     assert [window.end for window in windows] == [ZERO, ZERO, end]
     assert windows[-1].continued_end == end
     rows = [row for window in windows for found in window.batches for row in found.data.to_pylist()]
@@ -197,15 +195,17 @@ def test_small_transactions_share_a_window_with_the_end_of_a_large_one_and_not_w
         found.append(([key for _, key in ids(window.batches)], window.open, window.transactions))
         after = window.end
     assert found == [
-        ([1, 2], False, 2), ([10, 11], True, 0), ([12, 3], False, 2), ([20, 21], True, 0), ([22, 4], False, 2),
-    ]  # fmt: skip
+        ([1, 2], False, 2),
+        ([10, 11], True, 0),
+        ([12, 3], False, 2),
+        ([20, 21], True, 0),
+        ([22, 4], False, 2),
+    ]
 
 
 def test_a_part_counts_only_its_own_moves_and_truncates() -> None:
     source = MemoryCapture(part_rows_max=2)
     source.commit(batch(SHOP, insert(1, unfit=("n",)), Change(op="truncate"), *move(2, 3), insert(4)))
     stream = source.live(ZERO)
-    counts = [
-        [(found.moves, found.truncates, found.unfit) for found in read(stream).batches] for _ in range(3)
-    ]
+    counts = [[(found.moves, found.truncates, found.unfit) for found in read(stream).batches] for _ in range(3)]
     assert counts == [[(0, 1, 1)], [(1, 0, 0)], [(0, 0, 0)]]

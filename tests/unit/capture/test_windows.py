@@ -113,9 +113,10 @@ def test_what_is_no_stream_is_refused_wherever_one_is_wrapped_or_opened(given: A
     runtime: CdcRuntime = CdcRuntime(Source(), MemoryCheckpointStore())
     runtime.start()
     acts: tuple[Callable[[], object], ...] = (
-        runtime.poll, lambda: RecordedStream(given, MemorySchemaHistory()),
+        runtime.poll,
+        lambda: RecordedStream(given, MemorySchemaHistory()),
         lambda: TransformedStream(given, TransformPlan([])),
-    )  # fmt: skip
+    )
     for act in acts:
         with pytest.raises(ConfigError, match="lacks=read, confirm, close") as raised:
             act()

@@ -23,17 +23,7 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableSchema
 from tests.support.changes import SHOP, Change, insert, move, truncate
-from tests.support.logs import (
-    OTHER,
-    STEP,
-    THIRD,
-    Diary,
-    Given,
-    Noted,
-    assert_nothing_left_over,
-    in_order,
-    rows_of,
-)
+from tests.support.logs import OTHER, STEP, THIRD, Diary, Given, Noted, assert_nothing_left_over, in_order, rows_of
 
 ROUNDS = int(os.environ.get("TAILRACE_SOAK_ROUNDS", "0"))
 SEEDS = range(3 + 20 * ROUNDS)
@@ -116,10 +106,15 @@ class Story:
 
     def sealer(self) -> Sealer:
         sizes = Sizes(group_rows=self.chance.choice([1, 3, 100]), file_bytes=self.chance.choice([1, 1 << 20]))
-        return Sealer(self.path, limits=Limits(
-            commits=self.chance.choice([1, 2, 5, 100]), join_count=self.chance.choice([2, 3]), sizes=sizes,
-            small_bytes=self.chance.choice([0, 1 << 20]),
-        ))  # fmt: skip
+        return Sealer(
+            self.path,
+            limits=Limits(
+                commits=self.chance.choice([1, 2, 5, 100]),
+                join_count=self.chance.choice([2, 3]),
+                sizes=sizes,
+                small_bytes=self.chance.choice([0, 1 << 20]),
+            ),
+        )
 
     def seal(self) -> None:
         with self.sealer() as sealer:
@@ -142,13 +137,14 @@ class Story:
         commit = self.chance.randint(self.held.get(number, (0, 0))[0], self.diary.writer.commit)
         seq = max((item.row.seq for item in self.diary.noted if item.commit <= commit), default=0)
         self.held[number] = (commit, seq)
-        tables = {
-            self.numbers[known.relation]: known.table for known in TABLES if known.relation in self.numbers
-        }
-        leave_hints(self.path, [
-            TableHint(table=tables[number], numbers=(number,), commit=commit, seq=seq)
-            for number, (commit, seq) in self.held.items()
-        ])  # fmt: skip
+        tables = {self.numbers[known.relation]: known.table for known in TABLES if known.relation in self.numbers}
+        leave_hints(
+            self.path,
+            [
+                TableHint(table=tables[number], numbers=(number,), commit=commit, seq=seq)
+                for number, (commit, seq) in self.held.items()
+            ],
+        )
 
     def trim(self) -> None:
         before = self.log.trimmed()
@@ -160,11 +156,7 @@ class Story:
         assert gone.commit >= before.commit
         for number, (commit, seq) in self.held.items():
             was, now = before.tables.get(number), gone.tables.get(number)
-            if (
-                now is not None
-                and now != was
-                and (was is None or was.last_seq <= seq or was.commit <= commit)
-            ):
+            if now is not None and now != was and (was is None or was.last_seq <= seq or was.commit <= commit):
                 assert now.last_seq <= seq or now.commit <= commit, "what a table needs is gone"
 
     # What is read.
@@ -232,11 +224,7 @@ class Story:
             return
         follower = self.chance.choice(self.followers)
         for _ in range(batches or self.chance.randint(1, 4)):
-            due = [
-                item
-                for item in self.wanted(follower.first, follower.table)
-                if item.row.seq not in follower.seen
-            ]
+            due = [item for item in self.wanted(follower.first, follower.table) if item.row.seq not in follower.seen]
             if not due:
                 return
             try:
@@ -256,11 +244,7 @@ class Story:
         self.index.grow()
         index = self.index
         writer = self.diary.writer
-        assert (index.commit, index.position, index.rows) == (
-            writer.commit,
-            writer.position,
-            len(self.diary.noted),
-        )
+        assert (index.commit, index.position, index.rows) == (writer.commit, writer.position, len(self.diary.noted))
         for schema in TABLES:
             number = self.numbers.get(schema.relation)
             if number is not None:
@@ -270,10 +254,21 @@ class Story:
 
     def play(self, steps: int) -> None:
         kinds: list[tuple[Callable[[], None], int]] = [
-            (self.append, 12), (self.large, 3), (self.widen, 1), (self.reopen, 1), (self.seal, 4), (self.join, 2),
-            (self.clean, 3), (self.hold, 2), (self.trim, 2), (self.read, 4), (self.begin, 3), (self.advance, 8),
-            (self.look, 2), (self.consume, 1),
-        ]  # fmt: skip
+            (self.append, 12),
+            (self.large, 3),
+            (self.widen, 1),
+            (self.reopen, 1),
+            (self.seal, 4),
+            (self.join, 2),
+            (self.clean, 3),
+            (self.hold, 2),
+            (self.trim, 2),
+            (self.read, 4),
+            (self.begin, 3),
+            (self.advance, 8),
+            (self.look, 2),
+            (self.consume, 1),
+        ]
         actions = [action for action, _ in kinds]
         weights = [weight for _, weight in kinds]
         for _ in range(steps):
@@ -284,11 +279,7 @@ class Story:
             follower = self.followers[0]
             self.chance.shuffle(self.followers)
             self.advance(1000)
-            due = [
-                item
-                for item in self.wanted(follower.first, follower.table)
-                if item.row.seq not in follower.seen
-            ]
+            due = [item for item in self.wanted(follower.first, follower.table) if item.row.seq not in follower.seen]
             if not due and follower in self.followers:
                 self.followers.remove(follower)
         self.diary.commit()
@@ -304,9 +295,7 @@ class Story:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_whatever_order_a_log_is_written_sealed_joined_cleaned_trimmed_and_read(
-    quick: Path, seed: int
-) -> None:
+def test_in_whatever_order_a_log_is_written_sealed_joined_cleaned_trimmed_and_read(quick: Path, seed: int) -> None:
     story = Story(quick, seed)
     story.play(STEPS)
     story.end()

@@ -88,9 +88,14 @@ def test_seq_is_rebased_in_every_batch_of_a_window(writer: LogWriter, folder: Lo
 
 
 def test_a_commit_says_what_it_holds(writer: LogWriter, folder: LogPath) -> None:
-    writer.append(window(0, 100, batch(
-        SHOP, insert(1, unfit=("n",)), *move(1, 2), truncate(), update(2, unchanged=("big",)),
-    ), transactions=3))  # fmt: skip
+    writer.append(
+        window(
+            0,
+            100,
+            batch(SHOP, insert(1, unfit=("n",)), *move(1, 2), truncate(), update(2, unchanged=("big",))),
+            transactions=3,
+        )
+    )
     (header,) = ChangeLog.open(folder).headers(0)
     body, announced = header.bodies
     assert (header.transactions, header.rows, header.committed_at) == (3, 5, 1_000_000)
@@ -100,9 +105,7 @@ def test_a_commit_says_what_it_holds(writer: LogWriter, folder: LogPath) -> None
     assert header.log == writer.log_id
 
 
-def test_optional_columns_without_a_value_are_left_out_until_asked_for(
-    writer: LogWriter, folder: LogPath
-) -> None:
+def test_optional_columns_without_a_value_are_left_out_until_asked_for(writer: LogWriter, folder: LogPath) -> None:
     writer.append(window(0, 100, batch(SHOP, insert(1, name="a"), update(1, name="b"))))
     (header,) = ChangeLog.open(folder).headers(0)
     assert header.bodies[0].without == change.OPTIONAL
@@ -117,9 +120,13 @@ def test_optional_columns_without_a_value_are_left_out_until_asked_for(
 
 def test_everything_in_a_row_comes_back(writer: LogWriter, folder: LogPath) -> None:
     given = batch(
-        SHOP, insert(1, name="né", big=None, n=-5), update(1, unchanged=("big", "name"), before={"id": 1, "n": 4}),
-        *move(1, 2, unchanged=("big",)), delete(2), insert(3, unfit=("n",)),
-    )  # fmt: skip
+        SHOP,
+        insert(1, name="né", big=None, n=-5),
+        update(1, unchanged=("big", "name"), before={"id": 1, "n": 4}),
+        *move(1, 2, unchanged=("big",)),
+        delete(2),
+        insert(3, unfit=("n",)),
+    )
     writer.append(window(0, 100, given))
     (found,) = ChangeLog.open(folder).follow(0)
     expected = given.data.to_pylist()
@@ -131,9 +138,7 @@ def test_everything_in_a_row_comes_back(writer: LogWriter, folder: LogPath) -> N
 
 
 def test_columns_named_like_ours_survive(writer: LogWriter, folder: LogPath) -> None:
-    odd = table_schema(
-        {"_op": pa.string(), "_op_": pa.string(), "_seq": pa.int64(), "_commit": pa.int32()}, ("_seq",)
-    )
+    odd = table_schema({"_op": pa.string(), "_op_": pa.string(), "_seq": pa.int64(), "_commit": pa.int32()}, ("_seq",))
     values = {"_op": "mine", "_op_": "too", "_seq": 99, "_commit": 7}
     writer.append(window(0, 100, batch(odd, insert(values), *move({"_seq": 99}, values))))
     (found,) = ChangeLog.open(folder).follow(0)
@@ -145,30 +150,14 @@ def test_columns_named_like_ours_survive(writer: LogWriter, folder: LogPath) -> 
 
 
 def test_tables_whose_names_could_meet_stay_apart(writer: LogWriter, folder: LogPath) -> None:
-    names = [
-        ("a.b", "c"),
-        ("a", "b.c"),
-        ("A", "b.c"),
-        ("a", "B.C"),
-        ("a", "x" * 300),
-        ("a", "../../x"),
-        ("", ""),
-    ]
+    names = [("a.b", "c"), ("a", "b.c"), ("A", "b.c"), ("a", "B.C"), ("a", "x" * 300), ("a", "../../x"), ("", "")]
     tables = [named(schema, name, n + 1) for n, (schema, name) in enumerate(names)]
     for n, table in enumerate(tables):
         writer.append(rows_window(n * 10, n * 10 + 10, n, schema=table))
     log = ChangeLog.open(folder)
     found = {(b.schema.table.schema, b.schema.table.name): ids([b])[0][1] for b in log.follow(0)}
     assert found == {name: n for n, name in enumerate(names)}
-    assert [body.table for header in log.headers(0) for body in header.bodies if body.table] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-    ]
+    assert [body.table for header in log.headers(0) for body in header.bodies if body.table] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_window_that_does_not_start_where_the_log_ends_is_refused(filled: LogPath) -> None:
@@ -194,11 +183,7 @@ def test_a_wide_commit_has_a_header_larger_than_one_read(writer: LogWriter, fold
 
 
 def test_the_log_of_another_source_is_refused(filled: LogPath) -> None:
-    for source in (
-        replace(SOURCE, system="two"),
-        replace(SOURCE, database="x"),
-        replace(SOURCE, kind="postgresql"),
-    ):
+    for source in (replace(SOURCE, system="two"), replace(SOURCE, database="x"), replace(SOURCE, kind="postgresql")):
         with pytest.raises(LogForeign) as caught:
             LogWriter(filled, source)
         assert "`source.url`" in caught.value.hint

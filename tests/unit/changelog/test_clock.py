@@ -47,9 +47,7 @@ def test_a_commit_is_never_older_than_the_one_before_it(diary: Diary, jump: Jump
     diary.commit(inserts(5))
     written = [header.written_at for header in ChangeLog.open(diary.path).headers(0)]
     assert written == sorted(written)
-    assert written[-1] - written[-2] > 0.9 * DAY * 1e6, (
-        "and it goes on with the clock once that is ahead again"
-    )
+    assert written[-1] - written[-2] > 0.9 * DAY * 1e6, "and it goes on with the clock once that is ahead again"
 
 
 def test_what_was_written_while_the_clock_jumped_is_sealed_joined_and_read(diary: Diary, jump: Jump) -> None:
@@ -98,9 +96,14 @@ def test_commits_wait_to_be_sealed_as_long_as_they_should(
 
 def test_a_lease_is_neither_lost_nor_kept_for_ever_by_a_clock_that_jumps(tmp_path: Path, jump: Jump) -> None:
     record = {
-        "pid": 1, "host": "elsewhere", "boot": "another", "token": "x", "since": time.time(), "renewed": 1,
+        "pid": 1,
+        "host": "elsewhere",
+        "boot": "another",
+        "token": "x",
+        "since": time.time(),
+        "renewed": 1,
         "released": False,
-    }  # fmt: skip
+    }
     (tmp_path / "owner.json").write_text(json.dumps(record))
     jump(400 * DAY)
     with pytest.raises(LogBusy):

@@ -52,10 +52,7 @@ def test_row_groups_end_where_commits_end(diary: Diary) -> None:
         diary.commit(inserts(*range(commit * 10, commit * 10 + 3)), inserts(commit, schema=OTHER))
     seal(diary.path, limits=Limits(sizes=Sizes(group_rows=5)))
     with only_file(diary.path) as file:
-        commits = [
-            file.read_row_group(place).column(change.COMMIT).to_pylist()
-            for place in range(file.num_row_groups)
-        ]
+        commits = [file.read_row_group(place).column(change.COMMIT).to_pylist() for place in range(file.num_row_groups)]
     assert [sorted(set(found)) for found in commits] == [[1, 2], [3, 4], [5, 6], [7]]
     with only_file(diary.path, 2) as file:
         assert file.num_row_groups == 2
@@ -194,9 +191,7 @@ def test_a_row_group_has_every_column_that_any_of_its_rows_has(diary: Diary) -> 
     assert read_all(diary.path) == diary.rows()
 
 
-def test_every_file_is_durable_before_the_seal_that_names_it(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_file_is_durable_before_the_seal_that_names_it(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     write_everything(diary)
     synced: list[str] = []
     fsync, link = os.fsync, os.link

@@ -103,9 +103,7 @@ def test_a_reader_of_all_tables_that_failed_repeats_at_most_the_commit_it_was_in
     assert in_order(rows_of(ChangeLog.open(diary.path).follow(consumer="reader"))) == diary.rows(whole)
 
 
-def test_a_reader_of_all_tables_repeats_at_most_one_batch_where_only_one_table_has_rows(
-    diary: Diary,
-) -> None:
+def test_a_reader_of_all_tables_repeats_at_most_one_batch_where_only_one_table_has_rows(diary: Diary) -> None:
     for _ in range(3):
         for key in range(4):
             diary.commit(inserts(key))
@@ -119,9 +117,7 @@ def test_a_commit_of_one_table_in_many_batches_is_taken_up_in_the_middle(diary: 
         diary.piece(inserts(*range(begin, begin + 3)))
     diary.finish(inserts(12))
     assert read_and_die(diary.path, 3, table="public.things") == list(range(1, 10))
-    assert seqs(ChangeLog.open(diary.path).follow(table="public.things", consumer="reader")) == list(
-        range(7, 14)
-    )
+    assert seqs(ChangeLog.open(diary.path).follow(table="public.things", consumer="reader")) == list(range(7, 14))
 
 
 KILLED = """
@@ -133,14 +129,10 @@ for batch in ChangeLog.open(sys.argv[1]).follow(table="public.things", consumer=
 """
 
 
-def test_a_reader_that_is_killed_repeats_what_it_read_in_its_last_second_and_skips_nothing(
-    diary: Diary,
-) -> None:
+def test_a_reader_that_is_killed_repeats_what_it_read_in_its_last_second_and_skips_nothing(diary: Diary) -> None:
     for key in range(100):
         diary.commit(inserts(key))
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(diary.path)], stdout=subprocess.PIPE, text=True
-    ) as reader:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(diary.path)], stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         read = 0
         while read < 30:
@@ -182,10 +174,13 @@ def test_a_new_reader_of_a_log_that_lost_rows_begins_where_nothing_is_missing(di
     seal(diary.path)
     diary.commit(inserts(3), inserts(3, schema=OTHER))
     leave_hints(diary.path, [TableHint(table=THIRD.table, numbers=(3,), commit=0, seq=0)])
-    leave_hints(diary.path, [
-        TableHint(table=THIRD.table, numbers=(3,), commit=0, seq=0),
-        TableHint(table=OTHER.table, numbers=(2,), commit=1, seq=3),
-    ])  # fmt: skip
+    leave_hints(
+        diary.path,
+        [
+            TableHint(table=THIRD.table, numbers=(3,), commit=0, seq=0),
+            TableHint(table=OTHER.table, numbers=(2,), commit=1, seq=3),
+        ],
+    )
     with Sealer(diary.path) as sealer:
         trim(sealer, Policy(age_seconds=0.0), now=time.time() + 1)
     log = ChangeLog.open(diary.path)
@@ -218,23 +213,7 @@ def test_a_reader_that_lost_rows_is_told_each_time_until_it_says_where_to_begin(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "",
-        ".",
-        "..",
-        "../x",
-        "a/b",
-        "/etc/x",
-        "-x",
-        ".hidden",
-        "a\n",
-        "a\0b",
-        "x" * 64,
-        "@tables",
-        "é",
-        "a b",
-        "~",
-    ],
+    ["", ".", "..", "../x", "a/b", "/etc/x", "-x", ".hidden", "a\n", "a\0b", "x" * 64, "@tables", "é", "a b", "~"],
 )
 def test_a_name_that_could_lead_elsewhere_is_refused_and_writes_nothing(diary: Diary, name: str) -> None:
     diary.commit(inserts(1))
@@ -372,8 +351,9 @@ def test_hints_are_read_back_as_they_were_left_and_replaced_by_the_next(diary: D
     leave_hints(diary.path, [mine, yours])
     assert consumers.hints(diary.path) == [mine, yours]
     assert [(hold.name, hold.kind, hold.tables, hold.commit, hold.seq) for hold in holds(diary.path)] == [
-        ('a.b.c"d', "table", (1, 4), 7, 9), ("x.y", "table", (), 0, 0),
-    ]  # fmt: skip
+        ('a.b.c"d', "table", (1, 4), 7, 9),
+        ("x.y", "table", (), 0, 0),
+    ]
     assert not any(hold.expired(now=1e12) for hold in holds(diary.path))
     leave_hints(diary.path, [yours])
     assert consumers.hints(diary.path) == [yours]

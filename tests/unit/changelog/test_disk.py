@@ -28,8 +28,7 @@ from tests.support.windows import SOURCE, named, rows_window
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(
-    os.geteuid() != 0,
-    reason="SKIPPED LOUDLY: needs root, to mount a small disk or to become a user without rights",
+    os.geteuid() != 0, reason="SKIPPED LOUDLY: needs root, to mount a small disk or to become a user without rights"
 )
 
 
@@ -191,9 +190,7 @@ def test_what_a_killed_writer_left_does_not_keep_the_disk_full(small_disk: Path,
 
 
 @as_root
-def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(
-    small_disk: Path, diary: Diary
-) -> None:
+def test_a_log_is_opened_on_a_full_disk_and_goes_on_once_there_is_room(small_disk: Path, diary: Diary) -> None:
     diary.close()
     filler = fill(small_disk)
     diary.reopen()
@@ -323,9 +320,7 @@ def test_a_disk_that_fails_loses_nothing_that_was_promised(tmp_path: Path) -> No
         image = device / "image"
         with image.open("wb") as file:
             file.truncate(32 << 20)
-        made = subprocess.run(
-            ["mkfs.ext4", "-q", "-F", str(image)], capture_output=True, text=True, check=False
-        )
+        made = subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], capture_output=True, text=True, check=False)
         if made.returncode:
             pytest.skip(f"SKIPPED LOUDLY: a failing device was not tried: {made.stderr}")
         with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
@@ -343,9 +338,7 @@ def test_a_disk_that_fails_loses_nothing_that_was_promised(tmp_path: Path) -> No
             filler.unlink()
             subprocess.run(["mount", "-o", "remount,size=64m", str(device)], check=True)
         with mounted(tmp_path / "disk", "-o", "loop", str(image)) as disk:
-            (disk / "log" / "owner.json").unlink(
-                missing_ok=True
-            )  # a torn one is waited for, and that takes long
+            (disk / "log" / "owner.json").unlink(missing_ok=True)  # a torn one is waited for, and that takes long
             again = Diary(disk / "log")
             assert again.writer.commit in (promised, promised + 1)
             assert read_all(disk / "log")[: len(noted)] == noted
@@ -400,9 +393,13 @@ def told() -> Iterator[dict[str, str]]:
         (top / str(n) / closed).chmod(mode)
         arguments += [str(n), act]
     done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, str(top), *arguments], capture_output=True, text=True, check=False,
-        timeout=240, cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+        [sys.executable, "-c", AS_NOBODY, str(top), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        cwd=Path(__file__).parents[3],
+    )
     assert done.returncode == 0, done.stderr
     lines = dict(line.split("\t", 1) for line in done.stdout.splitlines())
     yield {name: lines[str(n)] for n, name in enumerate(CLOSED)}
@@ -457,9 +454,13 @@ def test_whoever_loses_the_right_to_write_is_told_and_goes_on_once_it_is_back() 
     top = Path(tempfile.mkdtemp(prefix="tailrace-test-"))
     os.chown(top, NOBODY, NOBODY)
     done = subprocess.run(
-        [sys.executable, "-c", AS_OWNER, str(top)], capture_output=True, text=True, check=False, timeout=240,
+        [sys.executable, "-c", AS_OWNER, str(top)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
         cwd=Path(__file__).parents[3],
-    )  # fmt: skip
+    )
     shutil.rmtree(top)
     assert done.returncode == 0, done.stderr
     told = dict(zip(LOST, (line.split("\t") for line in done.stdout.splitlines()), strict=True))

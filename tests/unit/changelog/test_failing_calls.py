@@ -34,9 +34,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(library: Path, *arguments: str) -> str:
     """What a process says whose calls to the disk can be made to fail."""
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=900, cwd=ROOT,
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+        cwd=ROOT,
         env={**os.environ, "LD_PRELOAD": str(library), "PYTHONWARNINGS": "error"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -58,9 +63,16 @@ def test_whatever_fails_is_told_and_costs_nothing(
         lives = 10_000
     with quick_folder(tmp_path) as folder:
         said = told(
-            library, "-m", "tests.support.fault_story", str(folder), str(int(calls)), str(error), str(int(lasting)),
-            str(lives), str(random.randrange(1_000_000)),
-        )  # fmt: skip
+            library,
+            "-m",
+            "tests.support.fault_story",
+            str(folder),
+            str(int(calls)),
+            str(error),
+            str(int(lasting)),
+            str(lives),
+            str(random.randrange(1_000_000)),
+        )
     lived, failed = map(int, said.split())
     assert lived >= 3
     # A sync that fails is always told. What is removed is mostly swept later anyway, and some is only for people.

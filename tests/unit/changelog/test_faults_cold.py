@@ -136,8 +136,11 @@ def test_a_flipped_bit_is_found_before_a_row_is_delivered(log: Path, rows: list[
 
 
 @pytest.mark.parametrize("name", ["sealed rows", "the commits of a seal", "a seal"])
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-1], lambda data: bytes(len(data))],
-                         ids=["nothing left", "a byte short", "zeros"])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: b"", lambda data: data[:-1], lambda data: bytes(len(data))],
+    ids=["nothing left", "a byte short", "zeros"],
+)
 def test_a_torn_file_is_found(log: Path, name: str, damage: Callable[[bytes], bytes]) -> None:
     path = FILES[name](log)
     path.write_bytes(damage(path.read_bytes()))

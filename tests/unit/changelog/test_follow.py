@@ -21,18 +21,7 @@ from tailrace.errors import ConfigError, LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tests.support.changes import SHOP
-from tests.support.logs import (
-    OTHER,
-    STEP,
-    THIRD,
-    Diary,
-    in_order,
-    inserts,
-    only_on_disk,
-    read_all,
-    rows_of,
-    seal,
-)
+from tests.support.logs import OTHER, STEP, THIRD, Diary, in_order, inserts, only_on_disk, read_all, rows_of, seal
 from tests.support.windows import named
 
 PLACES = ("disk", "store")
@@ -92,9 +81,7 @@ def test_a_table_made_again_is_followed_on_by_its_name(diary: Diary, sealed: boo
 # --- at the reader's own pace --------------------------------------------------------------------------------
 
 
-def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_joined_beside_it(
-    diary: Diary,
-) -> None:
+def test_a_slow_reader_gets_each_row_once_while_the_log_is_written_sealed_and_joined_beside_it(diary: Diary) -> None:
     diary.commit(inserts(0))
     found: dict[str | None, list[Any]] = {None: [], "public.things": []}
 

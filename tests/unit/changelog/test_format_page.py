@@ -36,39 +36,40 @@ def write_fixture(folder: Path) -> None:
     """A log with everything in it: trimmed, sealed, joined, large and fresh commits, two versions, odd names."""
     writer = LogWriter(folder, SOURCE)
     writer.append(window(0, 100))
-    writer.append(
-        window(100, 200, batch(SHOP, insert(1, name="first"), insert(2, name="gone with the trim")))
-    )
+    writer.append(window(100, 200, batch(SHOP, insert(1, name="first"), insert(2, name="gone with the trim"))))
     with Sealer(folder) as sealer:
         sealer.seal()
         trim(sealer, Policy(age_seconds=0.0), now=4e9)
     at = 200
     for key in range(8):
         old = {"id": key, "name": "was", "big": None, "n": 1}
-        writer.append(window(at, at + 100, batch(
-            SHOP, insert(10 + key, name=f"näme {key}", big="x" * 50, n=key), update(10 + key, unchanged=("big",), n=7),
-            *move(10 + key, 100 + key, unchanged=("big",)), update(key, before=old, n=2, unfit=("name",)),
-        ), batch(OTHER, insert({"a": key}, b=None), first=5)))  # fmt: skip
+        writer.append(
+            window(
+                at,
+                at + 100,
+                batch(
+                    SHOP,
+                    insert(10 + key, name=f"näme {key}", big="x" * 50, n=key),
+                    update(10 + key, unchanged=("big",), n=7),
+                    *move(10 + key, 100 + key, unchanged=("big",)),
+                    update(key, before=old, n=2, unfit=("name",)),
+                ),
+                batch(OTHER, insert({"a": key}, b=None), first=5),
+            )
+        )
         at += 100
         with Sealer(folder) as sealer:
             sealer.seal()
     with Sealer(folder) as sealer:
         sealer.join()
         sealer.clean(0)
-    writer.append(
-        open_window(at, batch(SHOP, insert(1000), insert(1001)), batch(WIDER, insert(1002), first=2))
-    )
+    writer.append(open_window(at, batch(SHOP, insert(1000), insert(1001)), batch(WIDER, insert(1002), first=2)))
     writer.append(open_window(at, batch(WIDER, insert(1003)), continues=True))
     writer.append(finishing_window(at, at + 200, batch(WIDER, delete(1003)), continued_end=at + 100))
     writer.append(window(at + 200, at + 300, batch(WIDER, truncate(), insert(2000, n=None))))
     writer.close()
     list(ChangeLog.open(folder).follow(table=str(SHOP.table), consumer="reader"))
-    for path in (
-        *folder.glob("*.lock"),
-        *folder.glob("owner*"),
-        *folder.glob("sealer*"),
-        *folder.glob("fence*"),
-    ):
+    for path in (*folder.glob("*.lock"), *folder.glob("owner*"), *folder.glob("sealer*"), *folder.glob("fence*")):
         path.unlink(missing_ok=True)
     shutil.rmtree(folder / "status")
 
@@ -106,13 +107,9 @@ def test_a_reader_written_from_the_page_finds_the_same_rows(folder: Path) -> Non
 def test_the_page_also_describes_what_is_written_today(tmp_path: Path) -> None:
     write_fixture(tmp_path / "log")
     strange, mine = Stranger(tmp_path / "log").rows(), rows_of(tmp_path / "log")
-    assert {table: len(rows) for table, rows in strange.items()} == {
-        table: len(rows) for table, rows in mine.items()
-    }
+    assert {table: len(rows) for table, rows in strange.items()} == {table: len(rows) for table, rows in mine.items()}
     kept = json.loads((FIXTURE / "expected.json").read_text("utf-8"))
-    assert {table: len(rows) for table, rows in kept.items()} == {
-        table: len(rows) for table, rows in mine.items()
-    }
+    assert {table: len(rows) for table, rows in kept.items()} == {table: len(rows) for table, rows in mine.items()}
 
 
 def test_the_fixture_has_something_of_everything(folder: Path) -> None:

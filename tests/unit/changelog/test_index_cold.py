@@ -55,18 +55,20 @@ def rows_at(index: LogIndex, log: ChangeLog, slices: list[Slice]) -> list[Row]:
     found: list[Row] = []
     for item in slices:
         after = found[-1].seq if found else 0
-        found += rows_of(
-            log.read(item.first, item.last, tables=[item.table], after_seq=after, to_seq=item.last_seq)
-        )
+        found += rows_of(log.read(item.first, item.last, tables=[item.table], after_seq=after, to_seq=item.last_seq))
     return found
 
 
 def told(index: LogIndex) -> tuple[object, ...]:
     """What must not depend on where rows lie."""
     return (
-        index.commit, index.position, index.rows, index.transactions,
-        [index.captured(table) for table in range(4)], index.next_seq(index.commit),
-    )  # fmt: skip
+        index.commit,
+        index.position,
+        index.rows,
+        index.transactions,
+        [index.captured(table) for table in range(4)],
+        index.next_seq(index.commit),
+    )
 
 
 @pytest.mark.parametrize("how", ["hot", "grace", "cold", "joined", "half"])
@@ -133,9 +135,7 @@ def test_positions_and_commits_are_found_from_each_other(diary: Diary, sealed: b
         rows = [item for item in diary.noted if item.commit <= commit]
         assert index.next_seq(commit) == len(rows) + 1
         if any(item.commit == commit for item in diary.noted):
-            assert (index.start_of(commit), index.end_of(commit)) == (
-                Lsn((commit - 1) * STEP), Lsn(commit * STEP),
-            )  # fmt: skip
+            assert (index.start_of(commit), index.end_of(commit)) == (Lsn((commit - 1) * STEP), Lsn(commit * STEP))
     for position in range(0, (index.commit + 1) * STEP, 25):
         found = index.commit_at(Lsn(position))
         assert found <= position // STEP
@@ -259,7 +259,7 @@ def test_whoever_asks_while_commits_move_into_seals_is_told_the_same(
         return [
             (index.end_of(commit), index.start_of(commit), index.next_seq(commit), index.commit_at(Lsn(commit * STEP)))
             for commit in commits
-        ] + [(index.commit, index.position, index.first, index.lacks(1, 0))]  # fmt: skip
+        ] + [(index.commit, index.position, index.first, index.lacks(1, 0))]
 
     def asks() -> None:
         heard.append(answers() == before)

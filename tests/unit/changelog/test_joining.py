@@ -211,9 +211,7 @@ def test_seals_that_would_hold_too_much_or_span_too_long_are_not_joined(diary: D
     assert len(runs(diary.path)) == 9
 
 
-def test_what_was_joined_stays_readable_by_those_who_looked_it_up_until_the_grace_period_is_over(
-    diary: Diary,
-) -> None:
+def test_what_was_joined_stays_readable_by_those_who_looked_it_up_until_the_grace_period_is_over(diary: Diary) -> None:
     write_sealed(diary, 8)
     planned = [file for found in seals(diary.path) for file in found.files]
     seal(diary.path, grace_seconds=300)

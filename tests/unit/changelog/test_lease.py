@@ -42,9 +42,7 @@ except Exception as error:
 @contextmanager
 def holding_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lease."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
-    ) as child:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "held\n"
@@ -56,8 +54,14 @@ def holding_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
 def leave_record(folder: Path, **changed: object) -> Path:
     """What another host, which we cannot see, has left."""
     record = {
-        "pid": 7, "host": "elsewhere", "boot": "another", "token": "t", "since": 1.0, "renewed": 3, "released": False,
-    }  # fmt: skip
+        "pid": 7,
+        "host": "elsewhere",
+        "boot": "another",
+        "token": "t",
+        "since": 1.0,
+        "renewed": 3,
+        "released": False,
+    }
     path = folder / "owner.json"
     path.write_text(json.dumps(record | changed))
     return path
@@ -191,9 +195,7 @@ def test_another_hosts_record_that_nobody_renews_is_taken_after_a_while(tmp_path
     found.release()
 
 
-def test_another_hosts_record_that_is_renewed_is_never_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_hosts_record_that_is_renewed_is_never_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sleep, renewed = leave_record(tmp_path), time.sleep, itertools.count(4)
 
     def renew(pause: float) -> None:

@@ -37,9 +37,7 @@ def only(value: object, kind: pa.DataType) -> ChangeBatch:
     base = batch(SHOP, insert(1)).data
     fields = schema.change_schema()
     known = {change.OP, change.SEQ, change.POSITION, change.TX, change.TX_INDEX, change.COMMITTED_AT}
-    columns = [
-        base.column(field.name) if field.name in known else pa.nulls(1, field.type) for field in fields
-    ]
+    columns = [base.column(field.name) if field.name in known else pa.nulls(1, field.type) for field in fields]
     columns[fields.get_field_index("value")] = pa.array([value], kind)
     return ChangeBatch(schema=schema, data=pa.RecordBatch.from_arrays(columns, schema=fields))
 

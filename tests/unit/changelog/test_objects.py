@@ -37,8 +37,11 @@ def filled(path: LogPath) -> LogPath:
 def test_the_parts_of_a_name_are_those_of_a_path(store: ObjectPath, name: str) -> None:
     ours, theirs = store / "x" / name, Path("/log/x") / name
     assert (ours.name, ours.stem, ours.suffix, ours.parent.name) == (
-        theirs.name, theirs.stem, theirs.suffix, theirs.parent.name
-    )  # fmt: skip
+        theirs.name,
+        theirs.stem,
+        theirs.suffix,
+        theirs.parent.name,
+    )
 
 
 def test_a_path_is_its_url_wherever_it_is_sent() -> None:

@@ -27,12 +27,7 @@ from tests.support.windows import SOURCE, batch
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 TABLES = frozenset([1, 2])
 # Commits of transactions, each with the position it ended at and the second it was committed.
-COMMITS = [
-    [(110, 10), (120, 11), (130, 12)],
-    [],
-    [(310, 20)],
-    [(410, 30), (420, 29), (430, 40)],
-]
+COMMITS = [[(110, 10), (120, 11), (130, 12)], [], [(310, 20)], [(410, 30), (420, 29), (430, 40)]]
 
 
 def transactions(*found: tuple[int, int]) -> list[ChangeBatch]:
@@ -59,10 +54,16 @@ def log(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ChangeLog]:
         writer = LogWriter(folder / "log", SOURCE)
         for number, found in enumerate(COMMITS, start=1):
             batches = transactions(*found) if found else []
-            writer.append(Window(
-                start=writer.position, end=Lsn(number * 100 + 50), batches=tuple(batches), transactions=len(found),
-                rows=2 * len(found), last_committed_at=max((second * 1_000_000 for _, second in found), default=None),
-            ))  # fmt: skip
+            writer.append(
+                Window(
+                    start=writer.position,
+                    end=Lsn(number * 100 + 50),
+                    batches=tuple(batches),
+                    transactions=len(found),
+                    rows=2 * len(found),
+                    last_committed_at=max((second * 1_000_000 for _, second in found), default=None),
+                )
+            )
         writer.close()
         if request.param:
             seal(writer.path)
@@ -104,13 +105,16 @@ def test_a_transaction_of_another_table_that_was_committed_earlier_and_came_late
     writer = LogWriter(tmp_path / "log", SOURCE)
     one, other = (some.data for some in transactions((110, 30)))
     other = other.set_column(
-        other.schema.get_field_index(change.COMMITTED_AT), other.schema.field(change.COMMITTED_AT),
+        other.schema.get_field_index(change.COMMITTED_AT),
+        other.schema.field(change.COMMITTED_AT),
         pa.array([29_000_000], other.schema.field(change.COMMITTED_AT).type),
-    )  # fmt: skip
+    )
     batches = (ChangeBatch(schema=SHOP, data=one), ChangeBatch(schema=OTHER, data=other))
-    writer.append(Window(
-        start=writer.position, end=Lsn(150), batches=batches, transactions=2, rows=2, last_committed_at=30_000_000,
-    ))  # fmt: skip
+    writer.append(
+        Window(
+            start=writer.position, end=Lsn(150), batches=batches, transactions=2, rows=2, last_committed_at=30_000_000
+        )
+    )
     writer.close()
     log = ChangeLog.open(writer.path)
 

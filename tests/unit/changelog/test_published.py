@@ -35,14 +35,10 @@ def test_a_table_is_new_or_in_again_or_another_of_its_name(tmp_path: Path) -> No
     come(tmp_path, (T, 1), (U, 2), at=100)
     come(tmp_path, (T, 1), at=200)
     come(tmp_path, (U, 3), at=300)
-    assert kinds(tmp_path) == [
-        ("t", 1, "new"), ("u", 2, "new"), ("t", 1, "again"), ("u", 3, "another")
-    ]  # fmt: skip
+    assert kinds(tmp_path) == [("t", 1, "new"), ("u", 2, "new"), ("t", 1, "again"), ("u", 3, "another")]
     found = read_published(tmp_path)
     assert (found.since(T), found.since(U)) == (Lsn(200), Lsn(300))
-    assert found.comings[2] == Coming(
-        table=T, relation=1, kind=Kind.AGAIN, commit=2, since=Lsn(200), whole=Lsn(210)
-    )  # fmt: skip
+    assert found.comings[2] == Coming(table=T, relation=1, kind=Kind.AGAIN, commit=2, since=Lsn(200), whole=Lsn(210))
 
 
 def test_one_that_goes_to_the_other_publication_was_never_out(tmp_path: Path) -> None:
@@ -78,8 +74,10 @@ def test_what_lies_before_all_that_is_kept_goes_but_for_the_last_of_each_table(t
     come(tmp_path, (T, 1), at=400)
     come(tmp_path, (T, 1), at=500)
     assert [(coming.table, coming.since.value) for coming in read_published(tmp_path).comings] == [
-        (U, 310), (T, 400), (T, 500)
-    ]  # fmt: skip
+        (U, 310),
+        (T, 400),
+        (T, 500),
+    ]
 
 
 def test_a_record_that_is_damaged_is_told(tmp_path: Path) -> None:

@@ -117,9 +117,10 @@ def test_a_shape_is_written_once_and_a_new_one_gets_a_new_version(writer: LogWri
 def test_a_table_made_again_is_another_table(writer: LogWriter, folder: LogPath) -> None:
     writer.append(rows_window(0, 100, 1))
     writer.append(rows_window(100, 200, 2, schema=named("public", "things", SHOP.relation + 1)))
-    assert [
-        body.table for header in ChangeLog.open(folder).headers(0) for body in header.bodies if body.table
-    ] == [1, 2]
+    assert [body.table for header in ChangeLog.open(folder).headers(0) for body in header.bodies if body.table] == [
+        1,
+        2,
+    ]
 
 
 def test_a_table_keeps_its_number_over_a_restart(filled: LogPath) -> None:

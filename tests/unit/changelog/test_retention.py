@@ -53,10 +53,13 @@ def let_go(path: LogPath, *, days: float = 1.0, **policy: Any) -> Trim:
 
 def tables_hold(path: LogPath, *hints: tuple[TableSchema, int, int]) -> None:
     """As if lake tables had covered no more than a commit and a `_seq`."""
-    leave_hints(path, [
-        TableHint(table=schema.table, numbers=(NUMBERS[schema],), commit=commit, seq=seq)
-        for schema, commit, seq in hints
-    ])  # fmt: skip
+    leave_hints(
+        path,
+        [
+            TableHint(table=schema.table, numbers=(NUMBERS[schema],), commit=commit, seq=seq)
+            for schema, commit, seq in hints
+        ],
+    )
 
 
 def heavy(key: int, schema: TableSchema = SHOP, size: int = 20_000) -> Given:
@@ -74,9 +77,7 @@ def write_sealed(diary: Diary, *commits: tuple[Given, ...]) -> None:
 def numbers_kept(path: LogPath) -> dict[int, list[int]]:
     """By table, the keys that the glob still shows."""
     tables = (1, 2, 3)
-    return {
-        table: [row["id"] for row in glob_rows(path, table)] for table in tables if glob_rows(path, table)
-    }
+    return {table: [row["id"] for row in glob_rows(path, table)] for table in tables if glob_rows(path, table)}
 
 
 # --- by age --------------------------------------------------------------------------------------------------
@@ -147,9 +148,7 @@ def test_a_clock_that_jumped_back_only_keeps_more(diary: Diary, jump_days: float
     assert [found.state for found in held(ChangeLog.open(diary.path), now=0.0)] == ["live"]
 
 
-def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_were_sealed(
-    diary: Diary,
-) -> None:
+def test_rows_are_as_old_as_they_were_written_whatever_the_clock_said_when_they_were_sealed(diary: Diary) -> None:
     diary.commit(inserts(1))
     later = time.time()
     seal(diary.path)
@@ -274,8 +273,10 @@ def test_what_each_holds_is_told(diary: Diary) -> None:
     tables_hold(diary.path, (SHOP, 1, 1), (THIRD, 0, 0))
     found = {item.hold.name: item for item in held(ChangeLog.open(diary.path))}
     assert {name: (item.state, item.rows) for name, item in found.items()} == {
-        "reader": ("live", 6), "public.things": ("live", 1), "sales.third": ("live", 0),
-    }  # fmt: skip
+        "reader": ("live", 6),
+        "public.things": ("live", 1),
+        "sales.third": ("live", 0),
+    }
     assert found["sales.third"].bytes == 0 < found["public.things"].bytes < found["reader"].bytes
 
 
@@ -314,12 +315,8 @@ def test_room_is_counted_with_everything_that_takes_room(diary: Diary) -> None:
 # --- at most so many bytes -----------------------------------------------------------------------------------
 
 
-def test_the_one_who_holds_the_most_is_detached_and_nobody_else(
-    diary: Diary, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_sealed(
-        diary, *((heavy(key), heavy(key, OTHER, 5_000), heavy(key, THIRD, 5_000)) for key in range(4))
-    )
+def test_the_one_who_holds_the_most_is_detached_and_nobody_else(diary: Diary, caplog: pytest.LogCaptureFixture) -> None:
+    write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000), heavy(key, THIRD, 5_000)) for key in range(4)))
     tables_hold(diary.path, (SHOP, 0, 0), (OTHER, 0, 0), (THIRD, 0, 0))
     size = disk_bytes(diary.path)
     with caplog.at_level(logging.ERROR):
@@ -359,12 +356,7 @@ def test_what_nobody_needs_goes_before_anyone_is_detached(diary: Diary) -> None:
 def test_where_many_hold_the_same_rows_all_who_lose_some_are_named_and_no_others(diary: Diary) -> None:
     write_sealed(diary, *((heavy(key), heavy(key, OTHER, 5_000)) for key in range(4)))
     log = ChangeLog.open(diary.path)
-    for name, table in (
-        ("all", None),
-        ("one", "public.things"),
-        ("two", "public.things"),
-        ("other", "public.other"),
-    ):
+    for name, table in (("all", None), ("one", "public.things"), ("two", "public.things"), ("other", "public.other")):
         next(log.follow(table=table, consumer=name))
     done = let_go(diary.path, age_seconds=None, max_bytes=int((disk_bytes(diary.path) - 50_000) / 0.9))
     lost = {item.hold.name for item in held(log) if item.state == "detached"}
@@ -415,8 +407,10 @@ def test_the_record_counts_what_is_gone(diary: Diary) -> None:
     assert (first.commit, first.position, first.next_seq) == (2, Lsn(200), 4)
     assert (first.transactions, first.rows) == (1, 3)
     assert {number: (table.last_seq, table.commit, table.rows) for number, table in first.tables.items()} == {
-        0: (3, 2, 2), 1: (2, 2, 2), 2: (3, 2, 1),
-    }  # fmt: skip
+        0: (3, 2, 2),
+        1: (2, 2, 2),
+        2: (3, 2, 1),
+    }
     tables_hold(diary.path)
     let_go(diary.path)
     then = read_trimmed(diary.path)
@@ -479,8 +473,10 @@ def test_trimming_again_and_sealing_on_count_nothing_twice(diary: Diary) -> None
         index = LogIndex(ChangeLog.open(diary.path))
         index.grow()
         assert (index.rows, index.captured(1), index.captured(2)) == (
-            len(diary.noted), len(diary.rows(schema=SHOP)), len(diary.rows(schema=OTHER)),
-        )  # fmt: skip
+            len(diary.noted),
+            len(diary.rows(schema=SHOP)),
+            len(diary.rows(schema=OTHER)),
+        )
         kept = [row for row in diary.rows(diary.writer.commit - 1) if row.schema == OTHER]
         found = in_order(rows_of(ChangeLog.open(diary.path).follow()))
         assert found[-1:] == kept

@@ -78,9 +78,7 @@ def test_each_row_comes_with_the_version_of_its_shape_it_was_written_with(diary:
 @mostly_on_disk
 @pytest.mark.parametrize("join", [False, True])
 @pytest.mark.parametrize("commits", [1, 4])
-def test_following_gives_the_same_tail_after_every_commit_hot_or_cold(
-    diary: Diary, commits: int, join: bool
-) -> None:
+def test_following_gives_the_same_tail_after_every_commit_hot_or_cold(diary: Diary, commits: int, join: bool) -> None:
     write_everything(diary)
     seal(diary.path, join=join, limits=replace(PAIRS, commits=commits))
     for after in range(diary.writer.commit + 1):

@@ -188,10 +188,7 @@ diary.finish(inserts(5))
 def test_a_process_killed_between_two_pieces_leaves_nothing(diary: Diary, turn: int, tmp_path: Path) -> None:
     diary.commit(inserts(1))
     diary.close()
-    armed = {
-        "TAILRACE_FAILPOINT": f"log.piece_written:{turn}",
-        "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits"),
-    }
+    armed = {"TAILRACE_FAILPOINT": f"log.piece_written:{turn}", "TAILRACE_FAILPOINT_LOG": str(tmp_path / "hits")}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(diary.path)],
         env={**os.environ, **armed, "PYTHONPATH": os.getcwd()},
@@ -218,9 +215,7 @@ def test_shapes_that_are_new_in_a_piece_are_announced_at_their_first_row(diary: 
     diary.piece((RENAMED, [insert(5)]))
     diary.finish(inserts(6, schema=RENAMED), inserts(7, schema=named("public", "late", 8)))
     assert announced(diary.path) == [(1, 1, 1), (3, 2, 1), (5, 1, 2), (7, 3, 1)]
-    positions = [
-        row.values[change.POSITION] for row in rows_of(ChangeLog.open(diary.path).follow(table="schema"))
-    ]
+    positions = [row.values[change.POSITION] for row in rows_of(ChangeLog.open(diary.path).follow(table="schema"))]
     assert positions == [str(Lsn(100)), *[str(Lsn(200))] * 3]
     seal(diary.path)
     assert announced(diary.path) == [(1, 1, 1), (3, 2, 1), (5, 1, 2), (7, 3, 1)]
@@ -265,9 +260,7 @@ def test_a_large_transaction_is_sealed_and_its_files_go_after_the_grace_period(d
     assert_nothing_left_over(diary.path)
 
 
-def test_a_reader_in_the_middle_of_a_large_transaction_finds_the_rest_where_it_was_sealed(
-    quick: LogPath,
-) -> None:
+def test_a_reader_in_the_middle_of_a_large_transaction_finds_the_rest_where_it_was_sealed(quick: LogPath) -> None:
     for paused in range(1, 6):
         diary = Diary(quick / str(paused))
         for key in range(4):

@@ -33,8 +33,7 @@ def said(*messages: tuple[str, bytes], transactional: bool = True) -> Given:
     """Messages as a source hands them over."""
     return MESSAGE_STREAM, [
         Change(
-            op=Operation.MESSAGE.value,
-            values={"prefix": prefix, "content": content, "transactional": transactional},
+            op=Operation.MESSAGE.value, values={"prefix": prefix, "content": content, "transactional": transactional}
         )
         for prefix, content in messages
     ]
@@ -58,9 +57,7 @@ def test_each_version_is_announced_once_at_its_first_row(diary: Diary, sealed: b
     diary.commit(inserts(9))
     if sealed:
         seal(diary.path)
-    assert announced(diary.path) == [
-        (1, 1, 1, "things"), (3, 2, 1, "other"), (4, 1, 2, "things"), (8, 1, 3, "things"),
-    ]  # fmt: skip
+    assert announced(diary.path) == [(1, 1, 1, "things"), (3, 2, 1, "other"), (4, 1, 2, "things"), (8, 1, 3, "things")]
     assert read_all(diary.path) == diary.rows()
 
 
@@ -82,8 +79,11 @@ def test_following_shapes_from_a_commit_and_by_name(diary: Diary) -> None:
     diary.commit((WIDER, [insert(3)]))
     log = ChangeLog.open(diary.path)
     assert [[row.seq for row in rows_of(log.follow(after, table="schema"))] for after in range(4)] == [
-        [1, 2, 3], [2, 3], [3], [],
-    ]  # fmt: skip
+        [1, 2, 3],
+        [2, 3],
+        [3],
+        [],
+    ]
     assert [row.seq for row in rows_of(log.follow(table="schema", consumer="shapes"))] == [1, 2, 3]
     assert list(log.follow(table="schema", consumer="shapes")) == []
     assert [row["table"] for row in glob_rows(diary.path, SCHEMA_NUMBER)] == [1, 2]
@@ -147,11 +147,7 @@ def test_a_version_that_no_row_ever_had_is_announced_with_the_next(diary: Diary)
     assert len(announced(diary.path)) == 3
     seal(diary.path)
     assert len(announced(diary.path)) == 3
-    assert [row.seq for row in rows_of(ChangeLog.open(diary.path).follow(table="schema", consumer="s"))] == [
-        1,
-        4,
-        4,
-    ]
+    assert [row.seq for row in rows_of(ChangeLog.open(diary.path).follow(table="schema", consumer="s"))] == [1, 4, 4]
 
 
 # --- message -------------------------------------------------------------------------------------------------
@@ -169,8 +165,10 @@ def test_messages_are_kept_in_order_and_are_not_among_the_rows_of_tables(diary: 
     found = rows_of(log.follow(table="message"))
     assert found == diary.rows(schema=MESSAGE_STREAM)
     assert [(row.seq, row.values["prefix"], row.values["content"], row.values["transactional"]) for row in found] == [
-        (2, "app", b"\x00\xff", True), (3, "", b"", True), (5, "late", b"x", False),
-    ]  # fmt: skip
+        (2, "app", b"\x00\xff", True),
+        (3, "", b"", True),
+        (5, "late", b"x", False),
+    ]
     tables = [row for row in diary.rows() if row.schema == SHOP]
     assert in_order(rows_of(log.follow(0))) == tables
     assert [entry[1] for entry in announced(diary.path)] == [1]

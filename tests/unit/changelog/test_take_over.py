@@ -54,9 +54,7 @@ class Rival:
     def stop_still(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
         state = Path(f"/proc/{self.process.pid}/stat")
-        assert eventually(
-            lambda: state.read_text().rpartition(")")[2].split()[0] == "T", pause=0.01
-        )
+        assert eventually(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", pause=0.01)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)

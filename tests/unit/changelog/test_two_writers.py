@@ -86,9 +86,7 @@ def test_a_writer_that_slept_through_several_commits_is_refused(
     assert keys(filled, 3) == [300, 400, 500]
 
 
-def test_the_loser_of_a_new_tables_number_is_refused_too(
-    rivals: tuple[LogWriter, LogWriter], filled: LogPath
-) -> None:
+def test_the_loser_of_a_new_tables_number_is_refused_too(rivals: tuple[LogWriter, LogWriter], filled: LogPath) -> None:
     one, other = rivals
     one.append(rows_window(300, 400, 10, schema=named("public", "new", 2)))
     for rival in (named("public", "new", 2), named("public", "another", 3)):
@@ -147,9 +145,7 @@ def test_what_a_writer_publishes_is_what_that_writer_wrote(
     assert len(refused) == 1
 
 
-def test_writers_that_race_leave_no_gap_and_no_fork(
-    rivals: tuple[LogWriter, LogWriter], filled: LogPath
-) -> None:
+def test_writers_that_race_leave_no_gap_and_no_fork(rivals: tuple[LogWriter, LogWriter], filled: LogPath) -> None:
     won: list[tuple[int, int]] = []
 
     def race(writer: LogWriter, name: int) -> None:
@@ -165,9 +161,7 @@ def test_writers_that_race_leave_no_gap_and_no_fork(
                 assert last is not None
                 writer.commit, writer.position, writer.next_seq = last.commit, last.end, last.next_seq
 
-    threads = [
-        threading.Thread(target=race, args=(writer, 1000 * n)) for n, writer in enumerate(rivals, start=1)
-    ]
+    threads = [threading.Thread(target=race, args=(writer, 1000 * n)) for n, writer in enumerate(rivals, start=1)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -64,9 +64,7 @@ def fill(path: Path) -> None:
         diary.commit(inserts(*range(number * 10, number * 10 + 10)), inserts(number, schema=OTHER))
         diary.commit()
         if number == 3:
-            large_transaction(
-                diary, [inserts(1001, 1002), inserts(5, schema=THIRD)], [inserts(1003)], [inserts(1004)]
-            )
+            large_transaction(diary, [inserts(1001, 1002), inserts(5, schema=THIRD)], [inserts(1003)], [inserts(1004)])
         seal(path, join=False)
     with Sealer(path) as sealer:
         everything = Policy(age_seconds=0.0)
@@ -234,9 +232,7 @@ def test_a_file_with_other_content_is_found(log: Path, content: bytes) -> None:
 
 
 def test_every_flaw_is_told_and_not_only_the_first(log: Path) -> None:
-    damaged = [
-        stored(log, pattern)[0] for pattern in ("cold/files/*/*.parquet", "schemas/*/*.json", "big/*/*.arrow")
-    ]
+    damaged = [stored(log, pattern)[0] for pattern in ("cold/files/*/*.parquet", "schemas/*/*.json", "big/*/*.arrow")]
     damaged.append(commit_path(log, ChangeLog.open(log).newest() - 1))
     for file in damaged:
         flip(file, file.stat().st_size // 2)
@@ -325,9 +321,7 @@ def with_seal(path: Path, stem: str, **fields: object) -> None:
         ({"start": "0/1"}, "does not start where"),
     ],
 )
-def test_a_seal_that_does_not_fit_its_files_is_found(
-    diary: Diary, fields: dict[str, object], message: str
-) -> None:
+def test_a_seal_that_does_not_fit_its_files_is_found(diary: Diary, fields: dict[str, object], message: str) -> None:
     diary.commit(inserts(1, 2))
     seal(diary.path)
     diary.commit(inserts(3, 4))
@@ -339,8 +333,7 @@ def test_a_seal_that_does_not_fit_its_files_is_found(
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("rows", 1), ("first_seq", 2), ("last_seq", 9), ("last", 1), ("groups", [])],
+    ("name", "value"), [("rows", 1), ("first_seq", 2), ("last_seq", 9), ("last", 1), ("groups", [])]
 )
 def test_a_file_that_is_not_what_its_seal_says_is_found(diary: Diary, name: str, value: object) -> None:
     diary.commit(inserts(1, 2))
@@ -427,9 +420,7 @@ def test_a_log_that_is_written_sealed_and_trimmed_meanwhile_has_no_flaw(quick: P
         while not done.is_set():
             key += 1
             if key % 20 == 0:
-                large_transaction(
-                    diary, [inserts(key), inserts(key, schema=THIRD)], [inserts(key, schema=OTHER)]
-                )
+                large_transaction(diary, [inserts(key), inserts(key, schema=THIRD)], [inserts(key, schema=OTHER)])
             diary.commit(inserts(key, key + 1), inserts(key, schema=OTHER))
             time.sleep(0.001)
 

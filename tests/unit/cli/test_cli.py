@@ -52,9 +52,7 @@ def table(name: str, state: TableState = TableState.LIVE, **more: Any) -> TableS
     return TableStatus(schema="public", table=name, state=state, path=f"/lake/public/{name}", **more)
 
 
-FAILED = table(
-    "orders", TableState.FAILED, reason="schema-changed", detail="a column was added", hint="Reload it."
-)
+FAILED = table("orders", TableState.FAILED, reason="schema-changed", detail="a column was added", hint="Reload it.")
 
 
 def status_of(*tables: TableStatus, **more: Any) -> PipelineStatus:
@@ -62,9 +60,7 @@ def status_of(*tables: TableStatus, **more: Any) -> PipelineStatus:
         name="shop",
         running=True,
         capture_pid=12,
-        source=SourceStatus(
-            reachable=True, place="localhost:5432/shop", position="0/20", retained_bytes=2048
-        ),
+        source=SourceStatus(reachable=True, place="localhost:5432/shop", position="0/20", retained_bytes=2048),
         log=LogStatus(path="/log", id="abc", commits=1, bytes=5 << 20, position="0/10"),
         tables=tables,
         **more,
@@ -88,17 +84,23 @@ class FakeEngine:
         observer.tick(status_of(*self.tables))
         if self.raises:
             raise self.raises
-        return Summary(name="shop", command=command, seconds=1.5, transactions=2, rows_captured=1234,
-                       tables=self.tables, exit_code=self.exit_code, message="caught up")  # fmt: skip
+        return Summary(
+            name="shop",
+            command=command,
+            seconds=1.5,
+            transactions=2,
+            rows_captured=1234,
+            tables=self.tables,
+            exit_code=self.exit_code,
+            message="caught up",
+        )
 
-    def run(
-        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
-    ) -> Summary:
+    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool) -> Summary:
         return self._answer("run", observer, until_caught_up, *["take over"] * take_over)
 
     def capture(
         self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool, child: bool
-    ) -> Summary:  # fmt: skip
+    ) -> Summary:
         return self._answer("capture", observer, until_caught_up, child, *["take over"] * take_over)
 
     def apply(
@@ -132,8 +134,15 @@ def lines(text: str) -> list[str]:
 def tailrace_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     source = str(Path(tailrace.__path__[0]).parent)
     environment = {**os.environ, "PYTHONPATH": source, "PYTHONWARNINGS": "error"}
-    return subprocess.run([sys.executable, "-m", "tailrace", *arguments], env=environment, text=True,
-                          capture_output=True, timeout=240, check=False, **options)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "tailrace", *arguments],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=240,
+        check=False,
+        **options,
+    )
 
 
 # ---- arguments
@@ -198,18 +207,14 @@ def test_nothing_heavy_is_imported_to_answer_at_once(arguments: list[str], file:
     given = [file if argument == "FILE" else argument for argument in arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
     command = [sys.executable, "-c", code, *given]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True,
-                          timeout=240, check=False)  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_capture_loads_no_spark() -> None:
     code = "import sys, tailrace.pipeline.runner; sys.exit('pyspark' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
-    assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False).returncode
-        == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False).returncode == 0
 
 
 # ---- check
@@ -237,15 +242,10 @@ def test_check_prints_every_problem_with_its_place_and_hint_and_exits_2(tmp_path
 
 def test_check_tells_a_missing_file_without_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "/no/such.yaml"]) == ExitCode.CONFIG
-    assert lines(capsys.readouterr().err) == [
-        "error: /no/such.yaml: the file does not exist",
-        "hint: Check the path.",
-    ]
+    assert lines(capsys.readouterr().err) == ["error: /no/such.yaml: the file does not exist", "hint: Check the path."]
 
 
-def test_check_with_json_gives_the_problems_as_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_with_json_gives_the_problems_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(GOOD.replace("name: shop", "name: 5"))
     assert main(["check", str(path), "--json"]) == ExitCode.CONFIG
@@ -255,20 +255,12 @@ def test_check_with_json_gives_the_problems_as_data(
         "file": str(path),
         "ok": False,
         "problems": [
-            {
-                "line": 1,
-                "column": 7,
-                "where": "name",
-                "message": "must be text",
-                "hint": "For example: `name: shop`.",
-            }
+            {"line": 1, "column": 7, "where": "name", "message": "must be text", "hint": "For example: `name: shop`."}
         ],
     }
 
 
-def test_check_with_json_gives_an_empty_list_for_a_good_file(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_with_json_gives_an_empty_list_for_a_good_file(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", file]) == ExitCode.OK
     assert json.loads(capsys.readouterr().out) == {"file": file, "ok": True, "problems": []}
 
@@ -289,9 +281,7 @@ def test_check_with_json_gives_an_empty_list_for_a_good_file(
         (["capture", "--until-caught-up", "--child"], ("capture", True, True)),
     ],
 )
-def test_a_command_asks_the_pipeline_for_just_that(
-    arguments: list[str], asked: tuple[object, ...], file: str
-) -> None:
+def test_a_command_asks_the_pipeline_for_just_that(arguments: list[str], asked: tuple[object, ...], file: str) -> None:
     engine = FakeEngine()
     assert main([*arguments, file], engine=engine) == ExitCode.OK
     assert engine.asked == [asked]
@@ -315,9 +305,7 @@ def test_a_quiet_run_prints_nothing(file: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_run_with_json_ends_with_one_object_on_stdout(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_json_ends_with_one_object_on_stdout(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", file, "--json", "--quiet"], engine=FakeEngine()) == ExitCode.OK
     printed = json.loads(capsys.readouterr().out)
     assert printed["command"] == "run"
@@ -339,9 +327,7 @@ def test_a_table_that_cannot_catch_up_ends_the_wait_with_exit_code_5(
     assert "hint: " in printed.err
 
 
-def test_a_broken_table_is_told_with_its_reason_and_remedy(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_table_is_told_with_its_reason_and_remedy(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", file, "--quiet"], engine=FakeEngine(tables=(FAILED,))) == ExitCode.OK
     assert lines(capsys.readouterr().err) == [
         "error: public.orders is failed: a column was added [schema-changed]",
@@ -442,10 +428,7 @@ def test_drop_removes_only_after_a_yes(
 @pytest.mark.parametrize("command", ["run", "capture", "apply", "status", "snapshot", "retry", "drop"])
 def test_every_command_tells_a_broken_settings_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "/no/such.yaml"]) == ExitCode.CONFIG
-    assert lines(capsys.readouterr().err) == [
-        "error: /no/such.yaml: the file does not exist",
-        "hint: Check the path.",
-    ]
+    assert lines(capsys.readouterr().err) == ["error: /no/such.yaml: the file does not exist", "hint: Check the path."]
 
 
 @pytest.mark.parametrize(
@@ -478,9 +461,7 @@ def test_a_child_tells_its_error_to_its_parent_only(file: str, capsys: pytest.Ca
     assert str(back) == str(error)
 
 
-def test_an_unexpected_error_names_its_place_but_not_its_text(
-    file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unexpected_error_names_its_place_but_not_its_text(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     engine = FakeEngine(raises=KeyError("a row's value"))
     assert main(["run", file, "--quiet"], engine=engine) == ExitCode.INTERNAL
     first, second = lines(capsys.readouterr().err)
@@ -513,8 +494,14 @@ def test_a_reader_that_leaves_is_no_error(file: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
-    done = subprocess.run([sys.executable, "-m", "tailrace", "check", file], env=environment, stdout=writing,
-                          stderr=subprocess.PIPE, timeout=240, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tailrace", "check", file],
+        env=environment,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=240,
+        check=False,
+    )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -522,13 +509,14 @@ def test_a_reader_that_leaves_is_no_error(file: str) -> None:
 def test_a_terminal_that_cannot_show_a_letter_gets_its_code(tmp_path: Path) -> None:
     path = tmp_path / "säge.yaml"
     path.write_text(GOOD)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(tailrace.__path__[0]).parent),
-        "PYTHONIOENCODING": "ascii",
-    }
-    done = subprocess.run([sys.executable, "-m", "tailrace", "check", str(path)], env=environment,
-                          capture_output=True, timeout=240, check=False)  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tailrace", "check", str(path)],
+        env=environment,
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0
     assert rb"s\xe4ge.yaml: ok" in done.stdout
 
@@ -642,9 +630,7 @@ def test_progress_without_a_terminal_is_a_line_every_few_seconds_and_one_per_cha
     for second in range(12):
         now[0] = second / 2
         state = TableState.SEEDING if second < 3 else TableState.LIVE
-        observer.tick(
-            status_of(table("a", state, rows_loaded=5, rows_captured=2, lag_bytes=10, lag_seconds=1.0))
-        )
+        observer.tick(status_of(table("a", state, rows_loaded=5, rows_captured=2, lag_bytes=10, lag_seconds=1.0)))
     observer.tick(status_of(FAILED))
     assert lines(shown(console)) == [
         "public.a: found → seeding",
@@ -709,9 +695,7 @@ def test_a_real_terminal_gets_the_live_table(tmp_path: Path, file: str) -> None:
     ours, theirs = pty.openpty()
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(tailrace.__path__[0]).parent)])
     environment = {**os.environ, "PYTHONPATH": path, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stderr=theirs, stdout=subprocess.PIPE
-    ) as run:
+    with subprocess.Popen([sys.executable, str(script)], env=environment, stderr=theirs, stdout=subprocess.PIPE) as run:
         os.close(theirs)
         seen = b""
         while True:
@@ -750,9 +734,7 @@ def test_a_log_line_holds_no_secret_and_no_second_line(capsys: pytest.CaptureFix
     told = {"url": "postgres://u:other@h/db", "bare": "p@ss-word", "setting": "password='x y'"}
     logging.getLogger("tailrace").error("failed with p%40ss-word\nand more", extra=told)
     (line,) = lines(capsys.readouterr().err)
-    assert line.endswith(
-        'error failed with *** and more url=postgres://u:***@h/db bare=*** setting="password=***"'
-    )
+    assert line.endswith('error failed with *** and more url=postgres://u:***@h/db bare=*** setting="password=***"')
 
 
 def test_a_password_that_is_a_plain_name_leaves_messages_readable() -> None:

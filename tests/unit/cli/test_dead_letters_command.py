@@ -52,9 +52,11 @@ def test_they_are_listed_without_any_value(call: Any) -> None:
 def test_payloads_are_shown_when_they_are_asked_for(call: Any) -> None:
     (first, _) = json.loads(call("list", "public.things", "--payload", "--json")[1])["letters"]
     assert first["payload"] == {
-        "values": {"id": 1, "name": "né", "big": None, "n": "SECRET"}, "unfit": ["n"], "unchanged": [],
+        "values": {"id": 1, "name": "né", "big": None, "n": "SECRET"},
+        "unfit": ["n"],
+        "unchanged": [],
         "moved_from": None,
-    }  # fmt: skip
+    }
     assert "SECRET" in call("list", "--payload")[1]
 
 
@@ -74,17 +76,25 @@ def test_a_date_that_pythons_calendar_does_not_have_is_shown_as_its_text(call: A
 def test_as_json_they_have_all_that_is_known(call: Any) -> None:
     (first, _) = json.loads(call("list", "--json")[1])["letters"]
     assert {name: first[name] for name in ("schema", "table", "seq", "position", "transaction", "code")} == {
-        "schema": "public", "table": "things", "seq": 1, "position": "0/C8", "transaction": 2, "code": "value-unfit",
-    }  # fmt: skip
+        "schema": "public",
+        "table": "things",
+        "seq": 1,
+        "position": "0/C8",
+        "transaction": 2,
+        "code": "value-unfit",
+    }
     assert "payload" not in first
 
 
 def test_a_replay_is_asked_for_and_who_will_do_it_is_said(call: Any, quiet: Quiet) -> None:
     code, out, _ = call("replay")
-    assert (code, out.splitlines()) == (ExitCode.OK, [
-        "public.things: 2 letters are tried again",
-        f"nothing applies now: the next `tailrace run {quiet.file}` or `tailrace apply {quiet.file}` does it",
-    ])  # fmt: skip
+    assert (code, out.splitlines()) == (
+        ExitCode.OK,
+        [
+            "public.things: 2 letters are tried again",
+            f"nothing applies now: the next `tailrace run {quiet.file}` or `tailrace apply {quiet.file}` does it",
+        ],
+    )
     assert Letters(quiet.settings.log.path, THINGS).asked is not None
     held = Lease(quiet.settings.log.path, APPLIER)
     try:

@@ -147,9 +147,7 @@ def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(file: str) -> None:
     parent, child = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent), "TERM": "xterm"}
     command = [sys.executable, "-m", "tailrace", "log", file, "verify"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=child, env=environment, text=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=child, env=environment, text=True) as process:
         os.close(child)
         assert process.stdout is not None
         out = process.stdout.read()
@@ -209,11 +207,7 @@ def test_who_seals_meanwhile_is_named(call: Any, diary: Diary, monkeypatch: pyte
         (["log"], "required: ACTION", "`tailrace log --help`"),
         (["log", "shwo"], "invalid choice: 'shwo'", "`tailrace log --help`"),
         (["log", "trim", "--older-than", "5m"], "`--older-than` is not a length of time", "s, min, h and d"),
-        (
-            ["log", "show", "--older-than", "5d"],
-            "`--older-than` goes with `trim` only",
-            "trim --older-than 2d",
-        ),
+        (["log", "show", "--older-than", "5d"], "`--older-than` goes with `trim` only", "trim --older-than 2d"),
         (["consumers", "--forget", "nobody"], "there is no such consumer", "no named consumers"),
         (["consumers", "--forget", "../x"], "a consumer's name is", "nightly-export"),
     ],
@@ -240,8 +234,9 @@ def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Di
     assert "1 row, 2 commits" in out
     found = json.loads(call("consumers", "--json")[1])["consumers"]
     assert [(item["kind"], item["commit"], item["behind_rows"]) for item in found] == [
-        ("table", 1, 1), ("consumer", found[1]["commit"], found[1]["behind_rows"]),
-    ]  # fmt: skip
+        ("table", 1, 1),
+        ("consumer", found[1]["commit"], found[1]["behind_rows"]),
+    ]
     assert call("consumers", "--forget", "nightly")[1] == "forgot consumer nightly\n"
     assert call("consumers", "--forget", "nightly")[0] == ExitCode.CONFIG
     assert len(json.loads(call("consumers", "--json")[1])["consumers"]) == 1
@@ -249,10 +244,19 @@ def test_consumers_lists_tables_and_readers_and_forgets_one(call: Any, diary: Di
 
 def reader(**more: Any) -> LogReader:
     given: dict[str, Any] = {
-        "kind": "consumer", "name": "nightly", "tables": None, "state": "live", "commit": 4, "seq": 9,
-        "position": "0/9", "behind_commits": 3, "behind_rows": 7, "held_bytes": 2048,
-        "seen_at": "2026-01-31T12:00:00.000Z", "expires_at": None,
-    }  # fmt: skip
+        "kind": "consumer",
+        "name": "nightly",
+        "tables": None,
+        "state": "live",
+        "commit": 4,
+        "seq": 9,
+        "position": "0/9",
+        "behind_commits": 3,
+        "behind_rows": 7,
+        "held_bytes": 2048,
+        "seen_at": "2026-01-31T12:00:00.000Z",
+        "expires_at": None,
+    }
     return LogReader(**(given | more))
 
 

@@ -27,9 +27,18 @@ from tailrace.pipeline.report import (
 from tailrace.pipeline.settings import PipelineSettings
 
 READING = LoadStatus(
-    stage="reading", way="exact", mode="replace", chunks=40, chunks_done=10, rows=1_000_000, bytes=256 << 20,
-    bytes_total=1 << 30, seconds=10.0, rows_per_second=100_000.4, seconds_left=31.0,
-)  # fmt: skip
+    stage="reading",
+    way="exact",
+    mode="replace",
+    chunks=40,
+    chunks_done=10,
+    rows=1_000_000,
+    bytes=256 << 20,
+    bytes_total=1 << 30,
+    seconds=10.0,
+    rows_per_second=100_000.4,
+    seconds_left=31.0,
+)
 FIGURES = "1,000,000 rows · 100,000 rows/s · 256.0 MiB of 1.0 GiB · 10 of 40 chunks · exact, replace"
 
 
@@ -41,9 +50,12 @@ def table(
 
 def status_of(*tables: TableStatus) -> PipelineStatus:
     return PipelineStatus(
-        name="shop", running=True, source=SourceStatus(reachable=True, place="h"), log=LogStatus(path="/log"),
+        name="shop",
+        running=True,
+        source=SourceStatus(reachable=True, place="h"),
+        log=LogStatus(path="/log"),
         tables=tables,
-    )  # fmt: skip
+    )
 
 
 def screen(width: int = 200, **options: Any) -> render.PatientConsole:
@@ -201,9 +213,7 @@ def test_several_loads_have_a_sum() -> None:
 class Engine:
     """A pipeline that loads a table while it runs."""
 
-    def run(
-        self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool
-    ) -> Summary:
+    def run(self, settings: PipelineSettings, *, until_caught_up: bool, observer: Observer, take_over: bool) -> Summary:
         *ticks, last = first_load()
         for tick in ticks[:3]:
             observer.tick(status_of(tick))
@@ -233,9 +243,16 @@ def test_a_run_with_json_lists_what_it_has_loaded(file: str, capsys: pytest.Capt
     assert main(["run", file, "--json", "--quiet"], engine=Engine()) == ExitCode.OK
     (load,) = json.loads(capsys.readouterr().out)["loads"]
     assert load == {
-        "schema": "public", "table": "orders", "mode": "replace", "way": "exact", "rows": 2_000_000,
-        "bytes": 1 << 30, "seconds": 12.5, "rows_per_second": 160_000.0, "landed_at": 1.0,
-    }  # fmt: skip
+        "schema": "public",
+        "table": "orders",
+        "mode": "replace",
+        "way": "exact",
+        "rows": 2_000_000,
+        "bytes": 1 << 30,
+        "seconds": 12.5,
+        "rows_per_second": 160_000.0,
+        "landed_at": 1.0,
+    }
 
 
 def test_the_status_with_json_tells_loads_too() -> None:

@@ -86,8 +86,9 @@ def test_tables_may_stand_before_and_behind_flags(call: Any, seeds: Seeds) -> No
     told = json.loads(out)
     assert (told["action"], told["apply_pid"], told["name"]) == ("pause", None, "shop")
     assert [(table["schema"], table["table"], table["done"]) for table in told["tables"]] == [
-        ("public", "other", "paused"), ("public", "things", "paused"),
-    ]  # fmt: skip
+        ("public", "other", "paused"),
+        ("public", "things", "paused"),
+    ]
 
 
 def test_pause_resume_and_stop_without_a_table_mean_all(call: Any, seeds: Seeds) -> None:

@@ -78,8 +78,13 @@ def test_with_json_it_is_one_object_and_one_table_can_be_asked_for(call: Any, di
     (table,) = json.loads(out)["tables"]
     assert (table["schema"], table["table"]) == ("public", "things")
     assert [(item["version"], item["event"]) for item in table["versions"]] == [
-        (1, "create"), (2, "alter"), (3, "drop"), (4, "create"), (5, "drop"), (6, "create"),
-    ]  # fmt: skip
+        (1, "create"),
+        (2, "alter"),
+        (3, "drop"),
+        (4, "create"),
+        (5, "drop"),
+        (6, "create"),
+    ]
     grown = table["versions"][1]
     assert grown["evolution"]["changes"][0]["column"] == "added"
     assert [column["name"] for column in grown["shape"]["columns"]] == WIDER.names
@@ -125,9 +130,11 @@ def test_a_folder_that_is_no_history_is_told_apart_from_one_without_tables(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
     for folder, said, hint in (
-        (diary.path, "is a change log", "settings file"), ("store", "is a checkpoint store", "tailrace checkpoints"),
-        ("empty", "there is no schema history", "settings file"), ("other", "there is no schema history", "folder of"),
-    ):  # fmt: skip
+        (diary.path, "is a change log", "settings file"),
+        ("store", "is a checkpoint store", "tailrace checkpoints"),
+        ("empty", "there is no schema history", "settings file"),
+        ("other", "there is no schema history", "folder of"),
+    ):
         code, out, err = call("schema-history", tmp_path / folder)
         assert (code, out) == (ExitCode.CONFIG, "")
         assert said in err
@@ -141,9 +148,7 @@ SEED = ("--source", "mysql", "--type", "mysql-binlog", "--position", "mysql-bin.
 
 def test_a_checkpoint_is_seeded_listed_and_deleted_by_hand(call: Any, tmp_path: Path) -> None:
     folder = tmp_path / "state"
-    assert call("checkpoints", folder, "seed", "orders", *SEED)[:2] == (
-        0, "seeded orders at mysql-bin.000042:1547\n",
-    )  # fmt: skip
+    assert call("checkpoints", folder, "seed", "orders", *SEED)[:2] == (0, "seeded orders at mysql-bin.000042:1547\n")
     code, out, _ = call("checkpoints", folder, "list")
     assert code == 0
     assert "mysql-bin.000042:1547" in out
@@ -195,10 +200,15 @@ def test_a_folder_that_is_not_there_is_not_made_to_look_at(call: Any, tmp_path: 
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("action", [
-    ("list",), ("delete", "orders"),
-    ("seed", "orders", "--source", "postgresql", "--type", "postgresql-lsn", "--position", "0/7"),
-], ids=lambda action: action[0])  # fmt: skip
+@pytest.mark.parametrize(
+    "action",
+    [
+        ("list",),
+        ("delete", "orders"),
+        ("seed", "orders", "--source", "postgresql", "--type", "postgresql-lsn", "--position", "0/7"),
+    ],
+    ids=lambda action: action[0],
+)
 def test_a_folder_of_another_kind_is_neither_read_nor_written_as_a_store(
     call: Any, diary: Diary, tmp_path: Path, action: tuple[str, ...]
 ) -> None:

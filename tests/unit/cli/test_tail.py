@@ -53,10 +53,14 @@ def test_every_change_is_a_line_in_the_order_of_the_log(capsys: pytest.CaptureFi
     lines = printed(capsys, diary, "--from-start")
     words = [line.split()[1:3] for line in lines]
     assert words == [
-        ["insert", "public.things"], ["insert", "public.things"], ["update", "public.things"],
-        ["delete", "public.things"], ["insert", "public.things"], ["delete", "public.things"],
+        ["insert", "public.things"],
+        ["insert", "public.things"],
+        ["update", "public.things"],
+        ["delete", "public.things"],
+        ["insert", "public.things"],
+        ["delete", "public.things"],
         ["insert", "public.other"],
-    ]  # fmt: skip
+    ]
     assert "(unchanged: big)" in lines[2]
     assert 'name="a\\u001b[31m"' in lines[2], "nothing in a row steers the terminal"
     assert "(was id=2)" in lines[4]
@@ -133,8 +137,10 @@ def test_what_was_let_go_of_before_it_was_printed_is_told_beside_the_data(diary:
     file = str(diary.path.parent / "tailrace.yaml")
     running = subprocess.Popen(
         [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--until-caught-up", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert running.stdout is not None
         assert running.stderr is not None
@@ -160,8 +166,10 @@ def test_it_ends_with_ctrl_c_and_says_nothing_of_it(diary: Diary) -> None:
     file = str(diary.path.parent / "tailrace.yaml")
     running = subprocess.Popen(
         [sys.executable, "-m", "tailrace", "tail", file, "--from-start", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert running.stdout is not None
         assert json.loads(running.stdout.readline())["seq"] == 1

@@ -19,18 +19,7 @@ from tailrace.model.event import ENVELOPE, Delete, Event, Merge, Nothing, Replac
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.model.system import MESSAGE_STREAM
 from tailrace.testing import changes as made
-from tests.support.changes import (
-    KEYLESS,
-    SHOP,
-    Change,
-    changes,
-    delete,
-    insert,
-    move,
-    table_schema,
-    truncate,
-    update,
-)
+from tests.support.changes import KEYLESS, SHOP, Change, changes, delete, insert, move, table_schema, truncate, update
 from tests.support.windows import batch
 
 
@@ -52,9 +41,7 @@ def test_a_whole_row_replaces_what_was_there() -> None:
 
 def test_what_was_not_sent_is_merged_and_never_null() -> None:
     (todo,) = written(SHOP, update(1, name="a", n=3, unchanged=("big",)))
-    assert todo == Merge(
-        key={"id": 1}, columns={"id": 1, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1}
-    )  # fmt: skip
+    assert todo == Merge(key={"id": 1}, columns={"id": 1, "name": "a", "n": 3}, unchanged=("big",), base={"id": 1})
 
 
 def test_a_key_that_changed_is_a_delete_and_a_row() -> None:
@@ -180,9 +167,12 @@ TYPES: dict[str, tuple[pa.DataType, Any, Any, Any]] = {
 
 def test_every_type_has_a_form_in_json_that_loses_nothing() -> None:
     schema = TableSchema(
-        table=TableId("a.b", "c"), relation=1, key=("small",), identity=Identity.KEY,
+        table=TableId("a.b", "c"),
+        relation=1,
+        key=("small",),
+        identity=Identity.KEY,
         columns=tuple(Column(name=name, source_type="", type=kind) for name, (kind, *_) in TYPES.items()),
-    )  # fmt: skip
+    )
     values = {name: value for name, (_, value, _, _) in TYPES.items()}
     (event,) = events(schema, Change(op="insert", values=values))
     assert to_json(event)["after"] == {name: ours for name, (_, _, ours, _) in TYPES.items()}
@@ -207,10 +197,16 @@ def test_so_is_one_in_an_old_row_in_a_key_and_in_a_list() -> None:
         return table_schema(columns, key=("id",), identity=Identity.FULL)
 
     far, near = 3_700_000, 0
-    (data,) = changes(
-        made(pa.int32()), update(near, before={"id": near, "days": [far, None], "n": 1}),
-        *move(far, far + 1, unchanged=("n",)), update(near, days=[]),
-    ).combine_chunks().to_batches()  # fmt: skip
+    (data,) = (
+        changes(
+            made(pa.int32()),
+            update(near, before={"id": near, "days": [far, None], "n": 1}),
+            *move(far, far + 1, unchanged=("n",)),
+            update(near, days=[]),
+        )
+        .combine_chunks()
+        .to_batches()
+    )
     dated = made(pa.date32())
     fields = pa.schema([dated.change_schema().field(name) for name in data.schema.names])
     first, gone, come, last = ChangeBatch(schema=dated, data=data.cast(fields)).events()
@@ -238,12 +234,14 @@ def test_lesson_11_tables_whose_names_read_alike_stay_apart_in_json() -> None:
     (first,), (second,) = events(one, insert(1)), events(other, insert(1))
     assert first.table == second.table == "a.b.c"
     assert [(to_json(event)["schema"], to_json(event)["name"]) for event in (first, second)] == [
-        ("a.b", "c"), ("a", "b.c"),
-    ]  # fmt: skip
+        ("a.b", "c"),
+        ("a", "b.c"),
+    ]
     sources = [to_debezium(event, database="shop")["source"] for event in (first, second)]
     assert [(source["db"], source["schema"], source["table"]) for source in sources] == [
-        ("shop", "a.b", "c"), ("shop", "a", "b.c"),
-    ]  # fmt: skip
+        ("shop", "a.b", "c"),
+        ("shop", "a", "b.c"),
+    ]
 
 
 def test_readers_of_debezium_find_what_they_look_for() -> None:

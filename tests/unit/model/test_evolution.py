@@ -26,13 +26,19 @@ def own(file: int | None = 7) -> Storage:
 
 
 def table(
-    *columns: Column, facts: tuple[ColumnFacts, ...] | None = None, storage: tuple[Storage, ...] = (own(),),
+    *columns: Column,
+    facts: tuple[ColumnFacts, ...] | None = None,
+    storage: tuple[Storage, ...] = (own(),),
     made: int = 0,
-) -> TableSchema:  # fmt: skip
+) -> TableSchema:
     return TableSchema(
-        table=TableId("public", "items"), relation=9, columns=columns, key=("id",), identity=Identity.KEY,
+        table=TableId("public", "items"),
+        relation=9,
+        columns=columns,
+        key=("id",),
+        identity=Identity.KEY,
         facts=Facts(columns=facts, storage=storage, made=made or len(columns)) if facts is not None else None,
-    )  # fmt: skip
+    )
 
 
 ID, A, B = column("id"), column("a"), column("b")
@@ -46,9 +52,11 @@ def kinds(old: TableSchema, new: TableSchema) -> list[tuple[Kind, str | None]]:
 
 def test_a_shape_reads_back_with_its_facts() -> None:
     schema = table(
-        ID, A, facts=(fact(1, nullable=False), fact(4, fill="x", stamp=99)),
+        ID,
+        A,
+        facts=(fact(1, nullable=False), fact(4, fill="x", stamp=99)),
         storage=(own(None), Storage(relation=10, name="public.p", file=3, attached=True)),
-    )  # fmt: skip
+    )
     stored = json.loads(json.dumps(schema.to_json()))
     assert TableSchema.from_json(stored).facts == schema.facts
     assert [item["number"] for item in stored["columns"]] == [1, 4]
@@ -95,8 +103,9 @@ def test_a_column_in_the_place_of_another_of_its_name_and_type_leaves_everything
     found = evolve(TWO, table(ID, A, facts=(fact(1), fact(3, fill="5")), made=3))
     assert found.rewritten is None
     assert [(change.kind, change.at_rest) for change in found.changes] == [
-        (Kind.DROP, None), (Kind.ADD, AtRest.UNKNOWN),
-    ]  # fmt: skip
+        (Kind.DROP, None),
+        (Kind.ADD, AtRest.UNKNOWN),
+    ]
 
 
 def test_new_storage_alone_is_no_rewrite() -> None:

@@ -103,9 +103,11 @@ def test_an_endless_text_is_refused_before_it_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, b"0/1", ["0/1"]], ids=str)
-@pytest.mark.parametrize("parse", [
-    Lsn.parse, BinlogPosition.parse, MysqlGtidSet.parse, MariadbGtidSet.parse, SqlServerLsn.parse, CustomPosition,
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parse",
+    [Lsn.parse, BinlogPosition.parse, MysqlGtidSet.parse, MariadbGtidSet.parse, SqlServerLsn.parse, CustomPosition],
+    ids=str,
+)
 def test_what_is_no_text_is_refused_with_what_it_should_look_like(parse: Callable[[Any], object], given: Any) -> None:
     with pytest.raises(ConfigError, match=f"found={type(given).__name__}") as raised:
         parse(given)
@@ -118,10 +120,18 @@ def test_a_text_that_is_refused_is_shown_on_one_line() -> None:
     assert r"'a\nb'" in str(raised.value)
 
 
-@pytest.mark.parametrize("make", [
-    (Lsn, -1), (Lsn, "7"), (Lsn, None), (SqlServerLsn, "a", 0, 0), (SqlServerLsn, 1, 0, 1 << 16),
-    (BinlogPosition, "mysql-bin.000001", "7"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        (Lsn, -1),
+        (Lsn, "7"),
+        (Lsn, None),
+        (SqlServerLsn, "a", 0, 0),
+        (SqlServerLsn, 1, 0, 1 << 16),
+        (BinlogPosition, "mysql-bin.000001", "7"),
+    ],
+    ids=str,
+)
 def test_numbers_that_are_none_are_refused_with_what_to_write(make: tuple[Any, ...]) -> None:
     kind, *given = make
     with pytest.raises(ConfigError) as raised:
@@ -131,13 +141,19 @@ def test_numbers_that_are_none_are_refused_with_what_to_write(make: tuple[Any, .
 
 def test_values_that_no_server_has_cannot_be_made() -> None:
     for make in (
-        lambda: BinlogPosition("mysql-bin.000001", 3), lambda: BinlogPosition("a/b.000001", 4),
-        lambda: MysqlGtidSet({}), lambda: MysqlGtidSet({(A, ""): ((2, 1),)}),
-        lambda: MysqlGtidSet({("x", ""): ((1, 1),)}), lambda: MysqlGtidSet({(A, "A"): ((1, 1),)}),
+        lambda: BinlogPosition("mysql-bin.000001", 3),
+        lambda: BinlogPosition("a/b.000001", 4),
+        lambda: MysqlGtidSet({}),
+        lambda: MysqlGtidSet({(A, ""): ((2, 1),)}),
+        lambda: MysqlGtidSet({("x", ""): ((1, 1),)}),
+        lambda: MysqlGtidSet({(A, "A"): ((1, 1),)}),
         lambda: MysqlGtidSet({(A, ""): ()}),
-        lambda: MariadbGtidSet({}), lambda: MariadbGtidSet({0: (1, 0)}), lambda: SqlServerLsn(0, 0, 0),
-        lambda: SqlServerLsn(1 << 32, 0, 0), lambda: CustomPosition("x" * (TEXT_CHARACTERS_MAX + 1)),
-    ):  # fmt: skip
+        lambda: MariadbGtidSet({}),
+        lambda: MariadbGtidSet({0: (1, 0)}),
+        lambda: SqlServerLsn(0, 0, 0),
+        lambda: SqlServerLsn(1 << 32, 0, 0),
+        lambda: CustomPosition("x" * (TEXT_CHARACTERS_MAX + 1)),
+    ):
         with pytest.raises(ConfigError):
             make()
 
@@ -204,9 +220,7 @@ def test_a_later_position_covers_an_earlier_one(new: Position, old: Position) ->
     assert covers(new, new)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [*NEITHER, (CustomPosition("page a"), CustomPosition("page b"))], ids=str
-)
+@pytest.mark.parametrize(("one", "other"), [*NEITHER, (CustomPosition("page a"), CustomPosition("page b"))], ids=str)
 def test_without_an_order_only_equal_positions_cover_each_other(one: Position, other: Position) -> None:
     assert not covers(one, other)
     assert not covers(other, one)

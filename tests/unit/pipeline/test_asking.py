@@ -30,9 +30,7 @@ from tailrace.tables.paths import table_path
 from tests.support.databases import database
 from tests.support.logs import Diary
 
-ORDERS, CUSTOMERS, NO_KEY, PARTS = (
-    TableId("public", name) for name in ("orders", "customers", "no_key", "parts")
-)
+ORDERS, CUSTOMERS, NO_KEY, PARTS = (TableId("public", name) for name in ("orders", "customers", "no_key", "parts"))
 NEVER = TableId("public", "never_loaded")
 SQL = """
 create table orders (id int primary key, status text, "Total" numeric(12,2));
@@ -125,8 +123,9 @@ def said(asked: asking.Asked, table: TableId) -> tuple[str, str]:
 def test_a_wish_is_put_on_record_for_every_table_that_matches(settings: PipelineSettings, seeds: Seeds) -> None:
     asked = asking.ask(settings, ["public.orders", "public.cust*"], mode=LoadMode.REFRESH)
     assert {(wish.table, wish.mode, wish.where) for wish in seeds.wishes()} == {
-        (ORDERS, LoadMode.REFRESH, None), (CUSTOMERS, LoadMode.REFRESH, None),
-    }  # fmt: skip
+        (ORDERS, LoadMode.REFRESH, None),
+        (CUSTOMERS, LoadMode.REFRESH, None),
+    }
     assert [table.done for table in asked.tables] == ["asked", "asked"]
     assert asked.apply_pid is None
 
@@ -249,9 +248,7 @@ def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
         "status is distinct from '{x}' and status like '%d'",
     ],
 )
-def test_a_condition_that_stands_by_itself_is_asked_for(
-    settings: PipelineSettings, seeds: Seeds, where: str
-) -> None:
+def test_a_condition_that_stands_by_itself_is_asked_for(settings: PipelineSettings, seeds: Seeds, where: str) -> None:
     asking.ask(settings, ["public.orders"], where=where)
     (wish,) = seeds.wishes()
     assert wish.where == where
@@ -429,8 +426,12 @@ def test_tables_that_have_failed_are_asked_to_be_tried_again(settings: PipelineS
     noted(settings, orders="failed", customers="live", parts="needs_snapshot")
     asked = asking.retry(settings, ["public.*"])
     assert {table.table: table.done for table in asked.tables} == {
-        "orders": "retried", "customers": "nothing", "parts": "nothing", "no_key": "nothing", "never_loaded": "nothing",
-    }  # fmt: skip
+        "orders": "retried",
+        "customers": "nothing",
+        "parts": "nothing",
+        "no_key": "nothing",
+        "never_loaded": "nothing",
+    }
     said = {table.table: table.said for table in asked.tables}
     assert said["orders"] == "it is tried again (table-unusable)"
     assert said["customers"] == "it has not failed: it is live"

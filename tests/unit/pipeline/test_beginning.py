@@ -44,9 +44,15 @@ class Routed:
     def begins(self) -> Beginning:
         source = cast(PostgresCapture, self)
         self.beginning = Beginning(
-            LoadSettings(), source, self.lives, Holding(self.lives), run=lambda _task, _works: [],
-            begun=lambda _load: None, failed=lambda _life, _error: None, stopping=threading.Event(),
-        )  # fmt: skip
+            LoadSettings(),
+            source,
+            self.lives,
+            Holding(self.lives),
+            run=lambda _task, _works: [],
+            begun=lambda _load: None,
+            failed=lambda _life, _error: None,
+            stopping=threading.Event(),
+        )
         return self.beginning
 
 

@@ -79,8 +79,9 @@ def test_hints_call_things_as_the_options_do(tmp_path: Path) -> None:
     hint = "Look at `source.tables` and `source.exclude`, or set `log:` to another folder."
     told = for_a_stream(ConfigError("nothing is there", hint=hint, at="x"))
     assert (told.fields, told.hint) == (
-        {"at": "x"}, "Look at the option `tables`, or give the option `log` another folder."
-    )  # fmt: skip
+        {"at": "x"},
+        "Look at the option `tables`, or give the option `log` another folder.",
+    )
     with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):
         Beside(url=URL, log=str(tmp_path / "log"), tables=("public.t",)).start()
     with pytest.raises(SourceUnreachable, match="do host and port in the option `url` match"):

@@ -186,9 +186,12 @@ def test_tending_that_broke_off_stops_nothing(quiet: Quiet) -> None:
             commit(quiet, key)
             come_to_the_end(applying)
         tending = Tending(
-            quiet.settings.tables.upkeep, applying.lives, run=applying._run, advance=applying._advance_one,
+            quiet.settings.tables.upkeep,
+            applying.lives,
+            run=applying._run,
+            advance=applying._advance_one,
             stopping=applying._stopping,
-        )  # fmt: skip
+        )
         applying.breaks = 1
         outcome = tending._tend(life)
         assert outcome is not None

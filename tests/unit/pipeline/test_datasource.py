@@ -77,9 +77,11 @@ def test_whatever_spark_asks_of_a_stream_that_cannot_be_it_is_told_why(log: str)
     made = source(log=log, table="public.things", endingPosition="latest")
     refused = pickle.loads(pickle.dumps(made.streamReader(made.schema())))
     asked = (
-        refused.initialOffset, refused.latestOffset, lambda: refused.partitions({}, {}),
+        refused.initialOffset,
+        refused.latestOffset,
+        lambda: refused.partitions({}, {}),
         lambda: refused.read(InputPartition(None)),
-    )  # fmt: skip
+    )
     for ask in asked:
         with pytest.raises(ConfigError, match="`endingPosition` is for reads"):
             ask()

@@ -55,9 +55,7 @@ def at(commit: int, seq: int) -> Cursor:
 
 
 def live(lives: Lives, cursor: Cursor | None, state: TableState = TableState.CATCHING_UP) -> TableLife:
-    life = TableLife(
-        THINGS, Place(path=Path("lake"), log_id=lives.log.log_id), state=state, cursor=cursor, shape=SHOP
-    )
+    life = TableLife(THINGS, Place(path=Path("lake"), log_id=lives.log.log_id), state=state, cursor=cursor, shape=SHOP)
     lives.tables[THINGS] = life
     return life
 
@@ -78,9 +76,7 @@ def test_nothing_is_said_before_the_tables_are_known(lives: Lives) -> None:
     before = TableHint(table=THINGS, numbers=(1,), commit=1, seq=2)
     leave_hints(lives.log.path, [before])
     Holding(lives).say(now=True)
-    assert consumers.hints(lives.log.path) == [before], (
-        "a source that did not answer takes nothing from its tables"
-    )
+    assert consumers.hints(lives.log.path) == [before], "a source that did not answer takes nothing from its tables"
 
 
 def test_a_table_that_is_behind_holds_what_it_lacks(lives: Lives) -> None:
@@ -156,9 +152,7 @@ def test_a_table_that_is_loaded_once_holds_what_its_load_is_brought_to_one_momen
 
 
 def test_a_table_that_is_not_there_any_more_holds_nothing(lives: Lives) -> None:
-    leave_hints(
-        lives.log.path, [TableHint(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)]
-    )
+    leave_hints(lives.log.path, [TableHint(table=TableId("public", "dropped"), numbers=(7,), commit=0, seq=0)])
     live(lives, at(3, 4), TableState.LIVE)
     speaker_of(lives).say()
     assert [hint.table for hint in consumers.hints(lives.log.path)] == [THINGS]

@@ -50,8 +50,14 @@ def test_a_server_may_ask_for_a_token(tmp_path: Path) -> None:
 
 
 def test_a_credential_for_a_token_is_kept_secret(tmp_path: Path) -> None:
-    lines = ["catalog:", "  type: rest", "  uri: https://h/c", "  properties:", "    credential: us:${SECRET}",
-             "    header.X-Tenant: shop"]  # fmt: skip
+    lines = [
+        "catalog:",
+        "  type: rest",
+        "  uri: https://h/c",
+        "  properties:",
+        "    credential: us:${SECRET}",
+        "    header.X-Tenant: shop",
+    ]
     found = catalog(tmp_path, *lines)
     assert found.properties == {"credential": "us:s3cret", "header.X-Tenant": "shop"}
     assert "s3cret" not in f"{found!r} {settings_of(tmp_path, *lines)!r}"
@@ -59,9 +65,14 @@ def test_a_credential_for_a_token_is_kept_secret(tmp_path: Path) -> None:
 
 def test_a_database_may_ask_for_a_password_and_more_is_passed_on(tmp_path: Path) -> None:
     found = catalog(
-        tmp_path, "catalog:", "  type: jdbc", "  uri: jdbc:postgresql://h/db", "  user: u", "  password: ${SECRET}",
+        tmp_path,
+        "catalog:",
+        "  type: jdbc",
+        "  uri: jdbc:postgresql://h/db",
+        "  user: u",
+        "  password: ${SECRET}",
         "  properties: {io-impl: org.example.Io}",
-    )  # fmt: skip
+    )
     assert found.properties == {"jdbc.user": "u", "jdbc.password": "s3cret", "io-impl": "org.example.Io"}
     assert "s3cret" not in repr(settings_of(tmp_path, "catalog: {type: rest, uri: https://h, token: '${SECRET}'}"))
 
@@ -103,9 +114,7 @@ def test_a_delta_table_has_no_catalog(tmp_path: Path) -> None:
 def test_all_that_iceberg_does_not_do_is_told_at_once(tmp_path: Path) -> None:
     file = write(tmp_path, "engine: delta-rs", "catalog: {type: rest, user: u, password: p}")
     found = check_settings(file, environment={})
-    assert [problem.where for problem in found] == [
-        "tables.catalog", "tables.catalog.user", "tables.catalog.password"
-    ]  # fmt: skip
+    assert [problem.where for problem in found] == ["tables.catalog", "tables.catalog.user", "tables.catalog.password"]
     file = write(tmp_path, "engine: delta-rs", "mode: history", "soft_delete: true", "column_mapping: true")
     found = check_settings(file, environment={})
     assert [problem.where for problem in found] == ["tables.engine", "tables.soft_delete", "tables.column_mapping"]

@@ -303,9 +303,7 @@ def test_a_seed_that_the_log_was_trimmed_past_is_no_base_and_is_dropped(
 
 
 @pytest.mark.parametrize("harm", ["cut short", "removed"])
-def test_a_seed_that_is_not_what_it_was_is_no_base(
-    quiet: Quiet, capsys: pytest.CaptureFixture[str], harm: str
-) -> None:
+def test_a_seed_that_is_not_what_it_was_is_no_base(quiet: Quiet, capsys: pytest.CaptureFixture[str], harm: str) -> None:
     shutil.rmtree(lake_table(quiet))
     file = next(seeds(quiet)[0].folder.glob("part-*"))
     if harm == "removed":

@@ -28,10 +28,12 @@ BUSY, FAILED = Absence(state="live", why="it was being worked on"), Absence(stat
 
 def point(number: int, missing: dict[str, Absence] | None = None, **versions: int) -> Point:
     return Point(
-        commit=number, position=Lsn(number * 10), committed_at=number * 1_000_000,
+        commit=number,
+        position=Lsn(number * 10),
+        committed_at=number * 1_000_000,
         versions={NAMES[name]: version for name, version in versions.items()},
         missing={NAMES[name]: absence for name, absence in (missing or {}).items()},
-    )  # fmt: skip
+    )
 
 
 POINTS = [point(1, a=0), point(2, a=1, b=0), point(5, a=1, b=3, dotted=7), point(6, b=4, dotted=7), point(9, a=2, b=4)]
@@ -51,9 +53,10 @@ def test_what_was_noted_is_read_back(tmp_path: Path) -> None:
 
 def test_which_table_a_version_is_of_is_read_back_and_older_lines_do_not_say(tmp_path: Path) -> None:
     told = [
-        replace(point(1, a=3, b=1), identities={A: "one", B: "b"}), replace(point(2, a=4), identities={A: "one"}),
+        replace(point(1, a=3, b=1), identities={A: "one", B: "b"}),
+        replace(point(2, a=4), identities={A: "one"}),
         replace(point(3, a=0, b=1), identities={A: "two", B: "b"}),
-    ]  # fmt: skip
+    ]
     made = noted(tmp_path, told)
     assert list(made.points()) == told
     (path,) = (tmp_path / ledger.FOLDER).iterdir()

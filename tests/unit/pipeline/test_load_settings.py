@@ -47,9 +47,17 @@ def test_without_a_word_about_it_tables_are_loaded_once_over_two_connections(tmp
 
 def test_everything_about_loads_can_be_set(tmp_path: Path) -> None:
     load = settings_of(
-        tmp_path, "load", "mode: when_needed", "way: chunked", "connections: 4", "chunk: 16MiB", "time_limit: 20min",
-        "chunk_timeout: 90s", "throttle: false", "standby: postgresql://app@standby/shop",
-    ).load  # fmt: skip
+        tmp_path,
+        "load",
+        "mode: when_needed",
+        "way: chunked",
+        "connections: 4",
+        "chunk: 16MiB",
+        "time_limit: 20min",
+        "chunk_timeout: 90s",
+        "throttle: false",
+        "standby: postgresql://app@standby/shop",
+    ).load
     assert (load.mode, load.way, load.connections, load.chunk) == ("when_needed", "chunked", 4, 16 << 20)
     assert (load.time_limit, load.chunk_timeout, load.throttle) == (1200.0, 90.0, False)
     assert load.standby == "postgresql://app@standby/shop"
@@ -77,8 +85,10 @@ def test_a_setting_of_spark_s_may_be_written_as_text_number_or_truth(tmp_path: P
     spark = settings_of(tmp_path, "spark", *lines).spark
     assert spark.master == "local[4]"
     assert spark.settings == {
-        "spark.driver.memory": "2g", "spark.sql.shuffle.partitions": "8", "spark.ui.enabled": "true",
-    }  # fmt: skip
+        "spark.driver.memory": "2g",
+        "spark.sql.shuffle.partitions": "8",
+        "spark.ui.enabled": "true",
+    }
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,7 @@ def test_a_duration_is_a_number_of_seconds_or_has_a_unit(text: str, seconds: flo
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GB", "50G", "-1", "1e9", "1,000", "5 0", "0x10", "1_000", "ten", "9999999TB"]
-)
+@pytest.mark.parametrize("text", ["", "GB", "50G", "-1", "1e9", "1,000", "5 0", "0x10", "1_000", "ten", "9999999TB"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(Refused) as refused:
         parse_size(text)
@@ -87,21 +85,25 @@ def test_a_log_of_which_only_the_folder_is_given_keeps_a_week_and_has_no_limit(t
 
 def test_everything_about_the_log_can_be_set(tmp_path: Path) -> None:
     log = log_of(
-        tmp_path, "max_bytes: 50GB", "retention: {age: 36h, bytes: 20GB}",
-        "seal: {bytes: 64MiB, commits: 100, age: 90}", "grace: 1min",
-    )  # fmt: skip
+        tmp_path,
+        "max_bytes: 50GB",
+        "retention: {age: 36h, bytes: 20GB}",
+        "seal: {bytes: 64MiB, commits: 100, age: 90}",
+        "grace: 1min",
+    )
     assert log.path == tmp_path / "changes"
     assert log.keeping == Keeping(
-        seal_bytes=64 << 20, seal_commits=100, seal_seconds=90.0, grace_seconds=60.0,
+        seal_bytes=64 << 20,
+        seal_commits=100,
+        seal_seconds=90.0,
+        grace_seconds=60.0,
         policy=Policy(age_seconds=36 * 3600, bytes=20 * 10**9, max_bytes=50 * 10**9),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("none", ["none", "None", '"none"'])
 def test_none_keeps_for_ever_and_sets_no_limit(tmp_path: Path, none: str) -> None:
-    policy = log_of(
-        tmp_path, f"max_bytes: {none}", f"retention: {{age: {none}, bytes: {none}}}"
-    ).keeping.policy
+    policy = log_of(tmp_path, f"max_bytes: {none}", f"retention: {{age: {none}, bytes: {none}}}").keeping.policy
     assert policy == Policy(age_seconds=None, bytes=None, max_bytes=None)
 
 
@@ -135,13 +137,7 @@ def test_a_log_with_a_limit_seals_before_the_unsealed_fills_it(tmp_path: Path) -
         (["seal: {commits: 1.5}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
         (["seal: {commits: many}"], 7, "log.seal.commits", "whole number from 1 on", "commits: 4096"),
         (["seal: {age: none}"], 7, "log.seal.age", "is not a length of time", "7d"),
-        (
-            ["seal: {size: 5MB}"],
-            7,
-            "log.seal.size",
-            "is not a key we know",
-            "Known here: bytes, commits, age",
-        ),
+        (["seal: {size: 5MB}"], 7, "log.seal.size", "is not a key we know", "Known here: bytes, commits, age"),
         (["grace: 5m"], 7, "log.grace", "is not a length of time", "min"),
         (["max_byte: 5GB"], 7, "log.max_byte", "is not a key we know", "Did you mean `max_bytes`?"),
         (["commits: 5"], 7, "log.commits", "is not a key we know", "It belongs under `log.seal`."),
@@ -163,9 +159,7 @@ def test_checking_a_log_section_loads_nothing_heavy(tmp_path: Path) -> None:
         "assert check_settings(sys.argv[1]) == []\n"
         "sys.exit(str({'pyarrow', 'numpy'} & set(sys.modules)) if 'pyarrow' in sys.modules else 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)], check=False, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(file)], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

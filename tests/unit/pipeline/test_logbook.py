@@ -93,13 +93,13 @@ def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary)
     diary.commit(inserts(6))
     logbook.trim(diary.path, EVERYTHING)
     shown = logbook.show(diary.path)
-    assert (shown.first_commit, shown.last_commit) == (1, 4), (
-        "the other table still needs its rows of commit 2"
-    )
+    assert (shown.first_commit, shown.last_commit) == (1, 4), "the other table still needs its rows of commit 2"
     assert (shown.rows, shown.rows_trimmed) == (3, 3)
     assert {table.name: table.rows_trimmed for table in shown.tables} == {
-        "schema": 2, "public.things": 3, "public.other": 0,
-    }  # fmt: skip
+        "schema": 2,
+        "public.things": 3,
+        "public.other": 0,
+    }
     leave_hints(diary.path, [])
     logbook.trim(diary.path, EVERYTHING)
     assert logbook.show(diary.path).first_commit == 4
@@ -237,9 +237,10 @@ def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Di
         file.table: TrimmedTable(last_seq=file.last_seq, commit=file.last, rows=file.rows, bytes=file.size)
         for file in sealed.files
     }
-    write_trimmed(diary.path, Trimmed(
-        commit=3, position=sealed.end, next_seq=sealed.next_seq, transactions=3, rows=whole, tables=tables
-    ))  # fmt: skip
+    write_trimmed(
+        diary.path,
+        Trimmed(commit=3, position=sealed.end, next_seq=sealed.next_seq, transactions=3, rows=whole, tables=tables),
+    )
     diary.commit(inserts(6))
     index = LogIndex(ChangeLog.open(diary.path))
     index.grow()

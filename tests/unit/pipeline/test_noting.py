@@ -37,9 +37,13 @@ def lives(tmp_path: Path) -> Iterator[Lives]:
         there = Cursor(commit=commit, seq=found.index.next_seq(commit) - 1, position=found.index.end_of(commit))
         for table, version in ((SHOP.table, 3), (OTHER, 8)):
             found.tables[table] = TableLife(
-                table, Place(path=tmp_path / "lake" / table.name, log_id=found.log.log_id), state=TableState.LIVE,
-                cursor=there, shape=SHOP, version=version,
-            )  # fmt: skip
+                table,
+                Place(path=tmp_path / "lake" / table.name, log_id=found.log.log_id),
+                state=TableState.LIVE,
+                cursor=there,
+                shape=SHOP,
+                version=version,
+            )
         found.tables[OTHER].shape = replace(SHOP, table=OTHER, relation=99)
         yield found
 

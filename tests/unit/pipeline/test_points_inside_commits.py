@@ -24,13 +24,12 @@ from tests.support.windows import window
 
 NUMBERED = ColumnFacts(number=1, nullable=True, default=None, fill=None, stamp=1)
 OF_SHOP = Facts(
-    columns=tuple(replace(NUMBERED, number=i + 1) for i in range(len(SHOP.columns))), made=len(SHOP.columns),
+    columns=tuple(replace(NUMBERED, number=i + 1) for i in range(len(SHOP.columns))),
+    made=len(SHOP.columns),
     storage=(Storage(relation=SHOP.relation or 0, name="public.things", file=5, attached=False),),
-)  # fmt: skip
-OLD = replace(SHOP, facts=OF_SHOP)
-NEW = replace(
-    WIDER, facts=replace(OF_SHOP, columns=(*OF_SHOP.columns, replace(NUMBERED, number=9, stamp=2)), made=9)
 )
+OLD = replace(SHOP, facts=OF_SHOP)
+NEW = replace(WIDER, facts=replace(OF_SHOP, columns=(*OF_SHOP.columns, replace(NUMBERED, number=9, stamp=2)), made=9))
 """The same table after a column was added."""
 
 
@@ -75,9 +74,7 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
     place = Place(path=tmp_path / "lake" / "t", log_id=log.log_id, form=Form(mode=mode))
     start = lives.cursor_at(lives.index.end_of(1))
     place.open().load(SHOP, [], start)
-    life = TableLife(
-        SHOP.table, place, state=TableState.LIVE, cursor=place.open().cursor(), shape=SHOP
-    )
+    life = TableLife(SHOP.table, place, state=TableState.LIVE, cursor=place.open().cursor(), shape=SHOP)
     life.halted = True
     for point, rows in ((middle, 1), (end, 2)):
         turns = 0
@@ -85,10 +82,18 @@ def test_what_lies_before_the_point_in_its_commit_is_applied(tmp_path: Path, mod
             turns += 1
             assert turns <= 2, "it comes no further"
             assert life.cursor is not None
-            outcome = apply_changes(ApplyWork(
-                table=life.table, log=log.path, place=place, slices=stretch.slices, shape=SHOP, expected=life.cursor,
-                cursor=stretch.cursor, upto=stretch.upto,
-            ))  # fmt: skip
+            outcome = apply_changes(
+                ApplyWork(
+                    table=life.table,
+                    log=log.path,
+                    place=place,
+                    slices=stretch.slices,
+                    shape=SHOP,
+                    expected=life.cursor,
+                    cursor=stretch.cursor,
+                    upto=stretch.upto,
+                )
+            )
             assert outcome.error is None
             assert outcome.cursor is not None
             assert outcome.schema is not None
@@ -119,10 +124,18 @@ def test_rows_of_each_shape_in_the_commit_of_the_point_are_applied(tmp_path: Pat
                 place.open().evolve(stretch.recast, life.cursor)
                 life.moved(life.cursor, stretch.recast.schema)
                 continue
-            outcome = apply_changes(ApplyWork(
-                table=life.table, log=log.path, place=place, slices=stretch.slices, shape=life.shape,
-                expected=life.cursor, cursor=stretch.cursor, upto=stretch.upto,
-            ))  # fmt: skip
+            outcome = apply_changes(
+                ApplyWork(
+                    table=life.table,
+                    log=log.path,
+                    place=place,
+                    slices=stretch.slices,
+                    shape=life.shape,
+                    expected=life.cursor,
+                    cursor=stretch.cursor,
+                    upto=stretch.upto,
+                )
+            )
             assert outcome.error is None
             assert outcome.cursor is not None
             life.moved(outcome.cursor, life.shape, outcome.version)

@@ -44,9 +44,11 @@ def quiet(tmp_path: Path) -> Quiet:
     made = Quiet(tmp_path)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in (1, 2, 3)])
     for rows in (
-        [update(1, unchanged=BIG, n=1)], [insert(4, n=4), delete(2)], [*move(3, 5, unchanged=BIG, n=5)],
+        [update(1, unchanged=BIG, n=1)],
+        [insert(4, n=4), delete(2)],
+        [*move(3, 5, unchanged=BIG, n=5)],
         [update(4, n=44)],
-    ):  # fmt: skip
+    ):
         made.commit(*rows)
         made.apply()
     return made
@@ -426,9 +428,11 @@ def test_killed_anywhere_the_table_is_whole(quiet: Quiet, call: Any, tmp_path: P
     hits = tmp_path / "hits"
     done = subprocess.run(
         [sys.executable, "-m", "tailrace", "rebuild", str(quiet.file), "public.things", "--from-version", "0"],
-        check=False, capture_output=True, start_new_session=True,
+        check=False,
+        capture_output=True,
+        start_new_session=True,
         env={**os.environ, "TAILRACE_FAILPOINT": place, "TAILRACE_FAILPOINT_LOG": str(hits)},
-    )  # fmt: skip
+    )
     assert (done.returncode, hits.exists()) == (-9, True), done.stderr
     swapped = quiet.table.version() != version
     assert quiet.rows() == (before | {9: quiet.rows()[9]} if swapped else before)

@@ -168,9 +168,7 @@ def test_a_quiet_table_is_whole_once_the_log_has_passed_what_was_seen(
     assert (code, found["base_version"]) == (ExitCode.OK, 3)
 
 
-def test_what_is_known_of_a_load_lasts_as_long_as_its_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_known_of_a_load_lasts_as_long_as_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = loaded(tmp_path)
     quiet.commit(insert(2, n=2))
     quiet.apply()

@@ -78,17 +78,13 @@ def test_the_file_of_the_contract_loads_with_its_paths_beside_it(tmp_path: Path)
     assert settings.file == tmp_path / "tailrace.yaml"
 
 
-def test_slot_and_publication_are_ours_to_name_and_create_unless_the_file_says_otherwise(
-    tmp_path: Path,
-) -> None:
+def test_slot_and_publication_are_ours_to_name_and_create_unless_the_file_says_otherwise(tmp_path: Path) -> None:
     plain = settings_of(tmp_path).source
     assert (plain.slot.name, plain.slot.create) == (None, True)
     assert (plain.publication.name, plain.publication.create) == (None, True)
     named = settings_of(
         tmp_path,
-        CONTRACT.replace(
-            "log:", "  slot: {name: my_slot, create: false}\n  publication: {name: My Pub}\nlog:"
-        ),
+        CONTRACT.replace("log:", "  slot: {name: my_slot, create: false}\n  publication: {name: My Pub}\nlog:"),
     ).source
     assert (named.slot.name, named.slot.create) == ("my_slot", False)
     assert (named.publication.name, named.publication.create) == ("My Pub", True)
@@ -110,9 +106,7 @@ def test_absolute_paths_stay_and_a_tilde_is_the_home_folder(tmp_path: Path) -> N
     assert settings.tables.path == Path("~/lake").expanduser().resolve()
 
 
-def test_paths_start_at_the_file_wherever_the_command_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_start_at_the_file_wherever_the_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deep").mkdir()
     write(tmp_path / "deep")
     monkeypatch.chdir(tmp_path)
@@ -173,14 +167,11 @@ def test_settings_cannot_be_changed(tmp_path: Path) -> None:
 def test_variables_come_from_the_environment(
     tmp_path: Path, written: str, environment: dict[str, str], read: str
 ) -> None:
-    assert (
-        settings_of(tmp_path, CONTRACT.replace("name: shop", f"name: {written}"), **environment).name == read
-    )
+    assert settings_of(tmp_path, CONTRACT.replace("name: shop", f"name: {written}"), **environment).name == read
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
-    [("a$$b", "a$b"), ("a$$${WHO}", "a$me"), ("$${WHO}", "${WHO}"), ("a$b", "a$b"), ("a$", "a$")],
+    ("written", "read"), [("a$$b", "a$b"), ("a$$${WHO}", "a$me"), ("$${WHO}", "${WHO}"), ("a$b", "a$b"), ("a$", "a$")]
 )
 def test_two_dollars_are_one_and_a_lone_one_stays(tmp_path: Path, written: str, read: str) -> None:
     settings = settings_of(tmp_path, CONTRACT.replace("./shop/changes", f"./{written}"), WHO="me")
@@ -274,8 +265,12 @@ def test_messages_are_chosen_by_their_prefix() -> None:
         {"url": "postgresql://host/db", "tables": ["a.b"], "messages": ["orders", "mail-*"]}
     )
     assert [matches_message(chosen, prefix) for prefix in ("orders", "mail-x", "orders2", "Orders", "")] == [
-        True, True, False, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert matches_message(source("a.b"), "anything")
 
 
@@ -289,9 +284,7 @@ def test_messages_are_chosen_by_their_prefix() -> None:
         ("invalid_text:", "source.invalid_text", "has no value", "invalid_text: replace"),
     ],
 )
-def test_how_the_source_is_read_is_checked_too(
-    tmp_path: Path, line: str, where: str, message: str, hint: str
-) -> None:
+def test_how_the_source_is_read_is_checked_too(tmp_path: Path, line: str, where: str, message: str, hint: str) -> None:
     problem = problem_of(tmp_path, CONTRACT.replace('["public.*"]', f'["public.*"]\n  {line}'))
     assert (problem.line, problem.where) == (6, where)
     assert message in problem.message
@@ -577,9 +570,7 @@ def test_the_password_shows_in_no_error_and_in_no_traceback(tmp_path: Path) -> N
     file = write(tmp_path, CONTRACT.replace("5432", "port").replace("name: shop", "name: my shop"))
     with pytest.raises(ConfigError) as caught:
         load_settings(file, environment=ENVIRONMENT)
-    told = "".join(traceback.format_exception(caught.value)) + str(
-        check_settings(file, environment=ENVIRONMENT)
-    )
+    told = "".join(traceback.format_exception(caught.value)) + str(check_settings(file, environment=ENVIRONMENT))
     assert "s3cret-word" not in told
     with pytest.raises(ValidationError) as refused:
         SourceSettings.model_validate({"url": "mysql://u:s3cret-word@h/db", "tables": ["a.b"]})
@@ -595,10 +586,12 @@ def test_what_to_do_about_changes_of_shape_is_said_by_kind(tmp_path: Path) -> No
 def test_a_file_that_says_nothing_of_narrower_types_stops_at_them_where_it_stops_at_others(tmp_path: Path) -> None:
     """It was written when such were no kind of their own."""
     for said, wanted in (
-        ("{}", ("narrow", Policy.REFRESH)), ("{retype: stop}", ("retype", Policy.STOP)),
-        ("{widen: stop}", ("widen", Policy.STOP)), ("{narrow: stop}", ("narrow", Policy.STOP)),
+        ("{}", ("narrow", Policy.REFRESH)),
+        ("{retype: stop}", ("retype", Policy.STOP)),
+        ("{widen: stop}", ("widen", Policy.STOP)),
+        ("{narrow: stop}", ("narrow", Policy.STOP)),
         ("{narrow: refresh, retype: stop, widen: stop}", ("narrow", Policy.REFRESH)),
-    ):  # fmt: skip
+    ):
         given = settings_of(tmp_path, f"{CONTRACT}  evolution: {said}\n").tables.evolution
         assert given.policies.narrowing == wanted
 

@@ -46,9 +46,14 @@ def test_without_a_word_about_it_a_table_is_a_plain_mirror(tmp_path: Path) -> No
 
 def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path: Path) -> None:
     settings = settings_of(
-        tmp_path, "soft_delete: true", "metadata: [_seq, _op]", "rules:", '  "public.*_log": {mode: append}',
-        '  "public.a_*": {mode: history, metadata: []}', '  "public.plain": {soft_delete: false, metadata: []}',
-    )  # fmt: skip
+        tmp_path,
+        "soft_delete: true",
+        "metadata: [_seq, _op]",
+        "rules:",
+        '  "public.*_log": {mode: append}',
+        '  "public.a_*": {mode: history, metadata: []}',
+        '  "public.plain": {soft_delete: false, metadata: []}',
+    )
     assert form(settings, "orders") == Form(soft_delete=True, metadata=("_op", "_seq"))
     assert form(settings, "a_log") == Form(mode=TableMode.HISTORY)
     assert form(settings, "b_log") == Form(mode=TableMode.APPEND, metadata=("_op", "_seq"))
@@ -57,9 +62,12 @@ def test_the_last_rule_that_matches_decides_and_the_rest_is_as_for_all(tmp_path:
 
 def test_a_rule_says_what_is_done_about_changes_of_shape_and_other_kinds_are_as_for_all(tmp_path: Path) -> None:
     settings = settings_of(
-        tmp_path, "evolution: {drop: apply, retype: stop}", "rules:",
-        '  "public.a_*": {evolution: {retype: refresh, narrow: stop}}', '  "public.b_*": {mode: append}',
-    )  # fmt: skip
+        tmp_path,
+        "evolution: {drop: apply, retype: stop}",
+        "rules:",
+        '  "public.a_*": {evolution: {retype: refresh, narrow: stop}}',
+        '  "public.b_*": {mode: append}',
+    )
 
     def policies(name: str) -> Policies:
         return settings.tables.policies_of(TableId("public", name))
@@ -94,10 +102,13 @@ def test_a_template_says_where_tables_lie_and_a_rule_where_one_does(tmp_path: Pa
 
 def test_partitions_are_those_of_the_rule_by_the_names_that_columns_have_in_the_lake(tmp_path: Path) -> None:
     settings = settings_of(
-        tmp_path, "partition_by: [region, _op]", "rules:", '  "public.plain": {partition_by: []}',
+        tmp_path,
+        "partition_by: [region, _op]",
+        "rules:",
+        '  "public.plain": {partition_by: []}',
         '  "public.named": {columns: {region: area}}',
         '  "public.own": {columns: {region: area}, partition_by: [area]}',
-    )  # fmt: skip
+    )
     assert form(settings, "orders") == Form(partition_by=("region", "_op"))
     assert form(settings, "plain") == PLAIN
     assert form(settings, "named").partition_by == ("area", "_op")
@@ -156,16 +167,24 @@ def test_the_example_is_of_what_was_written_wrong(tmp_path: Path, said: str, exa
 
 def test_all_that_does_not_go_together_is_told_at_once(tmp_path: Path) -> None:
     file = write(
-        tmp_path, "mode: history", "soft_delete: true", "deletion_vectors: true", "rules:",
-        '  "a.b": {column_mapping: true, soft_delete: true}', '  "c.d": {columns: {}}',
-    )  # fmt: skip
+        tmp_path,
+        "mode: history",
+        "soft_delete: true",
+        "deletion_vectors: true",
+        "rules:",
+        '  "a.b": {column_mapping: true, soft_delete: true}',
+        '  "c.d": {columns: {}}',
+    )
     assert [problem.where for problem in check_settings(file, environment={})] == [
-        "tables.soft_delete", "tables.deletion_vectors", "tables.rules.a.b.column_mapping",
+        "tables.soft_delete",
+        "tables.deletion_vectors",
+        "tables.rules.a.b.column_mapping",
         "tables.rules.a.b.soft_delete",
-    ]  # fmt: skip
+    ]
     names = write(tmp_path, "rules:", '  "a.b": {columns: {x: z, y: Z, w: z}}')
     assert [problem.where for problem in check_settings(names, environment={})] == [
-        "tables.rules.a.b.columns.y", "tables.rules.a.b.columns.w"
+        "tables.rules.a.b.columns.y",
+        "tables.rules.a.b.columns.w",
     ]
 
 

@@ -50,17 +50,17 @@ def test_over_a_day_the_budget_is_kept() -> None:
     assert used / passed <= 0.1
 
 
-def test_a_task_tells_the_processor_s_time_and_not_the_wall_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_tells_the_processor_s_time_and_not_the_wall_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = Mirror(tmp_path / "t")
     for number in range(FILES_MIN + 1):
         mirror.apply(insert(number, name="x", big="b", n=1))
     monkeypatch.setattr(failpoints, "hit", lambda _: time.sleep(SLEPT_SECONDS))
     work = TendWork(
-        table=SHOP.table, place=Place(path=tmp_path / "t", log_id=LOG), expected=at(mirror.seq),
+        table=SHOP.table,
+        place=Place(path=tmp_path / "t", log_id=LOG),
+        expected=at(mirror.seq),
         upkeep=Upkeep(file_bytes=1 << 20, remove_after_seconds=None),
-    )  # fmt: skip
+    )
     done = tend_table(work)
     assert (done.error, done.tended is not None and done.tended.made) == (None, 1)
     assert done.seconds > SLEPT_SECONDS
@@ -70,9 +70,11 @@ def test_a_task_tells_the_processor_s_time_and_not_the_wall_s(
 
 def test_what_fails_has_used_some_too(tmp_path: Path) -> None:
     work = TendWork(
-        table=SHOP.table, place=Place(path=tmp_path / "nothing", log_id=LOG), expected=at(0),
+        table=SHOP.table,
+        place=Place(path=tmp_path / "nothing", log_id=LOG),
+        expected=at(0),
         upkeep=Upkeep(file_bytes=1 << 20, remove_after_seconds=None),
-    )  # fmt: skip
+    )
     done = tend_table(work)
     assert isinstance(done.error, TableUnusable)
     assert done.cpu_seconds is not None

@@ -92,12 +92,18 @@ def test_the_rule_that_yaml_takes_for_nothing_is_one(tmp_path: Path) -> None:
 
 def test_every_other_rule_takes_a_condition(tmp_path: Path) -> None:
     rest = {
-        "columns: [a]": "mask redact null sha256", "columns: [a], key: main": "hmac encrypt",
-        "columns: [a], to: binary": "decrypt cast", "columns: [a], length: 3": "truncate", "where: a == 1": "filter",
-        "column: a, to: b": "copy", "column: a, value: 1": "set", "column: a, expression: b": "compute",
-        "tables: [a.b], to: 'a.{table}'": "route", "tables: [a.b]": "outbox unwrap",
+        "columns: [a]": "mask redact null sha256",
+        "columns: [a], key: main": "hmac encrypt",
+        "columns: [a], to: binary": "decrypt cast",
+        "columns: [a], length: 3": "truncate",
+        "where: a == 1": "filter",
+        "column: a, to: b": "copy",
+        "column: a, value: 1": "set",
+        "column: a, expression: b": "compute",
+        "tables: [a.b], to: 'a.{table}'": "route",
+        "tables: [a.b]": "outbox unwrap",
         "columns: [b], function: a:b": "function",
-    }  # fmt: skip
+    }
     rules = [f"{{do: {do}, {given}, when: c == 1}}" for given, dos in rest.items() for do in dos.split()]
     found = load_settings(written(tmp_path, *rules)).transforms.rules
     assert {rule.do for rule in found} == KINDS.keys() - {"include", "exclude", "rename"}
@@ -107,8 +113,10 @@ def test_every_mistake_in_a_file_is_told_not_only_the_first(tmp_path: Path) -> N
     rules = "{do: mask}", "{do: hmac, columns: [a], key: main, colums: [b]}", "{do: zap}"
     found = check_settings(written(tmp_path, *rules))
     assert [one.where for one in found] == [
-        "transforms.rules[0].columns", "transforms.rules[1].colums", "transforms.rules[2]",
-    ]  # fmt: skip
+        "transforms.rules[0].columns",
+        "transforms.rules[1].colums",
+        "transforms.rules[2]",
+    ]
 
 
 def test_numbers_are_taken_as_they_are_written(tmp_path: Path) -> None:
@@ -134,17 +142,34 @@ def test_a_key_has_one_place(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_has_the_tables_that_its_routes_leave(tmp_path: Path) -> None:
-    settings = load_settings(written(
-        tmp_path, "{do: route, tables: [public.orders], to: shop.sales}",
-        "{do: route, tables: [public.people], to: 'de.{table}', when: country == 'DE'}",
-        "{do: outbox, tables: [public.outbox], to: 'events.{type}'}",
-    ))  # fmt: skip
-    has = {name: settings.has(TableId(*name.split("."))) for name in (
-        "public.orders", "shop.sales", "public.people", "de.people", "events.order", "events.a/b", "shop.other", "x.y",
-    )}  # fmt: skip
+    settings = load_settings(
+        written(
+            tmp_path,
+            "{do: route, tables: [public.orders], to: shop.sales}",
+            "{do: route, tables: [public.people], to: 'de.{table}', when: country == 'DE'}",
+            "{do: outbox, tables: [public.outbox], to: 'events.{type}'}",
+        )
+    )
+    has = {
+        name: settings.has(TableId(*name.split(".")))
+        for name in (
+            "public.orders",
+            "shop.sales",
+            "public.people",
+            "de.people",
+            "events.order",
+            "events.a/b",
+            "shop.other",
+            "x.y",
+        )
+    }
     assert [name for name, there in has.items() if there] == [
-        "shop.sales", "public.people", "de.people", "events.order", "events.a/b",
-    ]  # fmt: skip
+        "shop.sales",
+        "public.people",
+        "de.people",
+        "events.order",
+        "events.a/b",
+    ]
 
 
 def test_tables_of_messages_keep_them_and_a_mode_for_them_is_refused(tmp_path: Path) -> None:

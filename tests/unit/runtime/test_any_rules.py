@@ -19,9 +19,10 @@ from tests.support.transforms import PEOPLE, person, plan_of
 STEPS_MAX = 300
 KINDS = ("kept", "gone", "sent", "bad")
 RULES = plan_of(
-    Filter(where="country != 'gone'"), Route(to="abroad.people", when="country == 'sent'"),
+    Filter(where="country != 'gone'"),
+    Route(to="abroad.people", when="country == 'sent'"),
     Cast(columns=("mail",), to="int32", on_error="dead-letter"),
-)  # fmt: skip
+)
 TRANSACTIONS = st.lists(st.lists(st.sampled_from(KINDS), min_size=1, max_size=9), min_size=1, max_size=7)
 ACTIONS = st.lists(st.sampled_from(["ack", "prefix", "again", "lose", "crash"]), min_size=1, max_size=12)
 
@@ -32,9 +33,14 @@ ACTIONS = st.lists(st.sampled_from(["ack", "prefix", "again", "lose", "crash"]),
     together=st.integers(1, 3), part_rows=st.none() | st.integers(1, 6),
 )  # fmt: skip
 def test_what_rules_leave_is_acknowledged_once_and_what_they_set_aside_is_never_lost(
-    transactions: list[list[str]], actions: list[str], data: st.DataObject, rows: int, whole: bool, together: int,
+    transactions: list[list[str]],
+    actions: list[str],
+    data: st.DataObject,
+    rows: int,
+    whole: bool,
+    together: int,
     part_rows: int | None,
-) -> None:  # fmt: skip
+) -> None:
     intake.RETRY_SECONDS_FIRST, was = 0.0, intake.RETRY_SECONDS_FIRST
     try:
         source = MemoryCapture(window_transactions_max=together, part_rows_max=part_rows)
@@ -55,9 +61,12 @@ def test_what_rules_leave_is_acknowledged_once_and_what_they_set_aside_is_never_
 
         def started() -> CdcRuntime:
             made = CdcRuntime(
-                source, store, transforms=RULES, limits=Limits(rows=rows, transactions=policy),
+                source,
+                store,
+                transforms=RULES,
+                limits=Limits(rows=rows, transactions=policy),
                 on_letter=lambda letter: aside.update(letter.batch.data.column("id").to_pylist()),
-            )  # fmt: skip
+            )
             made.start()
             return made
 

@@ -202,7 +202,9 @@ def test_a_checkpoint_of_the_first_format_is_read_and_goes_on(source: MemoryCapt
     saved = store.load("default")
     assert saved is not None
     assert {name: saved.metadata[name] for name in ("runtime", "rows", "passed")} == {
-        "runtime": 2, "rows": 8, "passed": NUMBERS_PASSED,
-    }  # fmt: skip
+        "runtime": 2,
+        "rows": 8,
+        "passed": NUMBERS_PASSED,
+    }
     runtime.force_stop()
     store.close()

@@ -31,9 +31,14 @@ ACTIONS = st.lists(st.sampled_from(["ack", "prefix", "again", "lose", "crash"]),
     together=st.integers(1, 3), part_rows=st.none() | st.integers(1, 6),
 )  # fmt: skip
 def test_every_row_is_acknowledged_once_and_the_position_is_an_end_of_a_transaction(
-    transactions: list[list[tuple[bool, int]]], actions: list[str], data: st.DataObject, rows: int, whole: bool,
-    together: int, part_rows: int | None,
-) -> None:  # fmt: skip
+    transactions: list[list[tuple[bool, int]]],
+    actions: list[str],
+    data: st.DataObject,
+    rows: int,
+    whole: bool,
+    together: int,
+    part_rows: int | None,
+) -> None:
     intake.RETRY_SECONDS_FIRST, was = 0.0, intake.RETRY_SECONDS_FIRST
     try:
         source = MemoryCapture(window_transactions_max=together, part_rows_max=part_rows)

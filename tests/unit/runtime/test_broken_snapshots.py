@@ -102,9 +102,7 @@ def test_one_before_the_stream_that_is_taken_up_and_reads_nothing_is_an_outage_t
     source: MemoryCapture, store: MemoryCheckpointStore, breaks: Callable[[TailraceError | None], None]
 ) -> None:
     heard: list[Fact] = []
-    runtime = CdcRuntime(
-        source, store, snapshot_tables=(SHOP.table,), observers=(heard.append,), retry_seconds_max=2.0
-    )
+    runtime = CdcRuntime(source, store, snapshot_tables=(SHOP.table,), observers=(heard.append,), retry_seconds_max=2.0)
     breaks(REWRITTEN)
     runtime.start()
     with pytest.raises(SourceRewritten):

@@ -55,9 +55,13 @@ class History(MemorySchemaHistory):
     failures = 1
 
     def record(
-        self, shape: TableSchema, *, time: datetime | None = None, position: Position | None = None,
+        self,
+        shape: TableSchema,
+        *,
+        time: datetime | None = None,
+        position: Position | None = None,
         ddl: str | None = None,
-    ) -> SchemaVersion:  # fmt: skip
+    ) -> SchemaVersion:
         if self.failures:
             self.failures -= 1
             raise full()
@@ -124,9 +128,7 @@ def test_rows_of_a_snapshot_wait_for_the_history_too(source: MemoryCapture, stor
 # --- a transaction that is half acknowledged -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("limits", "rows"), [(Limits(), 2), (Limits(rows=4, transactions=Transactions.SPLIT), None)]
-)
+@pytest.mark.parametrize(("limits", "rows"), [(Limits(), 2), (Limits(rows=4, transactions=Transactions.SPLIT), None)])
 def test_no_chunk_comes_in_the_middle_of_a_transaction(
     source: MemoryCapture, store: Store, limits: Limits, rows: int | None
 ) -> None:

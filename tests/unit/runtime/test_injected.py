@@ -128,7 +128,7 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
         ).events(),
         *batch_of(SHOP, (Operation.TRUNCATE, {}), (Operation.DELETE, {"id": 4})).events(),
         *batch_of(replace(SHOP, identity=Identity.FULL), (Operation.DELETE, {"id": 4, "name": "x"})).events(),
-    ]  # fmt: skip
+    ]
     for event in given:
         runtime.enqueue(event)
         batch = runtime.poll()
@@ -138,8 +138,10 @@ def test_an_event_can_be_injected_as_it_came(source: MemoryCapture) -> None:
         assert (found.unchanged, found.unfit, found.operation) == (event.unchanged, event.unfit, event.operation)
         assert found.row_write() == event.row_write()
         assert (batch.batches[0].moves, batch.batches[0].truncates, batch.batches[0].unfit) == (
-            int(event.moved_from is not None), int(event.operation is Operation.TRUNCATE), len(event.unfit),
-        )  # fmt: skip
+            int(event.moved_from is not None),
+            int(event.operation is Operation.TRUNCATE),
+            len(event.unfit),
+        )
     runtime.stop()
 
 
@@ -178,11 +180,21 @@ def test_half_of_a_change_of_key_is_refused_and_both_halves_keep_the_large_value
 def test_an_event_made_by_hand_can_be_injected(source: MemoryCapture) -> None:
     runtime = CdcRuntime(source, MemoryCheckpointStore())
     runtime.start()
-    runtime.enqueue(Event(
-        operation=Operation.INSERT, table=str(PEOPLE.table), seq=0, position=None, transaction=0,
-        values={"id": 7, "mail": "x"}, unchanged=(), before=None, moved_from=None, schema=PEOPLE,
-        committed_at=datetime(2026, 1, 1, tzinfo=UTC),
-    ))  # fmt: skip
+    runtime.enqueue(
+        Event(
+            operation=Operation.INSERT,
+            table=str(PEOPLE.table),
+            seq=0,
+            position=None,
+            transaction=0,
+            values={"id": 7, "mail": "x"},
+            unchanged=(),
+            before=None,
+            moved_from=None,
+            schema=PEOPLE,
+            committed_at=datetime(2026, 1, 1, tzinfo=UTC),
+        )
+    )
     event = next(runtime.poll().events())
     assert (event.values["id"], event.values["country"]) == (7, None)
     assert event.committed_at == datetime(2026, 1, 1, tzinfo=UTC)
@@ -220,10 +232,16 @@ def test_a_loop_that_ends_says_which_rows_were_not_delivered_and_the_next_start_
     assert [fact.injected for fact in heard if isinstance(fact, observing.Stopped)] == [2, 0]
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"values": {"zap": 1}}, "no such column .*zap"), ({"values": {"id": "x"}}, "none of its column's type"),
-    ({"operation": "insert"}, "`operation` is not a `Operation`"), ({"schema": 3}, "`schema` is not a `TableSchema`"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"values": {"zap": 1}}, "no such column .*zap"),
+        ({"values": {"id": "x"}}, "none of its column's type"),
+        ({"operation": "insert"}, "`operation` is not a `Operation`"),
+        ({"schema": 3}, "`schema` is not a `TableSchema`"),
+    ],
+    ids=str,
+)
 def test_an_event_that_cannot_be_a_row_is_refused_where_it_is_injected(
     source: MemoryCapture, change: dict[str, Any], said: str
 ) -> None:

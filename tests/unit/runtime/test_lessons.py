@@ -226,10 +226,14 @@ def test_lesson_2_writes_made_during_the_first_load_all_arrive() -> None:
 
 
 def test_lesson_10_a_value_that_was_not_sent_never_overwrites_one_even_beside_its_insert(source: MemoryCapture) -> None:
-    source.commit(batch(
-        SHOP, insert(1, name="a", big="large", n=1), update(1, name="b", n=2, unchanged=("big",)),
-        update(2, name="never seen", unchanged=("big",)),
-    ))  # fmt: skip
+    source.commit(
+        batch(
+            SHOP,
+            insert(1, name="a", big="large", n=1),
+            update(1, name="b", n=2, unchanged=("big",)),
+            update(2, name="never seen", unchanged=("big",)),
+        )
+    )
     sink = MemorySink()
     CdcRuntime(source, MemoryCheckpointStore()).run(sink, lambda: sink.rows == 3)
     assert mirrored(sink) == {(1,): {"id": 1, "name": "b", "big": "large", "n": 2}}, "and no half row is made"

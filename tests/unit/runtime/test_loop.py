@@ -357,9 +357,7 @@ def test_a_source_that_cannot_be_opened_is_tried_again(source: Source, sink: Sin
     assert len(source.opened) == 3
 
 
-def test_waits_between_tries_grow_up_to_a_limit(
-    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_between_tries_grow_up_to_a_limit(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 0.1)
     monkeypatch.setattr(intake, "RETRY_SECONDS_MAX", 0.4)
     pauses: list[float] = []
@@ -426,9 +424,7 @@ def test_an_outage_that_is_over_does_not_count_against_the_next(source: Source, 
     runtime.run(until(lambda: runtime.progress.reconnects == 2))
 
 
-def test_a_wait_ends_when_the_loop_is_told_to_stop(
-    source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_ends_when_the_loop_is_told_to_stop(source: Source, sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "RETRY_SECONDS_FIRST", 800.0)
     source.refusals = [unreachable()]
     began = time.monotonic()

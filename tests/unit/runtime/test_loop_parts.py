@@ -163,9 +163,7 @@ def test_a_source_that_breaks_between_two_parts_loses_and_doubles_nothing(
     assert (runtime.progress.reconnects, runtime.progress.rows) == (1, len(WRITTEN))
 
 
-def test_stopped_between_two_parts_the_next_run_begins_the_transaction_again(
-    source: MemoryCapture, sink: Sink
-) -> None:
+def test_stopped_between_two_parts_the_next_run_begins_the_transaction_again(source: MemoryCapture, sink: Sink) -> None:
     end = write(source)
     runtime = LogLoop(source.live, sink)
     runtime.run(until(lambda: sink.aside == LARGE[: 2 * PART]))
@@ -175,9 +173,7 @@ def test_stopped_between_two_parts_the_next_run_begins_the_transaction_again(
     assert runtime.progress.rows == len(WRITTEN)
 
 
-def test_one_is_caught_up_only_when_the_large_transaction_has_ended(
-    source: MemoryCapture, sink: Sink
-) -> None:
+def test_one_is_caught_up_only_when_the_large_transaction_has_ended(source: MemoryCapture, sink: Sink) -> None:
     source.commit(inserts(1))
     target = source.commit(inserts(*LARGE))
     runtime = LogLoop(source.live, sink, target=target)
@@ -210,8 +206,6 @@ def test_the_real_log_takes_a_large_transaction_as_one_commit(source: MemoryCapt
     end = write(source)
     LogLoop(source.live, log).run(until(lambda: log.position == end))
     log.close()
-    found = ids(
-        [batch for batch in ChangeLog.open(tmp_path / "log").follow(0) if batch.schema.table == SHOP.table]
-    )
+    found = ids([batch for batch in ChangeLog.open(tmp_path / "log").follow(0) if batch.schema.table == SHOP.table])
     assert [key for _, key in found] == WRITTEN
     assert source.confirmed == end

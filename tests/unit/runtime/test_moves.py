@@ -17,11 +17,15 @@ from tests.support.windows import batch
 POLLS_MAX = 400
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "update", "move", "move", "delete", "truncate"]), st.integers(0, 3),
-        st.integers(0, 3), st.sampled_from(["x", "y"]), st.sampled_from([(), ("big",), ("big", "name")]),
+        st.sampled_from(["insert", "update", "move", "move", "delete", "truncate"]),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.sampled_from(["x", "y"]),
+        st.sampled_from([(), ("big",), ("big", "name")]),
     ),
-    min_size=1, max_size=25,
-)  # fmt: skip
+    min_size=1,
+    max_size=25,
+)
 
 
 @settings(max_examples=80)
@@ -29,9 +33,12 @@ STEPS = st.lists(
     steps=STEPS, data=st.data(), rows=st.integers(1, 5), split=st.booleans(), part_rows=st.none() | st.integers(1, 4)
 )
 def test_lesson_21_no_large_value_is_lost_wherever_a_batch_ends(
-    steps: list[tuple[str, int, int, str, tuple[str, ...]]], data: st.DataObject, rows: int, split: bool,
+    steps: list[tuple[str, int, int, str, tuple[str, ...]]],
+    data: st.DataObject,
+    rows: int,
+    split: bool,
     part_rows: int | None,
-) -> None:  # fmt: skip
+) -> None:
     model, source = Model(), MemoryCapture(part_rows_max=part_rows, keep_tables=True)
     changes: list[Change] = []
     for step in steps:
@@ -78,9 +85,11 @@ def test_lesson_21_twice_in_one_batch() -> None:
 def test_a_move_that_comes_again_keeps_the_value_and_makes_no_half_row() -> None:
     """Also where the old key is another row's by then."""
     whole = (
-        insert(1, name="a", big="large", n=0), *move(1, 2, name="a", n=1, unchanged=("big",)),
-        *move(2, 3, name="a", n=2, unchanged=("big",)), insert(1, name="b", big="other", n=0),
-    )  # fmt: skip
+        insert(1, name="a", big="large", n=0),
+        *move(1, 2, name="a", n=1, unchanged=("big",)),
+        *move(2, 3, name="a", n=2, unchanged=("big",)),
+        insert(1, name="b", big="other", n=0),
+    )
     assert rows_after(*whole, *whole[1:]) == rows_after(*whole)
 
 

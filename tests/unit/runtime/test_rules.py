@@ -449,9 +449,12 @@ def test_a_rule_that_never_matched_is_told_of_at_the_end(
 ) -> None:
     heard: list[Fact] = []
     runtime = started(
-        source, store, Mask(name="typo", tables=("public.peple",), columns=("mail",)),
-        Filter(name="used", where="id > 0"), observers=(heard.append,),
-    )  # fmt: skip
+        source,
+        store,
+        Mask(name="typo", tables=("public.peple",), columns=("mail",)),
+        Filter(name="used", where="id > 0"),
+        observers=(heard.append,),
+    )
     source.commit(some(1))
     take(runtime)
     runtime.stop()
@@ -479,8 +482,9 @@ def test_a_stream_behind_rules_still_says_what_it_holds_and_of_which_timeline_it
     timed.commit(some(1))
     plan = plan_of(GERMANS)
     for wrapped in (
-        TransformedStream(timed.live(Lsn(0)), plan), RecordedStream(timed.live(Lsn(0)), MemorySchemaHistory()),
-    ):  # fmt: skip
+        TransformedStream(timed.live(Lsn(0)), plan),
+        RecordedStream(timed.live(Lsn(0)), MemorySchemaHistory()),
+    ):
         assert isinstance(wrapped, Holding)
         assert isinstance(wrapped, OfTimeline)
         assert (wrapped.timeline, wrapped.held_bytes > 0) == (7, True)
@@ -508,15 +512,19 @@ def test_a_key_that_changed_is_set_aside_with_the_row_it_takes_values_from_and_c
         return seqs
 
     source.commit(changes(ORDERS, insert({"id": 1, "status": "1", "note": "large"}), insert({"id": 5, "status": "1"})))
-    source.commit(changes(
-        ORDERS, move({"id": 1}, {"id": 2, "status": "odd"}, unchanged=("note",)),
-        move({"id": 5}, {"id": 6, "status": "odd", "note": "sent"}),
-    ))  # fmt: skip
+    source.commit(
+        changes(
+            ORDERS,
+            move({"id": 1}, {"id": 2, "status": "odd"}, unchanged=("note",)),
+            move({"id": 5}, {"id": 6, "status": "odd", "note": "sent"}),
+        )
+    )
     assert deliver(Cast(columns=("status",), to="int32", on_error="dead-letter")) == [0, 1, 2], "without a gap"
     told = [[(event.operation.value, event.values["id"]) for event in letter.batch.events()] for letter in aside]
     assert told == [[("delete", 1), ("insert", 2), ("insert", 6)]], "one whose values were all sent needs no old row"
     assert [row["id"] for row in mirror.rows.values()] == [1]
     deliver(Compute(column="status", expression="replace(status, 'odd', '0')"), aside[0].batch)
     assert [(row["id"], row["status"], row["note"]) for row in mirror.rows.values()] == [
-        (2, "0", "large"), (6, "0", "sent"),
-    ]  # fmt: skip
+        (2, "0", "large"),
+        (6, "0", "sent"),
+    ]

@@ -174,9 +174,7 @@ def test_a_made_up_token_is_refused(source: MemoryCapture, runtime: CdcRuntime) 
         runtime.commit(batch)  # type: ignore[arg-type] # the batch instead of its `ack`: an easy slip
 
 
-def test_rows_are_numbered_without_a_gap_and_the_same_when_they_come_again(
-    source: MemoryCapture, store: Store
-) -> None:
+def test_rows_are_numbered_without_a_gap_and_the_same_when_they_come_again(source: MemoryCapture, store: Store) -> None:
     first = one_each(source, store)
     for n in range(3):
         source.commit(inserts(n, n + 10))
@@ -195,8 +193,11 @@ def test_two_tables_in_one_transaction_come_in_order(source: MemoryCapture, runt
     source.commit(inserts(4))
     events = list(runtime.poll().events())
     assert [(event.seq, event.table, event.values["id"]) for event in events] == [
-        (0, "public.things", 1), (1, "public.others", 2), (2, "public.others", 3), (3, "public.things", 4),
-    ]  # fmt: skip
+        (0, "public.things", 1),
+        (1, "public.others", 2),
+        (2, "public.others", 3),
+        (3, "public.things", 4),
+    ]
 
 
 # --- a part of a batch -----------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ def test_a_large_transaction_comes_in_parts_if_it_may(store: Store, part_rows: i
     while (batch := runtime.poll(0.0)).rows:
         runtime.commit(batch.ack)
         seen.append((batch.rows, batch.partial, source.confirmed))
-    assert [rows for rows, _, _ in seen]== [1, 4, 4, 3]
+    assert [rows for rows, _, _ in seen] == [1, 4, 4, 3]
     assert [partial for _, partial, _ in seen] == [False, True, True, False]
     assert [confirmed for _, _, confirmed in seen] == [before, before, before, last]
     assert (source.confirmed, runtime.rows_committed) == (last, 12)
@@ -545,9 +546,7 @@ def test_a_source_that_stays_away_is_stalled_and_then_an_error(source: MemoryCap
         source.break_next_read(unreachable())
     assert runtime.poll().kind is Kind.EMPTY
     health = runtime.health()
-    assert (health.verdict, health.reason, health.remedy) == (
-        Verdict.STALLED, "the line is dead", "It is tried again.",
-    )  # fmt: skip
+    assert (health.verdict, health.reason, health.remedy) == (Verdict.STALLED, "the line is dead", "It is tried again.")
     with pytest.raises(SourceUnreachable):
         poll_often(runtime)
     runtime.force_stop()
@@ -704,9 +703,17 @@ def test_observers_hear_every_fact_and_cannot_disturb(source: MemoryCapture, sto
     runtime.poll()
     runtime.stop()
     assert [type(fact) for fact in heard] == [
-        observing.Started, observing.StreamOpened, observing.ShapeSeen, observing.Delivered, observing.Committed,
-        observing.Delivered, observing.Paused, observing.Resumed, observing.Lost, observing.Stopped,
-    ]  # fmt: skip
+        observing.Started,
+        observing.StreamOpened,
+        observing.ShapeSeen,
+        observing.Delivered,
+        observing.Committed,
+        observing.Delivered,
+        observing.Paused,
+        observing.Resumed,
+        observing.Lost,
+        observing.Stopped,
+    ]
 
 
 def test_health_says_what_is_wrong_and_what_to_do(source: MemoryCapture, store: Store) -> None:
@@ -725,9 +732,7 @@ def test_health_says_what_is_wrong_and_what_to_do(source: MemoryCapture, store: 
     assert runtime.control.status().state == "stopped"
 
 
-def test_a_new_shape_is_in_the_history_before_its_first_row_is_handed_out(
-    source: MemoryCapture, store: Store
-) -> None:
+def test_a_new_shape_is_in_the_history_before_its_first_row_is_handed_out(source: MemoryCapture, store: Store) -> None:
     history = MemorySchemaHistory()
     runtime = CdcRuntime(source, store, history, limits=Limits(rows=1))
     runtime.start()

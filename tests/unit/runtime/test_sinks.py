@@ -54,8 +54,10 @@ def test_a_stream_gets_a_line_for_each_change() -> None:
     sink.flush(True)
     found = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [(item["table"], item["after"]["id"]) for item in found] == [
-        ("public.things", 1), ("public.things", 2), ("public.others", 3),
-    ]  # fmt: skip
+        ("public.things", 1),
+        ("public.things", 2),
+        ("public.others", 3),
+    ]
     other = io.StringIO()
     debezium = StreamSink(other, encode=to_debezium_line)
     debezium.write(batch())

@@ -40,9 +40,12 @@ def store() -> MemoryCheckpointStore:
     "rule", [Encrypt(columns=("name",), key="main"), Hmac(columns=("name",), key="main"), Decrypt(columns=("name",))]
 )
 def test_a_key_that_a_rule_needs_is_there_or_it_does_not_start(
-    source: MemoryCapture, store: MemoryCheckpointStore, rule: Encrypt | Hmac | Decrypt, planned: bool,
+    source: MemoryCapture,
+    store: MemoryCheckpointStore,
+    rule: Encrypt | Hmac | Decrypt,
+    planned: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.delenv("TAILRACE_TEST_KEY", raising=False)
     rules = Transforms(keys={"main": KeySource(env="TAILRACE_TEST_KEY")}, rules=(rule,))
     heard: list[Fact] = []

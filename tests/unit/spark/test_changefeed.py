@@ -47,10 +47,14 @@ def test_each_kind_of_change_is_told_with_whole_rows(diary: Diary, sealed: bool)
     if sealed:
         seal(diary.path)
     assert feed(diary) == [
-        ("insert", 1, 10, 1), ("insert", 2, 20, 1),
-        ("update_preimage", 1, 10, 2), ("update_postimage", 1, 11, 2), ("delete", 2, 20, 2),
-        ("delete", 1, None, 3), ("insert", 3, 11, 3),
-    ]  # fmt: skip
+        ("insert", 1, 10, 1),
+        ("insert", 2, 20, 1),
+        ("update_preimage", 1, 10, 2),
+        ("update_postimage", 1, 11, 2),
+        ("delete", 2, 20, 2),
+        ("delete", 1, None, 3),
+        ("insert", 3, 11, 3),
+    ]
 
 
 def test_the_columns_are_the_tables_own_and_then_the_feeds(diary: Diary) -> None:
@@ -103,19 +107,36 @@ def _comparable(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]
 
 def test_a_key_changes_at_most_once_in_a_version(diary: Diary) -> None:
     diary.commit((FULL, [insert(1, n=1), insert(2, n=1), insert(3, n=1), insert(4, n=1)]))
-    diary.commit((FULL, [
-        changed(1, 1, 2), changed(1, 2, 3),
-        delete(2, n=1), insert(2, n=5),
-        changed(3, 1, 2), delete(3, n=2),
-        insert(9, n=0), delete(9, n=0),
-        delete(4, n=1), insert(4, n=7), changed(4, 7, 8), delete(4, n=8),
-        insert(5, n=1), changed(5, 1, 2),
-    ]))  # fmt: skip
+    diary.commit(
+        (
+            FULL,
+            [
+                changed(1, 1, 2),
+                changed(1, 2, 3),
+                delete(2, n=1),
+                insert(2, n=5),
+                changed(3, 1, 2),
+                delete(3, n=2),
+                insert(9, n=0),
+                delete(9, n=0),
+                delete(4, n=1),
+                insert(4, n=7),
+                changed(4, 7, 8),
+                delete(4, n=8),
+                insert(5, n=1),
+                changed(5, 1, 2),
+            ],
+        )
+    )
     assert feed(diary)[4:] == [
-        ("update_preimage", 1, 1, 2), ("update_postimage", 1, 3, 2),
-        ("update_preimage", 2, 1, 2), ("update_postimage", 2, 5, 2),
-        ("delete", 3, 1, 2), ("delete", 4, 1, 2), ("insert", 5, 2, 2),
-    ]  # fmt: skip
+        ("update_preimage", 1, 1, 2),
+        ("update_postimage", 1, 3, 2),
+        ("update_preimage", 2, 1, 2),
+        ("update_postimage", 2, 5, 2),
+        ("delete", 3, 1, 2),
+        ("delete", 4, 1, 2),
+        ("insert", 5, 2, 2),
+    ]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -175,14 +196,25 @@ def test_the_time_is_one_for_a_version_and_never_goes_back(diary: Diary) -> None
 
 
 def test_rows_without_a_key_are_told_one_by_one(diary: Diary) -> None:
-    diary.commit((KEYLESS_OTHER, [
-        insert({"a": 1}, b="x"), insert({"a": 1}, b="x"), update({"a": 2}, b="y", before={"a": 1, "b": "x"}),
-        delete({"a": 1}, b="x"),
-    ]))  # fmt: skip
+    diary.commit(
+        (
+            KEYLESS_OTHER,
+            [
+                insert({"a": 1}, b="x"),
+                insert({"a": 1}, b="x"),
+                update({"a": 2}, b="y", before={"a": 1, "b": "x"}),
+                delete({"a": 1}, b="x"),
+            ],
+        )
+    )
     rows = stream(diary.path, table="public.keyless", shape="changelog")
     assert [(row["_change_type"], row["a"]) for row in rows] == [
-        ("insert", 1), ("insert", 1), ("update_preimage", 1), ("update_postimage", 2), ("delete", 1)
-    ]  # fmt: skip
+        ("insert", 1),
+        ("insert", 1),
+        ("update_preimage", 1),
+        ("update_postimage", 2),
+        ("delete", 1),
+    ]
 
 
 def test_old_rows_that_are_not_sent_whole_are_refused(diary: Diary) -> None:
@@ -232,9 +264,13 @@ def test_rows_are_told_by_the_key_they_had_when_they_were_written(diary: Diary) 
     diary.commit((other, [update(4, n=3, before=row(3, 3)), delete(4, n=3)]))
     diary.commit((replace(FULL, key=()), [insert(7, n=1), insert(7, n=1)]))
     assert feed(diary) == [
-        ("insert", 1, None, 1), ("insert", 2, None, 1), ("insert", 3, 3, 1), ("delete", 3, 3, 2),
-        ("insert", 7, 1, 3), ("insert", 7, 1, 3),
-    ]  # fmt: skip
+        ("insert", 1, None, 1),
+        ("insert", 2, None, 1),
+        ("insert", 3, 3, 1),
+        ("delete", 3, 3, 2),
+        ("insert", 7, 1, 3),
+        ("insert", 7, 1, 3),
+    ]
 
 
 def test_a_commit_is_read_by_one_task(diary: Diary) -> None:

@@ -69,9 +69,12 @@ def folded(
 
 
 def stretch(
-    folder: Path, schema: TableSchema, commits: Sequence[Sequence[Change]], form: Form = PLAIN,
+    folder: Path,
+    schema: TableSchema,
+    commits: Sequence[Sequence[Change]],
+    form: Form = PLAIN,
     times: Sequence[int] = (),
-) -> ApplyWork:  # fmt: skip
+) -> ApplyWork:
     """A log of these commits, to be applied from its beginning; and a folder for what comes of them."""
     diary = Diary(folder / "log")
     for number, rows in enumerate(commits):
@@ -83,10 +86,14 @@ def stretch(
     slices = tuple(index.pending(1, -1, index.commit))
     (folder / "scratch").mkdir()
     return ApplyWork(
-        table=schema.table, log=diary.path, slices=slices,
+        table=schema.table,
+        log=diary.path,
+        slices=slices,
         place=Place(path=folder / "t", log_id=log.log_id, form=form),
-        shape=schema, expected=START, cursor=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
-    )  # fmt: skip
+        shape=schema,
+        expected=START,
+        cursor=replace(START, seq=slices[-1].last_seq, commit=slices[-1].last),
+    )
 
 
 @contextmanager
@@ -99,17 +106,19 @@ def in_pieces_of(rows: int) -> Iterator[None]:
 
 STEP = st.tuples(
     st.sampled_from(["insert"] * 5 + ["update"] * 4 + ["move"] * 6 + ["delete"] * 2 + ["truncate"]),
-    st.integers(0, 6), st.integers(0, 6), st.sampled_from(["a", "b", None]),
-    st.sampled_from([(), BIG, BIG, ("name", "big")]), st.integers(0, 3).map(lambda n: n == 0),
-)  # fmt: skip
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.sampled_from(["a", "b", None]),
+    st.sampled_from([(), BIG, BIG, ("name", "big")]),
+    st.integers(0, 3).map(lambda n: n == 0),
+)
 WRITTEN_THEN_MOVED = st.tuples(st.sampled_from(["insert", "update"]), STEP).map(
     lambda drawn: [(drawn[0], drawn[1][1], 0, "c", (), False), ("move", *drawn[1][1:])]
 )
 """A row whose large value is set, and that moves without it: rare where every step is drawn by itself."""
 STEPS = st.lists(
-    st.one_of(STEP.map(lambda step: [step]), STEP.map(lambda step: [step]), WRITTEN_THEN_MOVED),
-    min_size=5, max_size=40,
-).map(lambda drawn: [step for some in drawn for step in some])  # fmt: skip
+    st.one_of(STEP.map(lambda step: [step]), STEP.map(lambda step: [step]), WRITTEN_THEN_MOVED), min_size=5, max_size=40
+).map(lambda drawn: [step for some in drawn for step in some])
 
 
 def in_commits(model: Model, steps: list[tuple[Any, ...]]) -> list[list[Change]]:
@@ -154,8 +163,14 @@ def test_no_piece_ends_between_the_halves_of_a_move(tmp_path: Path, piece: int) 
 IMAGE = st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, "x"]))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["insert"] * 4 + ["update", "update", "delete", "truncate"]), IMAGE, IMAGE),
-                min_size=5, max_size=30), st.integers(1, 4))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["insert"] * 4 + ["update", "update", "delete", "truncate"]), IMAGE, IMAGE),
+        min_size=5,
+        max_size=30,
+    ),
+    st.integers(1, 4),
+)
 @settings(max_examples=30, deadline=None)
 def test_any_keyless_history_dealt_out_comes_to_the_same_copies(steps: list[Any], rows_max: int) -> None:
     model = KeylessModel()
@@ -207,22 +222,26 @@ def test_a_row_that_changes_again_and_again_does_not_fill_its_bucket(tmp_path: P
 
 
 def test_what_came_before_a_truncate_is_not_dealt_out(tmp_path: Path) -> None:
-    found, table = folded(
-        tmp_path, SHOP, [[insert(i) for i in range(50)], [truncate(), insert(7, big="after")]], 10
-    )
+    found, table = folded(tmp_path, SHOP, [[insert(i) for i in range(50)], [truncate(), insert(7, big="after")]], 10)
     assert (found.truncated, table.column("c0").to_pylist()) == (True, [7])
 
 
 @pytest.mark.parametrize("rows_max", [1, 100])
 def test_where_rows_can_be_read_again_nothing_is_refused_for_want_of_a_base(tmp_path: Path, rows_max: int) -> None:
-    commits = [[update(1, big="stale"), delete(1)], [update(1, unchanged=BIG), arrival(2, unchanged=BIG)],
-               [*move(2, 3, unchanged=BIG), insert(4)]]  # fmt: skip
+    commits = [
+        [update(1, big="stale"), delete(1)],
+        [update(1, unchanged=BIG), arrival(2, unchanged=BIG)],
+        [*move(2, 3, unchanged=BIG), insert(4)],
+    ]
     work = replace(stretch(tmp_path, SHOP, commits), reader=SnapshotReader("", None, None))
     found = fold_stretch(work, tmp_path / "scratch", here, rows_max)
     rows = [row for file in found.files for row in pq.ParquetFile(file).read().to_pylist()]
     assert sorted((row["c0"], row["op"], row["absent"], row["base"]) for row in rows) == [
-        (1, UPSERT, [2], None), (2, DELETE, None, None), (3, UPSERT, [2], None), (4, UPSERT, None, None),
-    ]  # fmt: skip
+        (1, UPSERT, [2], None),
+        (2, DELETE, None, None),
+        (3, UPSERT, [2], None),
+        (4, UPSERT, None, None),
+    ]
     assert found.absent == {2}
 
 

@@ -121,9 +121,13 @@ CHANGE = st.tuples(
 
 def told(kind: str, key: int) -> Change:
     return {
-        "insert": insert(key, n=1), "update": update(key, n=2), "partial": update(key, n=3, unchanged=BIG),
-        "bad": update(key, unfit=BAD), "delete": delete(key), "truncate": truncate(),
-    }[kind]  # fmt: skip
+        "insert": insert(key, n=1),
+        "update": update(key, n=2),
+        "partial": update(key, n=3, unchanged=BIG),
+        "bad": update(key, unfit=BAD),
+        "delete": delete(key),
+        "truncate": truncate(),
+    }[kind]
 
 
 @pytest.mark.parametrize(
@@ -160,17 +164,19 @@ def test_tasks_set_aside_rows_without_a_key_as_one_would(steps: list[Any], rows_
 def told_keyless(kind: str, key: int) -> Change:
     good, bad = {"a": key, "b": "x"}, {"a": key, "b": None}
     return {
-        "in": insert(good), "out": delete(good), "bad": insert(bad, unfit=("b",)), "gone": delete(bad, unfit=("b",)),
-        "worse": update(bad, unfit=("b",), before=good), "better": update(good, unfit=("_before.b",), before=bad),
-    }[kind]  # fmt: skip
+        "in": insert(good),
+        "out": delete(good),
+        "bad": insert(bad, unfit=("b",)),
+        "gone": delete(bad, unfit=("b",)),
+        "worse": update(bad, unfit=("b",), before=good),
+        "better": update(good, unfit=("_before.b",), before=bad),
+    }[kind]
 
 
 def compare_with_one(work: ApplyWork, scratch: Path, rows_max: int, before: set[int]) -> None:
     """What tasks fold and set aside of a stretch is what one would that had all of it."""
     letters, form = Letters(work.log, THINGS), work.place.form
-    step = Step(
-        log=work.log, schema=work.shape, form=form, expected=work.expected, cursor=work.cursor, on=True
-    )
+    step = Step(log=work.log, schema=work.shape, form=form, expected=work.expected, cursor=work.cursor, on=True)
     wanted = sifted_by(partial(work.place.open().holds, work.shape), step, changes_of(work), letters)
     found = fold_stretch(work, scratch, here, rows_max, sifts=True)
     folded = fold_into(form, work.shape, wanted.changes)
@@ -195,9 +201,15 @@ def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema 
     assert found is not None
     (quiet.file.parent / "scratch").mkdir()
     return ApplyWork(
-        table=THINGS, log=quiet.settings.log.path, place=life.place, slices=found.slices, shape=schema,
-        expected=quiet.cursor, cursor=found.cursor, letters=True,
-    )  # fmt: skip
+        table=THINGS,
+        log=quiet.settings.log.path,
+        place=life.place,
+        slices=found.slices,
+        shape=schema,
+        expected=quiet.cursor,
+        cursor=found.cursor,
+        letters=True,
+    )
 
 
 def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

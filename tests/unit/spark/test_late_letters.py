@@ -148,8 +148,11 @@ def test_a_change_that_fits_now_is_the_row_that_it_would_have_been_and_comes_onc
     assert (done.rows, done.letters, done.version) == (1, 0, quiet.place.look().version())
     assert quiet.cursor == position
     assert told(quiet) == [
-        (0, "read", None, "0"), (1, "update", "a", "1"), (2, "update", "b", "NaN"), (3, "update", "c", "3"),
-    ]  # fmt: skip
+        (0, "read", None, "0"),
+        (1, "update", "a", "1"),
+        (2, "update", "b", "NaN"),
+        (3, "update", "c", "3"),
+    ]
     first, late = sorted(quiet.content(), key=lambda row: int(row["_seq"]))[1:3]
     assert all(late[name] == first[name] for name in ("_position", "_tx", "_committed_at"))
     assert (deliver(quiet).rows, len(told(quiet)), letters(quiet)) == (0, 4, [])
@@ -164,8 +167,13 @@ def test_what_still_has_no_place_stays_and_says_why(tmp_path: Path) -> None:
     reshape(quiet, retyped(TEXT, "name", pa.int64()))  # what was a text has no place in it
     assert (deliver(quiet).rows, letters(quiet)) == (0, [2, 3, 4])
     mine = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq)
-    causes = dict(zip([seq for one in mine for seq in one.seqs],
-                      [text for one in mine for text in one.rows.column(CAUSE).to_pylist()], strict=True))  # fmt: skip
+    causes = dict(
+        zip(
+            [seq for one in mine for seq in one.seqs],
+            [text for one in mine for text in one.rows.column(CAUSE).to_pylist()],
+            strict=True,
+        )
+    )
     assert "a value of a type that the column no longer has" in causes[2]
     assert "column=name" in causes[4]
     assert "a rule could not be applied" in causes[3], "whatever the column takes, the value was never written down"
@@ -294,9 +302,11 @@ def killed(quiet: Quiet, place: str, folder: Path) -> None:
     (folder / "work").write_bytes(pickle.dumps(work_of(quiet)))
     armed = {"TAILRACE_FAILPOINT": place, "TAILRACE_FAILPOINT_LOG": str(folder / "hits")}
     died = subprocess.run(
-        [sys.executable, "-c", LATE, str(folder / "work")], check=False, start_new_session=True,
+        [sys.executable, "-c", LATE, str(folder / "work")],
+        check=False,
+        start_new_session=True,
         env={**os.environ, **armed},
-    )  # fmt: skip
+    )
     assert died.returncode == -9
 
 
@@ -381,6 +391,8 @@ def test_a_load_that_adds_to_the_table_does_not_bring_back_what_came_in(tmp_path
     aside = Letters(quiet.settings.log.path, THINGS)
     aside.before_load("more", whole=False, now=None, seq=quiet.cursor.seq, late=quiet.table.late())
     assert letters(quiet) == []
-    steps = [json.loads(pa.ipc.open_file(path).schema.metadata[b"tailrace"])
-             for path in (quiet.settings.log.path / "dead").glob("*/*.arrow")]  # fmt: skip
+    steps = [
+        json.loads(pa.ipc.open_file(path).schema.metadata[b"tailrace"])
+        for path in (quiet.settings.log.path / "dead").glob("*/*.arrow")
+    ]
     assert not any("late" in step for step in steps), "it counts whatever the table bears later"

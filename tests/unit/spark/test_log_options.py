@@ -74,7 +74,7 @@ def test_a_place_is_a_word_a_commit_a_position_or_a_time(text: str, point: objec
 
 
 def test_tables_are_named_or_matched() -> None:
-    options = LogOptions.parse({"log": "/log", "tables": 'public.orders, sales.*'})
+    options = LogOptions.parse({"log": "/log", "tables": "public.orders, sales.*"})
     assert options.takes(TableId("public", "orders"))
     assert options.takes(TableId("sales", "any"))
     assert not options.takes(TableId("public", "other"))

@@ -23,17 +23,7 @@ from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
 from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream
-from tests.support.logs import (
-    KEYLESS_OTHER,
-    OTHER,
-    RETYPED,
-    STEP,
-    WIDER,
-    Diary,
-    inserts,
-    seal,
-    write_everything,
-)
+from tests.support.logs import KEYLESS_OTHER, OTHER, RETYPED, STEP, WIDER, Diary, inserts, seal, write_everything
 
 NARROWER = replace(SHOP, columns=SHOP.columns[:-1])
 LATER = 4e9
@@ -41,9 +31,7 @@ LATER = 4e9
 
 @pytest.mark.parametrize("sealed", ["not", "half", "all"])
 @pytest.mark.parametrize("what", [{"table": "public.things"}, {"tables": "*"}, {"tables": "*.other, public.keyless"}])
-def test_every_row_comes_once_with_its_commit(
-    diary: Diary, sealed: str, what: dict[str, str]
-) -> None:
+def test_every_row_comes_once_with_its_commit(diary: Diary, sealed: str, what: dict[str, str]) -> None:
     write_everything(diary)
     if sealed == "half":
         seal(diary.path, join=False)
@@ -156,10 +144,14 @@ def test_a_shape_that_fits_goes_on(diary: Diary) -> None:
 def test_rows_of_another_shape_can_come_whole_in_a_column_of_their_own(diary: Diary) -> None:
     diary.commit(inserts(1, n=4))
     made = frame(diary.path, table="public.things", onSchemaChange="envelope")
-    other = replace(SHOP, columns=(
-        *SHOP.columns[:-1], Column(name="n", source_type="text", type=pa.string()),
-        Column(name="added", source_type="int4", type=pa.int32()),
-    ))  # fmt: skip
+    other = replace(
+        SHOP,
+        columns=(
+            *SHOP.columns[:-1],
+            Column(name="n", source_type="text", type=pa.string()),
+            Column(name="added", source_type="int4", type=pa.int32()),
+        ),
+    )
     diary.commit((other, [insert(2, name="b", n="many", added=7)]))
     ((_, rows),) = steps(made)
     assert [(row["id"], row["name"], row["n"]) for row in rows] == [(1, "n1", 4), (2, "b", None)]

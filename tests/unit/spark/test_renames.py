@@ -83,8 +83,9 @@ def test_a_pattern_takes_what_was_written_under_its_names(diary: Diary, caplog: 
     with caplog.at_level(logging.WARNING):
         assert len(stream(diary.path, tables="public.thing[s]")) == 2
     assert sorted(record.getMessage().rpartition(": ")[2] for record in caplog.records) == [
-        "what is written to it since is not asked for", "what was written to it before is not asked for",
-    ]  # fmt: skip
+        "what is written to it since is not asked for",
+        "what was written to it before is not asked for",
+    ]
 
 
 def test_a_table_that_only_came_by_its_name_is_read_from_then_on(diary: Diary) -> None:

@@ -18,14 +18,16 @@ from tests.support.changes import SHOP
 ORDERS, DOTTED = TableId("public", "orders"), TableId("a.b", "c")
 LEAF = Leaf(oid=16384, schema="public", name='the "things"', file=5, pages=100, bytes=819_200)
 PLAN = Plan(
-    schema=SHOP, leaves=(LEAF,), cut=Cut.KEY,
+    schema=SHOP,
+    leaves=(LEAF,),
+    cut=Cut.KEY,
     chunks=(
         Chunk(number=0, leaf=LEAF, bytes=409_600, to_key=("5", "ü"), key=(("id", "integer"), ("name", "text"))),
         Chunk(number=1, leaf=LEAF, bytes=409_600, from_key=("5", "ü"), key=(("id", "integer"), ("name", "text"))),
         Chunk(number=2, leaf=LEAF, bytes=1, pages=(7, None)),
         Chunk(number=3, leaf=LEAF, bytes=1),
     ),
-)  # fmt: skip
+)
 NOTED = Noted(floor=Lsn(10), upto=Lsn(20), xmin=5, xmax=9, running=(5, 7), standby=False)
 FILE = StagedFile(path="part-x-000.parquet", size=5, rows=2, stats='{"numRecords": 2}')
 

@@ -39,9 +39,10 @@ def letters(quiet: Quiet) -> dict[int, str]:
     """The open ones: the code of each, by `_seq`."""
     found = Letters(quiet.settings.log.path, THINGS).open(quiet.cursor.seq)
     return {
-        seq: code for bundle in found
+        seq: code
+        for bundle in found
         for seq, code in zip(bundle.seqs, bundle.rows.column(CAUSE_CODE).to_pylist(), strict=True)
-    }  # fmt: skip
+    }
 
 
 def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
@@ -54,16 +55,16 @@ def test_the_table_goes_on_without_what_it_cannot_take(quiet: Quiet) -> None:
 
 
 def test_a_mirror_with_marks_and_metadata_goes_on_too(tmp_path: Path) -> None:
-    made = Quiet(
-        tmp_path, on_bad_row="dead-letter", form="soft_delete: true, metadata: [_seq]", table_format=FORMAT
-    )
+    made = Quiet(tmp_path, on_bad_row="dead-letter", form="soft_delete: true, metadata: [_seq]", table_format=FORMAT)
     made.load([{"id": key, "name": f"n{key}", "big": "x" * 50, "n": 0} for key in range(1, 4)])
     made.commit(update(1, unfit=BAD), update(2, unchanged=BIG, n=2), delete(3), update(9, unchanged=BIG))
     assert made.apply()[-1].error is None
     assert letters(made) == {1: "value-unfit", 4: "base-row-missing"}
     assert {key: (row["n"], row["big"], row["_deleted"]) for key, row in made.rows().items()} == {
-        1: (0, "x" * 50, False), 2: (2, "x" * 50, False), 3: (0, "x" * 50, True),
-    }  # fmt: skip
+        1: (0, "x" * 50, False),
+        2: (2, "x" * 50, False),
+        3: (0, "x" * 50, True),
+    }
     if IS_ICEBERG:  # rows are put right by a job: see `test_iceberg_letters.py`
         return
     mended = pa.Table.from_pylist([{"id": 1, "name": "n1", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
@@ -97,9 +98,7 @@ def test_a_change_is_left_out_of_a_table_of_changes_and_nothing_makes_up_for_it(
     assert made.apply()[-1].error is None
     assert letters(made) == {1: "value-unfit"}, "what the change was is not in what came later"
     told = sorted((row["_seq"], row["_op"], row["n"]) for row in made.content() if row["_op"] != "read")
-    assert told == [
-        (2, "update", 2), (3, "delete", None), (4, "update", 7), (5, "delete", None), (6, "truncate", None)
-    ]  # fmt: skip
+    assert told == [(2, "update", 2), (3, "delete", None), (4, "update", 7), (5, "delete", None), (6, "truncate", None)]
 
 
 def versions(quiet: Quiet, key: int) -> list[tuple[int | None, int, bool]]:
@@ -134,8 +133,9 @@ def test_a_row_that_does_not_fit_is_a_letter_of_a_table_without_a_key_for_as_lon
 ) -> None:
     made = Quiet(tmp_path, on_bad_row="dead-letter", table_format=FORMAT)
     made.load([{"a": 1, "b": "x"}, {"a": 1, "b": None}], schema=KEYLESS)
-    made.commit(insert({"a": 2}, unfit=("b",)), update({"a": 1}, before={"a": 1, "b": "x"}, unfit=("b",)),
-                schema=KEYLESS)  # fmt: skip
+    made.commit(
+        insert({"a": 2}, unfit=("b",)), update({"a": 1}, before={"a": 1, "b": "x"}, unfit=("b",)), schema=KEYLESS
+    )
     assert made.apply()[-1].error is None
     assert (letters(made), made.content()) == ({1: "value-unfit", 2: "value-unfit"}, [{"a": 1, "b": None}])
     mended = update({"a": 1}, b="y", before={"a": 1, "b": None}, unfit=("_before.b",))
@@ -165,8 +165,10 @@ def test_what_a_truncate_takes_away_stays_marked_as_it_was_last(tmp_path: Path) 
     assert made.apply()[-1].error is None
     assert letters(made) == {6: "value-unfit"}
     assert {key: (row["n"], row["_deleted"]) for key, row in made.rows().items()} == {
-        1: (1, True), 2: (2, True), 3: (3, False),
-    }  # fmt: skip
+        1: (1, True),
+        2: (2, True),
+        3: (3, False),
+    }
 
 
 def test_while_nothing_is_wrong_nothing_is_written(quiet: Quiet) -> None:
@@ -188,8 +190,12 @@ def test_letters_outlive_batches_and_go_with_what_replaces_their_rows(quiet: Qui
 
 
 def test_a_partial_change_without_its_row_is_set_aside_and_never_nulled(quiet: Quiet) -> None:
-    quiet.commit(update(77, unchanged=BIG, n=7), *move(78, 79, unchanged=BIG), update(1, unchanged=BIG, n=1),
-                 arrival(80, unchanged=BIG))  # fmt: skip
+    quiet.commit(
+        update(77, unchanged=BIG, n=7),
+        *move(78, 79, unchanged=BIG),
+        update(1, unchanged=BIG, n=1),
+        arrival(80, unchanged=BIG),
+    )
     quiet.apply()
     assert letters(quiet) == dict.fromkeys((1, 3, 5), "base-row-missing")
     assert quiet.ns() == {1: 1, 2: 0, 3: 0, 4: 0, 5: 0}

@@ -39,10 +39,7 @@ def reader(diary: Diary, capture: Any = None, **options: object) -> LogStreamRea
 
 def ids(stream: LogStream, start: Offset, end: Offset) -> list[int]:
     return [
-        row["id"]
-        for part in stream.partitions(start, end)
-        for batch in stream.read(part)
-        for row in batch.to_pylist()
+        row["id"] for part in stream.partitions(start, end) for batch in stream.read(part) for row in batch.to_pylist()
     ]
 
 
@@ -56,9 +53,7 @@ def test_an_offset_is_a_commit_and_the_logs_id(diary: Diary) -> None:
     stream = reader(diary)
     start = stream.initialOffset()
     end = stream.latestOffset(start, ALL)
-    assert (start, end) == (
-        {"log": diary.writer.log_id, "commit": 0}, {"log": diary.writer.log_id, "commit": 1}
-    )  # fmt: skip
+    assert (start, end) == ({"log": diary.writer.log_id, "commit": 0}, {"log": diary.writer.log_id, "commit": 1})
     assert ids(stream, start, end) == [1]
     assert stream.latestOffset(end, ALL) == end, "with nothing new, the same"
     assert stream.reportLatestOffset() == end

@@ -41,7 +41,7 @@ def test_what_is_in_quotes_is_taken_as_it_is_and_dots_divide(text: str, taken: l
 def test_what_could_mean_several_or_none_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="the option `tables` has") as caught:
         table_patterns("tables", text)
-    assert 'public.orders, sales.*; `*` is all' in caught.value.hint
+    assert "public.orders, sales.*; `*` is all" in caught.value.hint
     with pytest.raises(ConfigError, match="has a name twice"):
         table_patterns("tables", 'public.t, "public"."t"')
 

@@ -49,11 +49,17 @@ def test_slices_that_were_sealed_since_are_read_at_once(tmp_path: Path, memory: 
     table = DeltaRsTable(tmp_path / "lake", log.log_id)
     table.load(SHOP, [], start)
 
-    outcome = apply_changes(ApplyWork(
-        table=SHOP.table, log=diary.path, place=Place(path=tmp_path / "lake", log_id=log.log_id),
-        slices=slices, shape=SHOP, expected=start,
-        cursor=replace(start, seq=slices[-1].last_seq, commit=slices[-1].last),
-    ))  # fmt: skip
+    outcome = apply_changes(
+        ApplyWork(
+            table=SHOP.table,
+            log=diary.path,
+            place=Place(path=tmp_path / "lake", log_id=log.log_id),
+            slices=slices,
+            shape=SHOP,
+            expected=start,
+            cursor=replace(start, seq=slices[-1].last_seq, commit=slices[-1].last),
+        )
+    )
 
     assert outcome.error is None
     assert (outcome.rows, table.rows()) == (COMMITS + 5, COMMITS + 5)
@@ -69,9 +75,11 @@ def test_a_new_shape_says_what_its_rows_took_to_write_and_changes_what_they_weig
     place.open().load(SHOP, [], start)
     slices = tuple(pending(log, after_seq=0))
     there = replace(start, seq=slices[-1].last_seq, commit=1)
-    done = apply_changes(ApplyWork(
-        table=SHOP.table, log=diary.path, place=place, slices=slices, shape=SHOP, expected=start, cursor=there
-    ))  # fmt: skip
+    done = apply_changes(
+        ApplyWork(
+            table=SHOP.table, log=diary.path, place=place, slices=slices, shape=SHOP, expected=start, cursor=there
+        )
+    )
     assert 0 < done.bytes_changed < done.bytes_written, "a file has a head and a foot besides"
     wider = replace(SHOP, columns=tuple(replace(c, type=pa.int64()) if c.name == "n" else c for c in SHOP.columns))
     recast = Recast(schema=wider)

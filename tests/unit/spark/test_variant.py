@@ -36,8 +36,7 @@ COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {
 def read(found: pa.StructArray) -> list[Any]:
     with localcontext(prec=38):
         return [
-            None if row is None else VariantUtils.to_python(row["value"], row["metadata"])
-            for row in found.to_pylist()
+            None if row is None else VariantUtils.to_python(row["value"], row["metadata"]) for row in found.to_pylist()
         ]
 
 

@@ -93,9 +93,7 @@ def test_a_query_that_comes_anew_is_told_what_the_last_one_did_not_answer(diary:
     third.hang_up()
 
 
-def test_a_number_covers_a_bounded_count_of_rows(
-    diary: Diary, speaking: Wake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_covers_a_bounded_count_of_rows(diary: Diary, speaking: Wake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "ROWS_PER_BATCH_MAX", 2)
     write(diary, 5)
     listener, heard = Listener(speaking), list[int]()

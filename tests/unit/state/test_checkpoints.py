@@ -115,9 +115,11 @@ def test_one_kind_of_store_stands_in_for_the_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["files", "memory"])
 def test_a_first_checkpoint_is_given_by_hand_and_never_over_one_that_is_there(kind: str, tmp_path: Path) -> None:
     store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
-    seed_checkpoint(store, "orders", Checkpoint.parse(
-        source_type="mysql", position_type="mysql-binlog", position="mysql-bin.000042:1547",
-    ))  # fmt: skip
+    seed_checkpoint(
+        store,
+        "orders",
+        Checkpoint.parse(source_type="mysql", position_type="mysql-binlog", position="mysql-bin.000042:1547"),
+    )
     found = store.load("orders")
     assert found is not None
     assert found.position == BinlogPosition("mysql-bin.000042", 1547)
@@ -131,8 +133,11 @@ def test_a_first_checkpoint_is_given_by_hand_and_never_over_one_that_is_there(ki
 def test_a_key_that_is_no_text_is_refused_wherever_it_is_given(kind: str, key: Any, tmp_path: Path) -> None:
     store = MemoryCheckpointStore() if kind == "memory" else FileCheckpointStore(tmp_path)
     acts: list[Callable[[Any], object]] = [
-        store.load, store.delete, lambda key: store.save(key, at(1)), lambda key: seed_checkpoint(store, key, at(1)),
-    ]  # fmt: skip
+        store.load,
+        store.delete,
+        lambda key: store.save(key, at(1)),
+        lambda key: seed_checkpoint(store, key, at(1)),
+    ]
     for act in acts:
         with pytest.raises(ConfigError, match="key is no text") as caught:
             act(key)
@@ -211,8 +216,9 @@ def test_the_mode_is_the_same_after_many_saves_and_restarts(store: FileCheckpoin
 def test_files_of_format_1_are_read(tmp_path: Path) -> None:
     found = FileCheckpointStore(FIXTURE / "checkpoints", read_only=True).all()
     assert {key: str(checkpoint.position) for key, checkpoint in found.items()} == {
-        "gtids": GTIDS, "orders": "16/B374D848",
-    }  # fmt: skip
+        "gtids": GTIDS,
+        "orders": "16/B374D848",
+    }
     assert found["orders"].metadata == {"snapshot": {"table": "public.örders", "chunk": 3}}
     assert found["orders"].transaction == "731"
     assert found["orders"].time == datetime(2026, 11, 16, 12, 0, 0, 123456, UTC)
@@ -424,8 +430,10 @@ def test_a_save_that_fails_leaves_the_one_before_and_nothing_else(tmp_path: Path
             assert found is not None
             assert found.position == Lsn(7)
             assert sorted(path.name for path in (disk / "state").iterdir()) == [
-                ".owner.json", ".owner.lock", "orders.json",
-            ]  # fmt: skip
+                ".owner.json",
+                ".owner.lock",
+                "orders.json",
+            ]
             filler.unlink()
             store.save("orders", at(8))
         with FileCheckpointStore(disk / "state") as store:

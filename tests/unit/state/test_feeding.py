@@ -122,7 +122,7 @@ def test_rows_that_come_again_from_any_place_find_their_versions(stopped: int, r
     for found in story[:stopped]:
         first.take(found)
     again = SchemaFeed(history)
-    for found in story[min(resumed, stopped):]:
+    for found in story[min(resumed, stopped) :]:
         again.take(found)
     assert versions(history) == [SHOP, WIDER, SHOP, WIDER]
 

@@ -110,15 +110,14 @@ def facts(*columns: tuple[int, str | None], made: int, file: int = 1) -> Facts:
             ColumnFacts(number=number, nullable=True, default=default, fill=default, stamp=number)
             for number, default in columns
         ),
-        storage=(Storage(relation=1, name="things", file=file, attached=False),), made=made,
-    )  # fmt: skip
+        storage=(Storage(relation=1, name="things", file=file, attached=False),),
+        made=made,
+    )
 
 
 def test_what_the_catalogue_told_survives_and_proves_a_rename(folder: Path) -> None:
     old = replace(SHOP, facts=facts((1, None), (2, None), (3, None), (4, None), made=4))
-    renamed = replace(
-        SHOP, columns=(*SHOP.columns[:3], replace(SHOP.columns[3], name="count")), facts=old.facts
-    )
+    renamed = replace(SHOP, columns=(*SHOP.columns[:3], replace(SHOP.columns[3], name="count")), facts=old.facts)
     with FileSchemaHistory(folder) as history:
         history.record(old)
     with FileSchemaHistory(folder) as history:

@@ -26,9 +26,7 @@ def rewritten(*columns: tuple[int, str, pa.DataType], **given: Any) -> TableSche
     return shape(*columns, file=6, stamp=2, **given)
 
 
-def carried(
-    new: TableSchema, form: Form = HISTORY, *, old: TableSchema = OLD, policies: Policies = POLICIES
-) -> Recast:
+def carried(new: TableSchema, form: Form = HISTORY, *, old: TableSchema = OLD, policies: Policies = POLICIES) -> Recast:
     found = carry(form, old, new, policies, value_of)
     assert isinstance(found, Recast), found
     return found

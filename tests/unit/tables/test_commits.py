@@ -60,9 +60,7 @@ def test_a_partitioned_table_made_over_one_with_features_replaces_the_rows_that_
     assert [(row["id"], row["n"]) for row in kept.content()] == [(1, 2), (2, 2)]
 
 
-def test_upkeep_is_refused_where_another_has_applied_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_upkeep_is_refused_where_another_has_applied_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(tmp_path / "t", APPEND)
     for n in range(1, 10):
         kept.apply(insert(n, name="x"))
@@ -131,13 +129,17 @@ def partial() -> Change:
     return update(1, name="z", unchanged=("big",))
 
 
-@pytest.mark.parametrize("work", [
-    lambda kept: kept.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(kept.seq)),
-    lambda kept: kept.table.evolve(Recast(schema=WIDER), at(kept.seq)),
-    lambda kept: kept.table.holds(SHOP, pa.table({"id": pa.array([1], pa.int64())})),
-    lambda kept: kept.apply(partial()),
-    lambda kept: kept.apply(update(1, name="z")),
-], ids=["tend", "evolve", "holds", "partial", "whole"])  # fmt: skip
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda kept: kept.table.tend(Upkeep(file_bytes=1 << 20, remove_after_seconds=None), at(kept.seq)),
+        lambda kept: kept.table.evolve(Recast(schema=WIDER), at(kept.seq)),
+        lambda kept: kept.table.holds(SHOP, pa.table({"id": pa.array([1], pa.int64())})),
+        lambda kept: kept.apply(partial()),
+        lambda kept: kept.apply(update(1, name="z")),
+    ],
+    ids=["tend", "evolve", "holds", "partial", "whole"],
+)
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"no Parquet")], ids=["gone", "broken"])
 def test_a_file_that_is_gone_or_broken_is_told_with_its_place(
     tmp_path: Path, work: Callable[[Kept], object], damage: Callable[[Path], object]

@@ -32,12 +32,21 @@ NEXT = Cursor(seq=9, commit=2, position=Lsn(200))
 
 
 def shape(
-    *columns: tuple[int, str, pa.DataType], fills: dict[str, str] | None = None, key: tuple[str, ...] = ("id",),
-    file: int = 5, stamp: int = 1, relation: int = 9, made: int = 0, name: str = "t",
-) -> TableSchema:  # fmt: skip
+    *columns: tuple[int, str, pa.DataType],
+    fills: dict[str, str] | None = None,
+    key: tuple[str, ...] = ("id",),
+    file: int = 5,
+    stamp: int = 1,
+    relation: int = 9,
+    made: int = 0,
+    name: str = "t",
+) -> TableSchema:
     """A shape with its facts: each column's number, name and type."""
     return TableSchema(
-        table=TableId("public", name), relation=relation, key=key, identity=Identity.KEY,
+        table=TableId("public", name),
+        relation=relation,
+        key=key,
+        identity=Identity.KEY,
         columns=tuple(Column(name=name, source_type=str(kind), type=kind) for _, name, kind in columns),
         facts=Facts(
             columns=tuple(
@@ -47,7 +56,7 @@ def shape(
             storage=(Storage(relation=relation, name="public.t", file=file, attached=False),),
             made=made or max(number for number, _, _ in columns),
         ),
-    )  # fmt: skip
+    )
 
 
 ID, A, B = (1, "id", pa.int64()), (2, "a", pa.int32()), (3, "b", pa.string())
@@ -359,8 +368,10 @@ def test_rows_that_come_have_null_in_a_kept_column_and_others_keep_theirs(table:
     table.evolve(recast(new), START)
     applied(table, new, insert(4, a=40), update(1, a=11), delete(2))
     assert content(table) == [
-        {"id": 1, "a": 11, "b": "b1"}, {"id": 3, "a": 30, "b": "b3"}, {"id": 4, "a": 40, "b": None},
-    ]  # fmt: skip
+        {"id": 1, "a": 11, "b": "b1"},
+        {"id": 3, "a": 30, "b": "b3"},
+        {"id": 4, "a": 40, "b": None},
+    ]
     applied(table, new, truncate(), insert(5, a=50))
     assert content(table) == [{"id": 5, "a": 50, "b": None}]
 
@@ -372,8 +383,10 @@ def test_a_kept_column_survives_a_refresh(table: AnyTable, tmp_path: Path) -> No
     files = stage(staging(tmp_path / "t"), "again", new, record_batches(new, rows))
     table.refresh(new, files, START, NEXT)
     assert content(table) == [
-        {"id": 1, "a": 10, "b": "b1"}, {"id": 2, "a": 21, "b": None}, {"id": 4, "a": 40, "b": None},
-    ]  # fmt: skip
+        {"id": 1, "a": 10, "b": "b1"},
+        {"id": 2, "a": 21, "b": None},
+        {"id": 4, "a": 40, "b": None},
+    ]
 
 
 def test_a_load_anew_has_the_source_s_columns_only(table: AnyTable) -> None:
@@ -385,13 +398,10 @@ def test_a_load_anew_has_the_source_s_columns_only(table: AnyTable) -> None:
 
 def test_many_changes_at_once(table: AnyTable) -> None:
     new = shape(
-        ID, (3, "note", pa.string()), (4, "price", pa.decimal128(10, 2)), (5, "a", pa.string()),
-        fills={"price": "1.50"},
-    )  # fmt: skip
+        ID, (3, "note", pa.string()), (4, "price", pa.decimal128(10, 2)), (5, "a", pa.string()), fills={"price": "1.50"}
+    )
     table.evolve(recast(new), START)
-    assert content(table)[0] == {
-        "id": 1, "note": "b1", "price": Decimal("1.50"), "a": None, "a__dropped": 10,
-    }  # fmt: skip
+    assert content(table)[0] == {"id": 1, "note": "b1", "price": Decimal("1.50"), "a": None, "a__dropped": 10}
 
 
 def test_an_empty_table_evolves_too(tmp_path: Path) -> None:

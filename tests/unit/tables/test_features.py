@@ -63,9 +63,7 @@ def test_loaded_anew_it_has_them_no_more(tmp_path: Path) -> None:
 def test_a_feature_that_someone_turned_on_is_named(tmp_path: Path) -> None:
     plain = DeltaRsTable(tmp_path, LOG)
     plain.load(SHOP, record_batches(SHOP, ROWS), at(0))
-    DeltaTable(str(tmp_path)).alter.add_feature(
-        TableFeatures.DeletionVectors, allow_protocol_versions_increase=True
-    )
+    DeltaTable(str(tmp_path)).alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
     with pytest.raises(TableUnusable, match="deletionVectors") as refused:
         plain.cursor()
     assert refused.value.hint.startswith("Run `tailrace snapshot"), "the other engine would not go on with it either"

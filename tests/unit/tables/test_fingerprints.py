@@ -48,10 +48,7 @@ def test_rows_have_the_same_number_exactly_when_they_are_the_same(rows: list[Any
             expected = numbers(some).numbers.tolist()
             assert [found.index(pair) for pair in found] == [expected.index(number) for number in expected]
         together = prints(whole, 7)
-        halves = [
-            prints([column[:cut] for column in whole], 7),
-            prints([column[cut:] for column in whole], 7),
-        ]
+        halves = [prints([column[:cut] for column in whole], 7), prints([column[cut:] for column in whole], 7)]
         chunked = prints([pa.chunked_array([column[:cut], column[cut:]]) for column in whole], 7)
         assert (together == np.concatenate(halves)).all()
         assert (together == chunked).all()
@@ -81,8 +78,7 @@ def test_a_type_that_no_table_has_is_refused() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))),
-    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4))),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)))
 )
 def test_a_set_finds_what_it_holds_also_where_one_half_is_the_same(held: list[Any], asked: list[Any]) -> None:
     held = sorted(set(held), reverse=True)

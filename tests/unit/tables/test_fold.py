@@ -92,9 +92,7 @@ def test_columns_of_no_interest_are_ignored_and_reserved_names_are_found() -> No
     schema = table_schema({"id": pa.int64(), "_op": pa.string(), "_seq_": pa.int32()})
     table = changes(schema, Change(op="insert", values={"id": 1, "_op": "mine", "_seq_": 7}))
     table = table.append_column(change.COMMIT, pa.array([5]))
-    assert fold(schema, table).rows.select(["c0", "c1", "c2"]).to_pylist() == [
-        {"c0": 1, "c1": "mine", "c2": 7}
-    ]
+    assert fold(schema, table).rows.select(["c0", "c1", "c2"]).to_pylist() == [{"c0": 1, "c1": "mine", "c2": 7}]
 
 
 def test_a_batch_in_many_chunks_folds_like_one() -> None:
@@ -119,9 +117,11 @@ def test_an_absent_value_that_no_change_gave_is_left_to_the_table() -> None:
 
 def test_columns_are_absent_one_by_one() -> None:
     rows = folded(
-        update(1, unchanged=("name", "big"), n=1), update(1, unchanged=BIG, name="x", n=2),
-        update(2, unchanged=("name", "big"), n=1), update(2, unchanged=("name",), big="y", n=2),
-    )  # fmt: skip
+        update(1, unchanged=("name", "big"), n=1),
+        update(1, unchanged=BIG, name="x", n=2),
+        update(2, unchanged=("name", "big"), n=1),
+        update(2, unchanged=("name",), big="y", n=2),
+    )
     assert (rows[1]["c1"], state(rows[1])) == ("x", (UPSERT, None, [2], 1))
     assert (rows[2]["c1"], state(rows[2])) == (None, (UPSERT, "y", [1], 2))
 
@@ -204,8 +204,14 @@ def test_where_rows_can_be_read_again_no_row_of_the_table_is_its_base(rows: tupl
 
 
 def test_what_builds_on_a_row_without_a_base_has_none_either() -> None:
-    rows = folded(update(1, big="stale"), delete(1), arrival(1, unchanged=BIG, name="a"), *move(1, 2, unchanged=BIG),
-                  update(2, unchanged=("name", "big"), n=4), rereads=True)  # fmt: skip
+    rows = folded(
+        update(1, big="stale"),
+        delete(1),
+        arrival(1, unchanged=BIG, name="a"),
+        *move(1, 2, unchanged=BIG),
+        update(2, unchanged=("name", "big"), n=4),
+        rereads=True,
+    )
     assert (state(rows[2]), rows[2]["c3"]) == ((UPSERT, None, [2], None), 4)
     assert rows[1]["op"] == DELETE
 
@@ -273,9 +279,7 @@ def test_an_unfit_value_of_a_keyless_row_is_refused_unless_the_row_went_again() 
     row = {"a": None, "b": "x"}
     with pytest.raises(ValueUnfit, match="column=a"):
         fold(KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",))))
-    came_and_went = fold(
-        KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",)), delete(row, unfit=("a",)))
-    )
+    came_and_went = fold(KEYLESS, changes(KEYLESS, insert(row), insert(row, unfit=("a",)), delete(row, unfit=("a",))))
     assert came_and_went.rows.column("copies").to_pylist() == [1]
 
 
@@ -309,11 +313,12 @@ def test_keys_of_every_type_are_told_apart_and_found_again(kind: pa.DataType, va
 
 @pytest.mark.parametrize(("kind", "values"), KEYS, ids=lambda value: str(value)[:24])
 def test_a_key_of_several_columns_moves_by_any_of_them(kind: pa.DataType, values: list[Any]) -> None:
-    schema = table_schema(
-        {"v": pa.int32(), "k": kind, "big": pa.string(), "part": pa.int16()}, key=("k", "part")
-    )
-    rows = [row for i, value in enumerate(values)
-            for row in move({"k": value, "part": 1}, {"k": value, "part": 2}, v=i, unchanged=BIG)]  # fmt: skip
+    schema = table_schema({"v": pa.int32(), "k": kind, "big": pa.string(), "part": pa.int16()}, key=("k", "part"))
+    rows = [
+        row
+        for i, value in enumerate(values)
+        for row in move({"k": value, "part": 1}, {"k": value, "part": 2}, v=i, unchanged=BIG)
+    ]
     result = fold(schema, changes(schema, *rows)).rows.to_pylist()
     assert [row["c1"] for row in result if row["op"] == DELETE] == values
     arrived = [row for row in result if row["op"] == UPSERT]
@@ -323,8 +328,12 @@ def test_a_key_of_several_columns_moves_by_any_of_them(kind: pa.DataType, values
 
 def test_the_two_zeros_are_one_key_and_so_are_all_nans() -> None:
     schema = table_schema({"id": pa.float64(), "v": pa.int32()})
-    rows = fold(schema, changes(schema, insert(-0.0, v=1), *move(-0.0, 0.0, v=2), insert(float("nan"), v=3),
-                                update(-float("nan"), v=4))).rows  # fmt: skip
+    rows = fold(
+        schema,
+        changes(
+            schema, insert(-0.0, v=1), *move(-0.0, 0.0, v=2), insert(float("nan"), v=3), update(-float("nan"), v=4)
+        ),
+    ).rows
     assert rows.column("c1").to_pylist() == [2, 4]
 
 
@@ -334,8 +343,9 @@ def test_the_two_zeros_are_one_key_and_so_are_all_nans() -> None:
 def images(*rows: Change, schema: TableSchema = KEYLESS) -> list[tuple[Any, ...]]:
     result = fold(schema, changes(schema, *rows)).rows
     assert result.schema.equals(folded_schema(schema))
-    return [(*(row[f"c{i}"] for i in range(len(schema.columns))), row["op"], row["copies"])
-            for row in result.to_pylist()]  # fmt: skip
+    return [
+        (*(row[f"c{i}"] for i in range(len(schema.columns))), row["op"], row["copies"]) for row in result.to_pylist()
+    ]
 
 
 X, Y, NULLS = {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": None, "b": None}
@@ -347,8 +357,9 @@ def test_a_keyless_table_is_a_multiset() -> None:
 
 def test_deletes_of_one_image_are_counted() -> None:
     assert images(delete(X), delete(X), insert(NULLS), delete(NULLS), delete(NULLS)) == [
-        (1, "x", DELETE, -2), (None, None, DELETE, -1)
-    ]  # fmt: skip
+        (1, "x", DELETE, -2),
+        (None, None, DELETE, -1),
+    ]
 
 
 def test_an_update_of_a_keyless_row_takes_the_old_image_away() -> None:
@@ -422,8 +433,12 @@ def test_any_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[An
 IMAGE = st.tuples(st.sampled_from([None, 0, 1]), st.sampled_from([None, "", "x"]))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["insert", "insert", "update", "delete", "truncate"]), IMAGE, IMAGE,
-                          st.booleans()), max_size=60))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["insert", "insert", "update", "delete", "truncate"]), IMAGE, IMAGE, st.booleans()),
+        max_size=60,
+    )
+)
 @settings(max_examples=200, deadline=None)
 def test_any_keyless_history_cut_anywhere_ends_in_the_source_s_rows(steps: list[tuple[Any, ...]]) -> None:
     model, pending = KeylessModel(), []
@@ -453,14 +468,16 @@ def test_a_hundred_thousand_changes_fold_in_a_blink() -> None:
         mask=pa.array(~partial),
     )
     numbers = {name: pa.array(random.integers(0, 1 << 40, size)) for name in schema.names[1:-1]}
-    table = pa.table({
-        change.OP: pa.array(["update"]).take(pa.array(np.zeros(size, np.int64))),
-        change.POSITION: pa.array(["0/0"]).take(pa.array(np.zeros(size, np.int64))),
-        change.UNCHANGED: names,
-        "id": pa.array(random.integers(0, 30_000, size) * 1_000_003),
-        **numbers,
-        "big": numbers["n0"].cast(pa.string()),
-    })  # fmt: skip
+    table = pa.table(
+        {
+            change.OP: pa.array(["update"]).take(pa.array(np.zeros(size, np.int64))),
+            change.POSITION: pa.array(["0/0"]).take(pa.array(np.zeros(size, np.int64))),
+            change.UNCHANGED: names,
+            "id": pa.array(random.integers(0, 30_000, size) * 1_000_003),
+            **numbers,
+            "big": numbers["n0"].cast(pa.string()),
+        }
+    )
     fold(schema, table.slice(0, 10))  # compiles the kernel
     took = []
     for _ in range(3):

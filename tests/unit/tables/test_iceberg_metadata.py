@@ -51,8 +51,10 @@ def test_columns_are_numbered_before_what_is_in_them() -> None:
     inner = {"type": "list", "element-id": 5, "element": "string", "element-required": False}
     outer = {"type": "list", "element-id": 4, "element": inner, "element-required": False}
     assert [(field["id"], field["type"]) for field in fresh_fields(NESTED.columns)] == [
-        (1, "int"), (2, outer), (3, "decimal(5, 2)"),
-    ]  # fmt: skip
+        (1, "int"),
+        (2, outer),
+        (3, "decimal(5, 2)"),
+    ]
 
 
 def test_files_know_their_columns_by_the_same_numbers() -> None:
@@ -65,8 +67,10 @@ def test_files_know_their_columns_by_the_same_numbers() -> None:
 
 def test_a_table_s_columns_are_known_as_arrow_has_them() -> None:
     assert columns_of(fresh_fields(NESTED.columns)) == {
-        "id": pa.int32(), "tags": pa.list_(pa.list_(pa.string())), "n": pa.decimal128(5, 2),
-    }  # fmt: skip
+        "id": pa.int32(),
+        "tags": pa.list_(pa.list_(pa.string())),
+        "n": pa.decimal128(5, 2),
+    }
     assert columns_of([{"name": "x", "type": "uuid"}]) == {"x": pa.null()}
 
 
@@ -91,9 +95,13 @@ def test_a_column_keeps_its_number_and_one_that_comes_gets_one_that_none_ever_ha
     held = fresh_fields(NESTED.columns)
     found = laid_fields(
         held,
-        laid((column("key", pa.int32()), "id"), (column("n", pa.list_(pa.int64())), None),
-             (column("n__dropped", pa.decimal128(9, 2)), "n")), 9,
-    )  # fmt: skip
+        laid(
+            (column("key", pa.int32()), "id"),
+            (column("n", pa.list_(pa.int64())), None),
+            (column("n__dropped", pa.decimal128(9, 2)), "n"),
+        ),
+        9,
+    )
     assert found is not None
     assert [(field["id"], field["name"]) for field in found] == [(1, "key"), (10, "n"), (3, "n__dropped")]
     assert found[1]["type"]["element-id"] == 11
@@ -173,14 +181,22 @@ def test_a_column_that_got_another_s_name_is_not_what_it_was() -> None:
 
 def test_values_of_a_partition_are_told_as_iceberg_reads_them() -> None:
     values = {
-        "t": pa.scalar('q"\n'), "d": pa.scalar(date(1, 1, 1)), "at": pa.scalar(datetime(2020, 1, 2, 3, 4, 5, 1)),
-        "n": pa.scalar(2**63 - 1), "b": pa.scalar(True), "none": pa.scalar(None, pa.string()),
-    }  # fmt: skip
+        "t": pa.scalar('q"\n'),
+        "d": pa.scalar(date(1, 1, 1)),
+        "at": pa.scalar(datetime(2020, 1, 2, 3, 4, 5, 1)),
+        "n": pa.scalar(2**63 - 1),
+        "b": pa.scalar(True),
+        "none": pa.scalar(None, pa.string()),
+    }
     numbers = {name: 1000 + at for at, name in enumerate(values)}
     assert json.loads(partition_json(values, numbers)) == {
-        "1000": 'q"\n', "1001": "0001-01-01", "1002": "2020-01-02T03:04:05.000001", "1003": 2**63 - 1, "1004": True,
+        "1000": 'q"\n',
+        "1001": "0001-01-01",
+        "1002": "2020-01-02T03:04:05.000001",
+        "1003": 2**63 - 1,
+        "1004": True,
         "1005": None,
-    }  # fmt: skip
+    }
 
 
 # --- the position ------------------------------------------------------------------------------------------
@@ -188,18 +204,23 @@ def test_values_of_a_partition_are_told_as_iceberg_reads_them() -> None:
 
 def snapshot(number: int, parent: int | None, summary: dict[str, str], operation: str = "append") -> dict[str, Any]:
     return {
-        "snapshot-id": number, "parent-snapshot-id": parent, "schema-id": 0,
+        "snapshot-id": number,
+        "parent-snapshot-id": parent,
+        "schema-id": 0,
         "summary": {"operation": operation, **summary},
-    }  # fmt: skip
+    }
 
 
 def metadata(*snapshots: dict[str, Any], position: Position = MINE, **said: Any) -> Metadata:
     _, properties = said_of(position, "x")
     whole = {
-        "current-schema-id": 0, "last-column-id": 4, "properties": properties,
+        "current-schema-id": 0,
+        "last-column-id": 4,
+        "properties": properties,
         "schemas": [{"schema-id": 0, "fields": fresh_fields(SHOP.columns)}],
-        "snapshots": list(snapshots), "current-snapshot-id": snapshots[-1]["snapshot-id"] if snapshots else None,
-    }  # fmt: skip
+        "snapshots": list(snapshots),
+        "current-snapshot-id": snapshots[-1]["snapshot-id"] if snapshots else None,
+    }
     return Metadata(Path("/lake/public/t"), {**whole, **said})
 
 
@@ -312,15 +333,24 @@ def copied(number: int | None, partition_by: list[str]) -> dict[str, Any]:
     shapes = [{"schema-id": 0, "fields": fresh_fields(SHOP.columns)}, {"schema-id": 1, "fields": more}]
     parts = {0: [], 1: [(1, "id")], 2: [(9, "more")]}
     specs = [
-        {"spec-id": at, "fields": [{"source-id": of, "field-id": 1000 + at, "name": name, "transform": "identity"}
-                                   for of, name in some]}
+        {
+            "spec-id": at,
+            "fields": [
+                {"source-id": of, "field-id": 1000 + at, "name": name, "transform": "identity"} for of, name in some
+            ],
+        }
         for at, some in parts.items()
-    ]  # fmt: skip
+    ]
     given: dict[str, Any] = {
-        "current-schema-id": 1, "schemas": shapes, "default-spec-id": 2, "partition-specs": specs,
-        "last-sequence-number": 8, "statistics": [{}], "refs": {"main": {}, "a-tag": {}},
+        "current-schema-id": 1,
+        "schemas": shapes,
+        "default-spec-id": 2,
+        "partition-specs": specs,
+        "last-sequence-number": 8,
+        "statistics": [{}],
+        "refs": {"main": {}, "a-tag": {}},
         "properties": {OWNER: "a-log", "write.data.path": "/elsewhere", "write.wap.enabled": "true"},
-    }  # fmt: skip
+    }
     table = metadata(numbered(1, None, OURS), numbered(2, 1, {}, 1), **given)
     return table.as_of(number, Path("/beside"), partition_by)
 

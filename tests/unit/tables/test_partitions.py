@@ -27,16 +27,7 @@ from tailrace.tables.evolving import Recast
 from tailrace.tables.forms import PLAIN, Form, TableMode
 from tailrace.tables.staging import discard, stage
 from tailrace.tables.upkeep import Upkeep, remove_files
-from tests.support.changes import (
-    KEYLESS,
-    SHOP,
-    delete,
-    insert,
-    record_batches,
-    table_schema,
-    truncate,
-    update,
-)
+from tests.support.changes import KEYLESS, SHOP, delete, insert, record_batches, table_schema, truncate, update
 from tests.support.forms import Formed, again, ordered, tx
 
 LOG = "0b1c9a3e-6f3b-4e7e-9d80-5e1d5d6a7b11"

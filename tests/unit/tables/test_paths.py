@@ -23,9 +23,7 @@ ROOT = Path("/lake")
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
-@pytest.mark.parametrize(
-    "name", ["orders", "Order Items", 'He said "hi"', "naïve", "a.b", "a\\b", "~", "-rf", "日本"]
-)
+@pytest.mark.parametrize("name", ["orders", "Order Items", 'He said "hi"', "naïve", "a.b", "a\\b", "~", "-rf", "日本"])
 def test_an_ordinary_name_is_the_folder_verbatim(name: str) -> None:
     assert table_path(ROOT, TableId("public", name)) == ROOT / "public" / name
 

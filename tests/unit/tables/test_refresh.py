@@ -36,9 +36,7 @@ from tests.support.engines import (
 )
 
 LOG = "a-log"
-KEYED = table_schema(
-    {"v": pa.float64(), "a": pa.float64(), "b": pa.string(), "l": pa.list_(pa.string())}, ("b", "a")
-)
+KEYED = table_schema({"v": pa.float64(), "a": pa.float64(), "b": pa.string(), "l": pa.list_(pa.string())}, ("b", "a"))
 KEYS = replace(KEYED, columns=tuple(column for column in KEYED.columns if column.name in KEYED.key))
 
 
@@ -167,9 +165,7 @@ def test_a_row_that_stands_twice_in_the_table_is_mended(lake: Lake) -> None:
 
 
 def test_rows_that_were_merged_are_compared_as_any(lake: Lake) -> None:
-    folded = fold(
-        SHOP, changes(SHOP, update(1, big="x"), update(2, n=5, unchanged=("big", "name")), delete(3))
-    )
+    folded = fold(SHOP, changes(SHOP, update(1, big="x"), update(2, n=5, unchanged=("big", "name")), delete(3)))
     lake.table.apply(SHOP, folded, at(0), at(5))
     expected = lake.content()
     rows = rows_of(lake.path).to_pylist()
@@ -222,9 +218,7 @@ def test_other_columns_and_tables_without_a_key_are_refused(lake: Lake, tmp_path
         open_table(tmp_path / "new", LOG).refresh(SHOP, [], at(0), at(10))
 
 
-def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(
-    lake: Lake, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_made_meanwhile_fails_ours_and_no_strays_are_left(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     files = lake.stage(ALL[:5])
     present = set(lake.path.rglob("*.parquet"))
 
@@ -276,10 +270,7 @@ def test_any_table_becomes_what_was_staged(drawn: list[Rows], staged: Rows, keys
         files.append({key: found for key, found in part.items() if key not in table})
         table |= files[-1]
     # Most rows of a real table do not differ.
-    staged = {
-        key: table.get(key, found) if n % 5 >= other else found
-        for n, (key, found) in enumerate(staged.items())
-    }
+    staged = {key: table.get(key, found) if n % 5 >= other else found for n, (key, found) in enumerate(staged.items())}
     stay = {key: found for key, found in table.items() if key not in staged and key in (keys or ())}
     wanted = stay | staged
     with tempfile.TemporaryDirectory() as folder:

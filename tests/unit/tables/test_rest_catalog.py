@@ -163,9 +163,15 @@ def test_what_the_connector_knows_of_oauth_is_known_here(server: Server) -> None
         assert look(server, credential=" s3cret ", token="first", **given) == {"format-version": 5}
     ((_, path, headers),) = tokens.asked
     assert (path, headers["authorization"], server.forms) == ("/realm/token", "Bearer first", [])
-    assert tokens.forms == [{
-        "grant_type": "client_credentials", "client_secret": "s3cret", "scope": "a b", "audience": "x", "resource": "y",
-    }]  # fmt: skip
+    assert tokens.forms == [
+        {
+            "grant_type": "client_credentials",
+            "client_secret": "s3cret",
+            "scope": "a b",
+            "audience": "x",
+            "resource": "y",
+        }
+    ]
 
 
 def test_where_tokens_are_had_may_be_said_as_a_place_of_the_catalog(server: Server) -> None:

@@ -21,17 +21,7 @@ from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.fold import fold
 from tailrace.tables.staging import stage
-from tests.support.changes import (
-    SHOP,
-    Change,
-    changes,
-    delete,
-    insert,
-    record_batches,
-    table_schema,
-    truncate,
-    update,
-)
+from tests.support.changes import SHOP, Change, changes, delete, insert, record_batches, table_schema, truncate, update
 
 LOG = "a-log"
 SMALL_FILE = 300

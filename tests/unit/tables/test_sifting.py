@@ -180,9 +180,14 @@ def test_a_date_past_what_delta_holds_is_set_aside() -> None:
 
 def test_a_value_that_no_partition_can_have_is_set_aside() -> None:
     rows = completed(
-        SHOP, insert(1, name="a"), update(1, name="", unchanged=BIG), insert(2, name=""), update(2, name="b", n=1),
-        update(3, unchanged=("name", "big"), n=1), delete(4, name=""),
-    )  # fmt: skip
+        SHOP,
+        insert(1, name="a"),
+        update(1, name="", unchanged=BIG),
+        insert(2, name=""),
+        update(2, name="b", n=1),
+        update(3, unchanged=("name", "big"), n=1),
+        delete(4, name=""),
+    )
     found = sift(SHOP, rows, DeadKeys.none(SHOP), lambda keys: np.ones(keys.num_rows, np.bool_), {"name": "title"})
     assert (seqs(found.changes), seqs(found.letters)) == ([0, 3, 4, 5], [1])
     assert found.causes[0].fields["column"] == "name"
@@ -203,11 +208,15 @@ def test_a_row_of_a_day_that_delta_holds_is_taken() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["insert", "update", "update", "delete", "move", "truncate"]), st.integers(0, 3),
-        st.integers(0, 3), st.text("ab", max_size=2), st.sampled_from([(), ("big",), ("big", "name")]), st.booleans(),
+        st.sampled_from(["insert", "update", "update", "delete", "move", "truncate"]),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        st.text("ab", max_size=2),
+        st.sampled_from([(), ("big",), ("big", "name")]),
+        st.booleans(),
     ),
     max_size=30,
-)  # fmt: skip
+)
 
 
 class Lake:

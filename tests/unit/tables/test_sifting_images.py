@@ -19,17 +19,7 @@ from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import fold
 from tailrace.tables.sifting import Sifted
 from tailrace.tables.sifting_images import DeadImages, sift_each, sift_images
-from tests.support.changes import (
-    KEYLESS,
-    SHOP,
-    Change,
-    KeylessModel,
-    changes,
-    delete,
-    insert,
-    truncate,
-    update,
-)
+from tests.support.changes import KEYLESS, SHOP, Change, KeylessModel, changes, delete, insert, truncate, update
 
 BAD = "bad"
 """In `b`: a value that its column cannot hold."""
@@ -51,9 +41,11 @@ def sent(row: Change) -> Change:
     old = [name for name, value in (row.before or {}).items() if value == BAD]
     said = (*unfit, *(f"{change.BEFORE}.{name}" for name in old), *(row.unfit or ()))
     return replace(
-        row, values={name: None if name in unfit else value for name, value in row.values.items()}, unfit=said or None,
+        row,
+        values={name: None if name in unfit else value for name, value in row.values.items()},
+        unfit=said or None,
         before=row.before and {name: None if name in old else value for name, value in row.before.items()},
-    )  # fmt: skip
+    )
 
 
 def open_letters(*rows: Change, schema: TableSchema = KEYLESS, first: int = 100) -> DeadImages:

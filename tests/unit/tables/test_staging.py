@@ -75,9 +75,7 @@ def test_no_rows_make_no_file_and_no_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_a_file_that_is_large_enough_is_followed_by_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_large_enough_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 2)
     files = stage(tmp_path, "x", SHOP, record_batches(SHOP, ROWS), file_bytes=100)
     assert [file.path for file in files] == [f"part-x-{n:03d}.parquet" for n in range(3)]
@@ -102,9 +100,7 @@ def test_row_groups_are_bounded_by_rows_and_by_bytes(tmp_path: Path, monkeypatch
     monkeypatch.setattr(staging, "GROUP_ROWS_MAX", 1000)
     monkeypatch.setattr(staging, "GROUP_BYTES_MAX", 50_000)
     rows = [{"id": i, "big": "x" * (0 if i < 5000 else 500)} for i in range(6000)]
-    batches = [
-        batch for start in range(0, 6000, 700) for batch in record_batches(SHOP, rows[start : start + 700])
-    ]
+    batches = [batch for start in range(0, 6000, 700) for batch in record_batches(SHOP, rows[start : start + 700])]
     (file,) = stage(tmp_path, "x", SHOP, batches)
     footer = pq.read_metadata(tmp_path / file.path)
     groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
@@ -121,9 +117,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
         for i in range(256):
             ids = pa.array(range(i * 1000, i * 1000 + 1000))
             big = pa.array([text[j : j + 1000] for j in range(i, i + 1000)])
-            yield pa.record_batch(
-                [ids, pa.nulls(1000, pa.string()), big, pa.nulls(1000, pa.int32())], names=SHOP.names
-            )
+            yield pa.record_batch([ids, pa.nulls(1000, pa.string()), big, pa.nulls(1000, pa.int32())], names=SHOP.names)
 
     before, most = pa.total_allocated_bytes(), 0
 
@@ -153,8 +147,10 @@ def test_the_file_is_what_delta_rs_writes_itself(tmp_path: Path) -> None:
         # What a list's elements are called is free to the writer; this is the format's own word.
         assert mine.path == its.path.replace(".list.item", ".list.element")
         assert (mine.physical_type, mine.max_definition_level, mine.max_repetition_level) == (
-            its.physical_type, its.max_definition_level, its.max_repetition_level,
-        )  # fmt: skip
+            its.physical_type,
+            its.max_definition_level,
+            its.max_repetition_level,
+        )
         assert json.loads(mine.logical_type.to_json()) == json.loads(its.logical_type.to_json())
     assert b"ARROW:schema" not in (ours.schema_arrow.metadata or {})
 
@@ -174,9 +170,7 @@ def test_the_files_are_read_by_duckdb(tmp_path: Path) -> None:
     assert math.copysign(1, found[0]["double"]) == -1
 
 
-def test_files_and_folder_are_on_disk_when_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_and_folder_are_on_disk_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: dict[int, int] = {}
     fsync = os.fsync
 
@@ -251,9 +245,7 @@ def test_many_may_stage_at_once_into_a_folder_that_is_not_there_yet(tmp_path: Pa
         files = [file for made in pool.map(one, range(16)) for file in made]
     assert len(names(tmp_path / "public" / ".tailrace")) == 1
     assert DeltaRsTable(path, LOG).land(SHOP, files, at(0)) == 16
-    assert sorted(row["id"] for row in pa.table(DeltaTable(str(path.resolve())).scan()).to_pylist()) == list(
-        range(16)
-    )
+    assert sorted(row["id"] for row in pa.table(DeltaTable(str(path.resolve())).scan()).to_pylist()) == list(range(16))
 
 
 # --- discarding --------------------------------------------------------------------------------------------

@@ -35,17 +35,13 @@ def stats(folder: Path, kind: pa.DataType, values: list[Any], *, group: int | No
     with pytest.MonkeyPatch.context() as patch:
         if group is not None:
             patch.setattr("tailrace.tables.staging.GROUP_ROWS_MAX", group)
-        (file,) = stage(
-            folder / "t", f"s{len(list(folder.glob('t/*')))}", schema, record_batches(schema, rows)
-        )
+        (file,) = stage(folder / "t", f"s{len(list(folder.glob('t/*')))}", schema, record_batches(schema, rows))
     found: dict[str, Any] = json.loads(file.stats, parse_float=Decimal)
     assert found["numRecords"] == file.rows == len(values)
     return found
 
 
-def bounds(
-    folder: Path, kind: pa.DataType, values: list[Any], *, group: int | None = None
-) -> tuple[Any, Any]:
+def bounds(folder: Path, kind: pa.DataType, values: list[Any], *, group: int | None = None) -> tuple[Any, Any]:
     found = stats(folder, kind, values, group=group)
     return found["minValues"].get("v"), found["maxValues"].get("v")
 

@@ -16,17 +16,7 @@ from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import MemoryCheckpointStore
 from tailrace.testing.checks import ContractBroken
-from tailrace.testing.faults import (
-    Fault,
-    FaultyStore,
-    corrupt,
-    delay,
-    duplicate,
-    fail,
-    faulty_source,
-    lose,
-    slow,
-)
+from tailrace.testing.faults import Fault, FaultyStore, corrupt, delay, duplicate, fail, faulty_source, lose, slow
 from tailrace.testing.stores import check_checkpoint_store
 from tests.support.runtimes import inserts, keys_of, until
 
@@ -101,8 +91,11 @@ def test_a_store_acts_twice_or_late() -> None:
 
 
 def test_a_fault_that_cannot_be_is_refused() -> None:
-    for wrong in (lambda: faulty(duplicate("load")), lambda: faulty_source(MemoryCapture(), corrupt("confirm")),
-                  lambda: fail("save", at=0)):  # fmt: skip
+    for wrong in (
+        lambda: faulty(duplicate("load")),
+        lambda: faulty_source(MemoryCapture(), corrupt("confirm")),
+        lambda: fail("save", at=0),
+    ):
         with pytest.raises(ConfigError):
             wrong()
 

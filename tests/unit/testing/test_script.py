@@ -32,9 +32,12 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_whole_script_runs_through_a_runtime_without_a_clock_or_a_thread() -> None:
     source = ScriptedSource(
-        new(1), Break(SourceUnreachable("gone", hint="Wait.")), Quiet(100), Behind(2, new(2), new(3)),
+        new(1),
+        Break(SourceUnreachable("gone", hint="Wait.")),
+        Quiet(100),
+        Behind(2, new(2), new(3)),
         Transaction(changes(MORE, insert({"id": 4, "state": "new", "total": 7}))),
-    )  # fmt: skip
+    )
     sink, history = MemorySink(), MemorySchemaHistory()
     runtime = CdcRuntime(source, MemoryCheckpointStore(), history)
     runtime.run(sink, until(lambda: source.played and source.confirmed == source.end))
@@ -86,9 +89,12 @@ def test_a_step_is_played_only_when_the_one_before_was_taken() -> None:
 
 def test_changes_are_built_as_a_server_sends_them() -> None:
     given = changes(
-        ORDERS, update({"id": 1, "status": "x"}, unchanged=("note",)), move({"id": 1}, {"id": 2}, unchanged=("note",)),
-        delete({"id": 2}), truncate(),
-    )  # fmt: skip
+        ORDERS,
+        update({"id": 1, "status": "x"}, unchanged=("note",)),
+        move({"id": 1}, {"id": 2}, unchanged=("note",)),
+        delete({"id": 2}),
+        truncate(),
+    )
     writes = [type(event.row_write()) for event in given.events()]
     assert writes[:3] == [Merge, Nothing, Merge]
     assert (given.moves, given.truncates) == (1, 1)

@@ -35,10 +35,16 @@ def test_the_rows_are_those_that_the_statements_made() -> None:
         mirror.apply(event.row_write())
         sizes.append({key: len(row["note"]) for key, row in mirror.rows.items()})
     assert sizes == [
-        {(1,): 3000}, {(1,): 3000, (2,): 0}, {(1,): 3000, (2,): 0},
-        {(1,): 3000, (2,): 0}, {(11,): 3000, (2,): 0}, {(11,): 3000, (2,): 0}, {(12,): 3000, (2,): 0},
-        {(12,): 3000}, {},
-    ]  # fmt: skip
+        {(1,): 3000},
+        {(1,): 3000, (2,): 0},
+        {(1,): 3000, (2,): 0},
+        {(1,): 3000, (2,): 0},
+        {(11,): 3000, (2,): 0},
+        {(11,): 3000, (2,): 0},
+        {(12,): 3000, (2,): 0},
+        {(12,): 3000},
+        {},
+    ]
     shapes = [batch.schema.names for batch in golden("shapes").replay().batches]
     assert shapes == [["id", "a", "b"], ["id", "a", "b", "c"], ["id", "b", "c"]]
 

@@ -17,9 +17,9 @@ from tests.support.transforms import PEOPLE, batch, changed, person, plan_of
 
 INSERT, UPDATE = Operation.INSERT, Operation.UPDATE
 SECRET = "ann's secret"
-SEALED = replace(PEOPLE, columns=(
-    PEOPLE.columns[0], Column(name="mail", source_type="bytea", type=pa.binary()), *PEOPLE.columns[2:]
-))  # fmt: skip
+SEALED = replace(
+    PEOPLE, columns=(PEOPLE.columns[0], Column(name="mail", source_type="bytea", type=pa.binary()), *PEOPLE.columns[2:])
+)
 
 
 def raising(rows: pa.RecordBatch) -> pa.RecordBatch:
@@ -123,14 +123,19 @@ def test_what_a_function_raised_is_chained_and_nothing_else_is() -> None:
 
 
 def test_rows_that_fail_for_different_reasons_are_told_apart() -> None:
-    rows = batch(*(changed(INSERT, person(at) | {"mail": value}) for at, value in enumerate(
-        [sealed(), SECRET.encode(), sealed(TableId("public", "others")), sealed()]
-    )), schema=SEALED)  # fmt: skip
+    rows = batch(
+        *(
+            changed(INSERT, person(at) | {"mail": value})
+            for at, value in enumerate([sealed(), SECRET.encode(), sealed(TableId("public", "others")), sealed()])
+        ),
+        schema=SEALED,
+    )
     applied = plan_of(Decrypt(columns=("mail",), on_error="dead-letter")).apply(rows)
     causes = {one.cause.partition(":")[0]: one.batch.data.column("id").to_pylist() for one in applied.letters}
     assert causes == {
-        "the value is none that `encrypt` has made": [1], "the value cannot be decrypted with the key `old`": [2],
-    }  # fmt: skip
+        "the value is none that `encrypt` has made": [1],
+        "the value cannot be decrypted with the key `old`": [2],
+    }
     assert applied.batches[0].data.column("mail").to_pylist() == [SECRET] * 2
 
 

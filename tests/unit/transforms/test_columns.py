@@ -38,8 +38,10 @@ def test_a_mask_leaves_the_ends_and_never_a_whole_text(
 @pytest.mark.parametrize("text", ["plain", "größer"])
 def test_what_stands_for_a_character_may_be_longer_than_a_byte(text: str) -> None:
     assert columns.mask(pa.array([text, None, ""]), 1, 1, "•").to_pylist() == [
-        text[0] + "•" * (len(text) - 2) + text[-1], None, "",
-    ]  # fmt: skip
+        text[0] + "•" * (len(text) - 2) + text[-1],
+        None,
+        "",
+    ]
 
 
 @settings(max_examples=50, deadline=None)

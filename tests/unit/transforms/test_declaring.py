@@ -46,43 +46,59 @@ def of_rule(kind: type[Any], **given: Any) -> Callable[[], object]:
     return lambda: made(Transforms, rules=[kind(**given)])()
 
 
-@pytest.mark.parametrize(("make", "said", "hint"), [
-    (made(Mask, columns=["a"], colums=["b"]), r"`colums` is not a key we know \(rule=mask\)", "`columns`?"),
-    (made(Mask, columns=["a"], zap=SECRET), "`zap` is not a key", "There are do, name, tables, when"),
-    (made(Mask), "`columns` is missing", "docs/guides"),
-    (made(Mask, columns=[]), "`columns` must not be empty", "docs/guides"),
-    (made(Mask, columns="email"), "`columns` must be a list", "docs/guides"),
-    (made(Mask, columns=["a"], keep_last=400), "`keep_last` must be 64 or less", "docs/guides"),
-    (made(Mask, columns=["a"], keep_last=-1), "`keep_last` must be 0 or more", "docs/guides"),
-    (made(Mask, columns=["a"], keep_last="some"), "`keep_last` must be a whole number", "docs/guides"),
-    (made(Mask, columns=["a"], name="x" * 101), "`name` must have 100 characters or less", "docs/guides"),
-    (made(Set, column="a", value=[]), "`value` must be a text, a number, true, false or null", "value: 10.50"),
-    (made(Set, column="a", value=float("nan")), r"^`value` must be a finite number \(rule=set\) \[", '`value: "NaN"`'),
-    (declared(do="set", column="a", value=float("-inf")), r"^`rules\[0\].value` must be a finite number \[", "float64"),
-    (made(Function, columns=["a"], function=3), "`function` must be `package.module:name`", "shop.clean:addresses"),
-    (made(Transforms, keys={"a b": {"env": "K"}}), "`keys.a b` is no id of a key", "docs/guides"),
-    (made(Transforms, keys={"k": {"file": 3}}), "`keys.k.file` must be a file's path", "docs/guides"),
-    (made(Transforms, rules=[Null(columns=("a",))] * 201), "`rules` must be 200 or less", "docs/guides"),
-    (made(Mask, columns=["a"], on_error="skip"), "there are 'halt' and 'dead-letter'", "docs/guides"),
-    (made(Mask, columns=["a"], tables=["users"]), "`tables` holds `users`, which names no schema", "public.users"),
-    (made(Route, to="nowhere"), "must be `schema.table`", "{schema}.{table}"),
-    (made(KeySource), "needs either `env` or `file`", "{env: TAILRACE_KEY}"),
-    (of_rule(Cast, columns=["a"], to="varchar"), "`varchar` is no type", "There are bool, int16"),
-    (of_rule(Filter, where="a = 1"), "it is not an expression", "country == 'DE'"),
-    (of_rule(Filter, where=""), "it is not an expression", "country == 'DE'"),
-    (of_rule(Mask, columns=["a"], when=""), "it is not an expression", "country == 'DE'"),
-    (of_rule(Cast, columns=["a"], to=""), "`` is no type", "There are bool, int16"),
-    (of_rule(Encrypt, columns=["a"], key="k"), "names the key `k`", "transforms.keys"),
-    (made(Transforms, rules=[Null(name="x", columns=("a",))] * 2), "two rules are called `x`", "its own name"),
-    (declared(do="zap"), r"`rules\[0\]` has a `do` that is no rule", "There are 'mask', 'redact'"),
-    (declared(columns=["a"]), r"`rules\[0\]` lacks `do`", "docs/guides"),
-    (declared(do="mask"), r"`rules\[0\].columns` is missing", "docs/guides"),
-    (declared(do="mask", columns=["a"], keep_last=SECRET, on_error=SECRET), r"\(and 1 more problem\)", "docs/guides"),
-    (declared(do="cast", columns=["a"], to="\ud800"), r"`\\ud800` is no type", "There are bool, int16"),
-    (made(Rule), r"^`do` is missing \[", "docs/guides"),
-    (made(Transforms, rules=Mask(columns=("a",))), r"^`rules` must be a list \[", "`rules=[…]`"),
-    (lambda: Transforms.model_validate(SECRET), "must be a mapping", "docs/guides"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "said", "hint"),
+    [
+        (made(Mask, columns=["a"], colums=["b"]), r"`colums` is not a key we know \(rule=mask\)", "`columns`?"),
+        (made(Mask, columns=["a"], zap=SECRET), "`zap` is not a key", "There are do, name, tables, when"),
+        (made(Mask), "`columns` is missing", "docs/guides"),
+        (made(Mask, columns=[]), "`columns` must not be empty", "docs/guides"),
+        (made(Mask, columns="email"), "`columns` must be a list", "docs/guides"),
+        (made(Mask, columns=["a"], keep_last=400), "`keep_last` must be 64 or less", "docs/guides"),
+        (made(Mask, columns=["a"], keep_last=-1), "`keep_last` must be 0 or more", "docs/guides"),
+        (made(Mask, columns=["a"], keep_last="some"), "`keep_last` must be a whole number", "docs/guides"),
+        (made(Mask, columns=["a"], name="x" * 101), "`name` must have 100 characters or less", "docs/guides"),
+        (made(Set, column="a", value=[]), "`value` must be a text, a number, true, false or null", "value: 10.50"),
+        (
+            made(Set, column="a", value=float("nan")),
+            r"^`value` must be a finite number \(rule=set\) \[",
+            '`value: "NaN"`',
+        ),
+        (
+            declared(do="set", column="a", value=float("-inf")),
+            r"^`rules\[0\].value` must be a finite number \[",
+            "float64",
+        ),
+        (made(Function, columns=["a"], function=3), "`function` must be `package.module:name`", "shop.clean:addresses"),
+        (made(Transforms, keys={"a b": {"env": "K"}}), "`keys.a b` is no id of a key", "docs/guides"),
+        (made(Transforms, keys={"k": {"file": 3}}), "`keys.k.file` must be a file's path", "docs/guides"),
+        (made(Transforms, rules=[Null(columns=("a",))] * 201), "`rules` must be 200 or less", "docs/guides"),
+        (made(Mask, columns=["a"], on_error="skip"), "there are 'halt' and 'dead-letter'", "docs/guides"),
+        (made(Mask, columns=["a"], tables=["users"]), "`tables` holds `users`, which names no schema", "public.users"),
+        (made(Route, to="nowhere"), "must be `schema.table`", "{schema}.{table}"),
+        (made(KeySource), "needs either `env` or `file`", "{env: TAILRACE_KEY}"),
+        (of_rule(Cast, columns=["a"], to="varchar"), "`varchar` is no type", "There are bool, int16"),
+        (of_rule(Filter, where="a = 1"), "it is not an expression", "country == 'DE'"),
+        (of_rule(Filter, where=""), "it is not an expression", "country == 'DE'"),
+        (of_rule(Mask, columns=["a"], when=""), "it is not an expression", "country == 'DE'"),
+        (of_rule(Cast, columns=["a"], to=""), "`` is no type", "There are bool, int16"),
+        (of_rule(Encrypt, columns=["a"], key="k"), "names the key `k`", "transforms.keys"),
+        (made(Transforms, rules=[Null(name="x", columns=("a",))] * 2), "two rules are called `x`", "its own name"),
+        (declared(do="zap"), r"`rules\[0\]` has a `do` that is no rule", "There are 'mask', 'redact'"),
+        (declared(columns=["a"]), r"`rules\[0\]` lacks `do`", "docs/guides"),
+        (declared(do="mask"), r"`rules\[0\].columns` is missing", "docs/guides"),
+        (
+            declared(do="mask", columns=["a"], keep_last=SECRET, on_error=SECRET),
+            r"\(and 1 more problem\)",
+            "docs/guides",
+        ),
+        (declared(do="cast", columns=["a"], to="\ud800"), r"`\\ud800` is no type", "There are bool, int16"),
+        (made(Rule), r"^`do` is missing \[", "docs/guides"),
+        (made(Transforms, rules=Mask(columns=("a",))), r"^`rules` must be a list \[", "`rules=[…]`"),
+        (lambda: Transforms.model_validate(SECRET), "must be a mapping", "docs/guides"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_a_mistake_is_an_error_of_ours_with_a_hint(make: Callable[[], object], said: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         make()
@@ -96,9 +112,15 @@ def test_whatever_stands_in_a_rule_is_told_of_in_our_words(do: str) -> None:
     odd = [None, "", 3, -1, 3.5, True, [], [1], {}, {"a": 1}, {1: 2}, object(), "x" * 200, 10**30, b"\xff"]
     odd += [float("nan"), float("inf")]
     well: dict[str, Any] = {
-        "columns": {"a": "b"} if do == "rename" else ["a"], "column": "a", "to": "s.t", "key": "k", "where": "a == 1",
-        "length": 3, "expression": "a", "function": "m:f",
-    }  # fmt: skip
+        "columns": {"a": "b"} if do == "rename" else ["a"],
+        "column": "a",
+        "to": "s.t",
+        "key": "k",
+        "where": "a == 1",
+        "length": 3,
+        "expression": "a",
+        "function": "m:f",
+    }
     kind = KINDS[do]
     base = {name: well[name] for name, field in kind.model_fields.items() if field.is_required()}
     for name in kind.model_fields:
@@ -115,10 +137,17 @@ def refusal_of(kind: type[Any], given: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("given", [
-    [Mask(columns=("mail",))], (Mask(columns=("mail",)),), {"rules": [{"do": "mask", "columns": ["mail"]}]},
-    Transforms(rules=(Mask(columns=("mail",)),)), TransformPlan([Mask(columns=("mail",))]),
-], ids=lambda given: type(given).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        [Mask(columns=("mail",))],
+        (Mask(columns=("mail",)),),
+        {"rules": [{"do": "mask", "columns": ["mail"]}]},
+        Transforms(rules=(Mask(columns=("mail",)),)),
+        TransformPlan([Mask(columns=("mail",))]),
+    ],
+    ids=lambda given: type(given).__name__,
+)
 def test_a_runtime_takes_rules_in_whichever_form(given: Any) -> None:
     runtime = CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), transforms=given)
     plan = runtime._rules._plan
@@ -132,9 +161,9 @@ def test_no_rules_are_none(given: Any) -> None:
     assert CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), transforms=given)._rules._plan is None
 
 
-@pytest.mark.parametrize("given", [
-    Mask(columns=("mail",)), "rules.yaml", 3, [3], [Mask], {"rulez": []}, [{"do": "zap"}],
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "given", [Mask(columns=("mail",)), "rules.yaml", 3, [3], [Mask], {"rulez": []}, [{"do": "zap"}]], ids=str
+)
 def test_what_is_no_rules_is_refused_by_runtime_and_plan(given: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         CdcRuntime(MemoryCapture(), MemoryCheckpointStore(), transforms=given)

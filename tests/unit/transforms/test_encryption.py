@@ -19,9 +19,7 @@ from tailrace.transforms.secrets import Cipher, Keyring
 from tests.support.transforms import KEYS, PEOPLE, batch, changed, only, person, plan_of, values
 
 SECRET = "ann@example.org"
-FORMAT_1 = (
-    "01036e65770a4f970fcf3fee523a9f30097e9e039ec9343f8bea13fecae485cbf11a441f7db6356b726ba49872dfd899"
-)
+FORMAT_1 = "01036e65770a4f970fcf3fee523a9f30097e9e039ec9343f8bea13fecae485cbf11a441f7db6356b726ba49872dfd899"
 """The same, as format 1 has sealed it."""
 INSERT, UPDATE = Operation.INSERT, Operation.UPDATE
 ENCRYPT = Encrypt(name="seal", columns=("mail",), key="new")

@@ -145,8 +145,19 @@ def test_what_is_not_of_the_language_is_refused(text: str) -> None:
         Expression(text)
 
 
-@pytest.mark.parametrize("text", ["x == 'a'", "x and True", "y > 3", "z == 1", "d > 'soon'", "y + 1", "x in 'a'",
-                                  "substring(y, 99999999999999999999, 1) == 'a'"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x == 'a'",
+        "x and True",
+        "y > 3",
+        "z == 1",
+        "d > 'soon'",
+        "y + 1",
+        "x in 'a'",
+        "substring(y, 99999999999999999999, 1) == 'a'",
+    ],
+)
 def test_like_is_compared_with_like(text: str) -> None:
     types = {"x": pa.int64(), "y": pa.string(), "d": pa.date32()}
     with pytest.raises(ConfigError, match="an expression"):

@@ -96,9 +96,11 @@ def test_where_the_old_row_is_not_told_a_row_that_is_unwanted_is_deleted_by_its_
 
 def test_what_never_was_wanted_leaves_no_trace() -> None:
     assert not filtered(
-        changed(INSERT, fr(1)), changed(UPDATE, fr(1), before=fr(1)), changed(DELETE, fr(1), before=fr(1)),
+        changed(INSERT, fr(1)),
+        changed(UPDATE, fr(1), before=fr(1)),
+        changed(DELETE, fr(1), before=fr(1)),
         changed(INSERT, person(2)),
-    )  # fmt: skip
+    )
 
 
 def test_deletes_of_which_only_the_key_is_told_and_truncates_go_through() -> None:
@@ -121,10 +123,15 @@ def test_a_filter_on_a_value_that_was_not_sent_fails() -> None:
         filtered(changed(UPDATE, person(1, "m"), unchanged=["country"]))
 
 
-@pytest.mark.parametrize("rule", [
-    Filter(name="odd", where="id * 10000000000 > 0"), Mask(name="odd", columns=("mail",), when="id * 10000000000 > 0"),
-    Filter(name="odd", where="country == 'DE'", when="10 / (id - 7) > 0"),
-], ids=["where", "when", "both"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Filter(name="odd", where="id * 10000000000 > 0"),
+        Mask(name="odd", columns=("mail",), when="id * 10000000000 > 0"),
+        Filter(name="odd", where="country == 'DE'", when="10 / (id - 7) > 0"),
+    ],
+    ids=["where", "when", "both"],
+)
 def test_a_condition_that_cannot_be_computed_of_a_row_fails_at_that_row_alone(rule: Rule) -> None:
     rows = batch(*(changed(INSERT, person(number, "secret-mail", "1", "DE")) for number in (1, 2, 7, 7 * 10**12, 4)))
     with pytest.raises(TransformFailed) as raised:
@@ -138,9 +145,16 @@ def test_a_condition_that_cannot_be_computed_of_a_row_fails_at_that_row_alone(ru
 
 def test_a_filter_with_a_condition_concerns_only_rows_of_which_it_is_true() -> None:
     rule = Filter(where="amount > 5", when="country == 'DE'")
-    rows = [changed(INSERT, person(number, None, amount, country)) for number, amount, country in [
-        (1, "1", "DE"), (2, "9", "DE"), (3, "1", "FR"), (4, None, "DE"), (5, None, None),
-    ]]  # fmt: skip
+    rows = [
+        changed(INSERT, person(number, None, amount, country))
+        for number, amount, country in [
+            (1, "1", "DE"),
+            (2, "9", "DE"),
+            (3, "1", "FR"),
+            (4, None, "DE"),
+            (5, None, None),
+        ]
+    ]
     assert [row["id"] for row in filtered(*rows, rule=rule)] == [2, 3, 5]
 
 
@@ -219,8 +233,9 @@ def test_filtering_changes_leaves_what_filtering_the_table_leaves(
 
     wanted = {
         number: {"id": number, "mail": masked(row["mail"]), "country": "DE"}
-        for number, row in table.items() if row["country"] == "DE"
-    }  # fmt: skip
+        for number, row in table.items()
+        if row["country"] == "DE"
+    }
     assert applied(found) == wanted
 
 

@@ -44,9 +44,11 @@ def test_every_padding_is_right(size: int) -> None:
 
 def test_other_types_are_hashed_as_their_text() -> None:
     for value, kind, text in [
-        (7, pa.int64(), "7"), (Decimal("1.50"), pa.decimal128(5, 2), "1.50"), (True, pa.bool_(), "true"),
+        (7, pa.int64(), "7"),
+        (Decimal("1.50"), pa.decimal128(5, 2), "1.50"),
+        (True, pa.bool_(), "true"),
         (date(2020, 2, 3), pa.date32(), "2020-02-03"),
-    ]:  # fmt: skip
+    ]:
         assert sha256(pa.array([value, None], kind)).to_pylist() == [hashlib.sha256(text.encode()).hexdigest(), None]
 
 

@@ -95,9 +95,11 @@ def test_another_condition_makes_another_shape_of_both_tables_and_another_name_d
 
 def test_a_key_that_changes_is_no_new_message_and_a_type_without_letters_is_none() -> None:
     rows = batch(
-        changed(Operation.INSERT, message("1", "order")), changed(Operation.DELETE, {"id": "1"}),
-        changed(Operation.INSERT, message("2", "order"), moved_from={"id": "1"}), schema=OUTBOX,
-    )  # fmt: skip
+        changed(Operation.INSERT, message("1", "order")),
+        changed(Operation.DELETE, {"id": "1"}),
+        changed(Operation.INSERT, message("2", "order"), moved_from={"id": "1"}),
+        schema=OUTBOX,
+    )
     (made,) = apart(Outbox(tables=("public.outbox",))).apply(rows).batches
     assert made.data.column("id").to_pylist() == ["1"]
     empty = batch(changed(Operation.INSERT, message("1", "")), schema=OUTBOX)

@@ -122,9 +122,11 @@ def test_a_table_that_no_rule_concerns_is_left_alone() -> None:
 
 def test_what_the_server_did_not_send_stays_absent_under_its_new_name() -> None:
     rules = (
-        Mask(columns=("mail",)), Rename(columns={"mail": "address"}), Copy(column="address", to="again"),
+        Mask(columns=("mail",)),
+        Rename(columns={"mail": "address"}),
+        Copy(column="address", to="again"),
         Compute(column="size", expression="length(address)"),
-    )  # fmt: skip
+    )
     found = plan_of(*rules).apply(batch(changed(UPDATE, person(1, None, "5"), unchanged=["mail"]))).batches
     row = only(found)[0]
     assert row[change.UNCHANGED] == ["address", "again", "size"]
@@ -169,8 +171,10 @@ def test_a_condition_chooses_rows_image_by_image() -> None:
     )
     found = plan_of(Redact(columns=("mail",), text="-", when="country == 'DE'")).apply(rows).batches
     assert [(row["mail"], row[change.BEFORE] and row[change.BEFORE]["mail"]) for row in only(found)] == [
-        (MAIL, "-"), ("-", MAIL), (MAIL, None),
-    ]  # fmt: skip
+        (MAIL, "-"),
+        ("-", MAIL),
+        (MAIL, None),
+    ]
 
 
 def test_a_condition_with_another_type_keeps_the_others_as_text() -> None:
@@ -194,13 +198,25 @@ def test_a_value_known_only_as_text_is_never_shown_by_a_rule_that_hides_it() -> 
 # The key.
 
 
-@pytest.mark.parametrize("rule", [
-    Mask(columns=("id",)), Redact(columns=("id",)), Null(columns=("id",)), Encrypt(columns=("id",), key="old"),
-    Exclude(columns=("id",)), Include(columns=("mail",)), Set(column="id", value=1), Copy(column="amount", to="id"),
-    Compute(column="id", expression="id * 2"), Cast(columns=("id",), to="int16"), Cast(columns=("id",), to="float64"),
-    Function(columns=("id",), function=lambda rows: rows),
-    Sha256(columns=("id",), when="country == 'DE'"),
-], ids=lambda rule: rule.do)  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Mask(columns=("id",)),
+        Redact(columns=("id",)),
+        Null(columns=("id",)),
+        Encrypt(columns=("id",), key="old"),
+        Exclude(columns=("id",)),
+        Include(columns=("mail",)),
+        Set(column="id", value=1),
+        Copy(column="amount", to="id"),
+        Compute(column="id", expression="id * 2"),
+        Cast(columns=("id",), to="int16"),
+        Cast(columns=("id",), to="float64"),
+        Function(columns=("id",), function=lambda rows: rows),
+        Sha256(columns=("id",), when="country == 'DE'"),
+    ],
+    ids=lambda rule: rule.do,
+)
 def test_a_rule_that_would_destroy_the_key_is_refused_by_name(rule: Rule) -> None:
     rule = rule.model_copy(update={"name": "the-rule"})
     with pytest.raises(RuleInvalid, match="key") as raised:
@@ -214,9 +230,11 @@ def test_a_rule_that_would_destroy_the_key_is_refused_by_name(rule: Rule) -> Non
 ])  # fmt: skip
 def test_a_key_that_stays_one_is_changed_alike_wherever_it_stands(rule: Rule) -> None:
     rows = batch(
-        changed(INSERT, person(1)), changed(DELETE, person(1)), changed(INSERT, person(2), moved_from={"id": 1}),
+        changed(INSERT, person(1)),
+        changed(DELETE, person(1)),
+        changed(INSERT, person(2), moved_from={"id": 1}),
         changed(UPDATE, person(1), before=person(1)),
-    )  # fmt: skip
+    )
     found = plan_of(rule).apply(rows).batches
     one, gone, two, updated = only(found)
     assert one["id"] == gone["id"] == two[change.MOVED_FROM]["id"] == updated[change.BEFORE]["id"] != two["id"]
@@ -231,9 +249,7 @@ def test_a_renamed_key_is_the_key_still() -> None:
 
 
 def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() -> None:
-    keyless = TableSchema(
-        table=PEOPLE.table, relation=4, columns=PEOPLE.columns, key=(), identity=Identity.FULL
-    )
+    keyless = TableSchema(table=PEOPLE.table, relation=4, columns=PEOPLE.columns, key=(), identity=Identity.FULL)
     mail = ("mail",)
     for rule in (Encrypt(columns=mail, key="old"), Function(columns=mail, function=lambda rows: rows), Unwrap()):
         with pytest.raises(RuleInvalid, match="destroy the key"):
@@ -244,31 +260,39 @@ def test_a_row_without_a_key_is_known_by_its_values_which_must_come_out_equal() 
 # What is refused before any row.
 
 
-@pytest.mark.parametrize(("rule", "said"), [
-    (Mask(tables=("public.people",), columns=("emial",)), "does not have"),
-    (Mask(tables=("public.people",), columns=("mail",), when="land == 'DE'"), "names the column"),
-    (Mask(columns=("mail",), when="amount"), "no condition"),
-    (Truncate(columns=("amount",), length=2), "cannot be done"),
-    (Cast(columns=("mail",), to="decimal(60,1)"), "is no type"),
-    (Rename(columns={"mail": "country"}), "one name"),
-    (Exclude(tables=("public.*",), columns=("*",)), "key"),
-    (Function(columns=("mail",), function="no.such:thing"), "cannot be found"),
-    (Function(columns=("mail",), function=lambda rows: 3), "no record batch"),
-    (Set(column="made"), "needs a type"),
-    (Compute(column="wide", expression="amount * amount * amount * amount"), "more than 38 digits"),
-    (Compute(column="wide", expression=" * ".join(["amount"] * 30)), "precision"),
-], ids=lambda value: getattr(value, "do", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (Mask(tables=("public.people",), columns=("emial",)), "does not have"),
+        (Mask(tables=("public.people",), columns=("mail",), when="land == 'DE'"), "names the column"),
+        (Mask(columns=("mail",), when="amount"), "no condition"),
+        (Truncate(columns=("amount",), length=2), "cannot be done"),
+        (Cast(columns=("mail",), to="decimal(60,1)"), "is no type"),
+        (Rename(columns={"mail": "country"}), "one name"),
+        (Exclude(tables=("public.*",), columns=("*",)), "key"),
+        (Function(columns=("mail",), function="no.such:thing"), "cannot be found"),
+        (Function(columns=("mail",), function=lambda rows: 3), "no record batch"),
+        (Set(column="made"), "needs a type"),
+        (Compute(column="wide", expression="amount * amount * amount * amount"), "more than 38 digits"),
+        (Compute(column="wide", expression=" * ".join(["amount"] * 30)), "precision"),
+    ],
+    ids=lambda value: getattr(value, "do", ""),
+)
 def test_what_cannot_work_is_refused_before_a_row_comes(rule: Rule, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan_of(rule).transformed_schema(PEOPLE)
 
 
-@pytest.mark.parametrize(("rule", "said", "instead"), [
-    (Exclude(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
-    (Include(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
-    (Rename(columns={"mail": "m"}, when="amount > 1"), "in all rows or in none", "`copy` with `when`"),
-    (Decrypt(columns=("mail",), when="amount > 1"), "cannot stay in a column of string", "to: binary"),
-], ids=lambda value: getattr(value, "do", ""))  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "said", "instead"),
+    [
+        (Exclude(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
+        (Include(columns=("mail",), when="amount > 1"), "in all rows or in none", "`null` with `when`"),
+        (Rename(columns={"mail": "m"}, when="amount > 1"), "in all rows or in none", "`copy` with `when`"),
+        (Decrypt(columns=("mail",), when="amount > 1"), "cannot stay in a column of string", "to: binary"),
+    ],
+    ids=lambda value: getattr(value, "do", ""),
+)
 def test_what_cannot_be_done_to_some_rows_alone_says_what_can(rule: Rule, said: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         Transforms.model_validate({"rules": (rule,), "keys": {"old": KeySource(env="OLD")}})
@@ -278,10 +302,12 @@ def test_what_cannot_be_done_to_some_rows_alone_says_what_can(rule: Rule, said: 
 def test_a_cast_of_some_rows_keeps_the_others_where_they_fit_and_fails_at_them_where_not() -> None:
     rule = Cast(name="numbers", columns=("mail",), to="int32", when="country == 'DE'", on_error="dead-letter")
     rows = batch(
-        changed(INSERT, person(1, "7", country="DE")), changed(INSERT, person(2, "8", country="FR")),
-        changed(INSERT, person(3, MAIL, country="DE")), changed(INSERT, person(4, MAIL, country="FR")),
+        changed(INSERT, person(1, "7", country="DE")),
+        changed(INSERT, person(2, "8", country="FR")),
+        changed(INSERT, person(3, MAIL, country="DE")),
+        changed(INSERT, person(4, MAIL, country="FR")),
         changed(UPDATE, person(1, "9", country="FR"), before=person(1, "7", country="DE")),
-    )  # fmt: skip
+    )
     applied = plan_of(rule).apply(rows)
     assert values(applied.batches, "id", "mail") == [(1, 7), (2, 8), (1, 9)]
     assert only(applied.batches)[2][change.BEFORE]["mail"] == 7
@@ -290,13 +316,14 @@ def test_a_cast_of_some_rows_keeps_the_others_where_they_fit_and_fails_at_them_w
 
 
 def test_some_rows_are_decrypted_where_the_others_can_stay_binary() -> None:
-    schema = replace(PEOPLE, columns=(
-        PEOPLE.columns[0], replace(PEOPLE.columns[1], type=pa.binary()), *PEOPLE.columns[2:]
-    ))  # fmt: skip
+    schema = replace(
+        PEOPLE, columns=(PEOPLE.columns[0], replace(PEOPLE.columns[1], type=pa.binary()), *PEOPLE.columns[2:])
+    )
     rows = batch(
         changed(INSERT, person(1, country="DE") | {"mail": b"plain"}),
-        changed(INSERT, person(2, country="FR") | {"mail": b"plain"}), schema=schema,
-    )  # fmt: skip
+        changed(INSERT, person(2, country="FR") | {"mail": b"plain"}),
+        schema=schema,
+    )
     sealed = Encrypt(columns=("mail",), key="old", when="country == 'DE'")
     found = plan_of(sealed, Decrypt(columns=("mail",), to="binary", when="country == 'DE'")).apply(rows).batches
     assert values(found, "mail") == [(b"plain",), (b"plain",)]
@@ -304,13 +331,17 @@ def test_some_rows_are_decrypted_where_the_others_can_stay_binary() -> None:
 
 def test_a_rule_that_never_matched_is_reported() -> None:
     plan = plan_of(
-        Mask(name="used", columns=("mail",)), Mask(name="elsewhere", tables=("other.*",), columns=("mail",)),
-        Mask(name="misspelt", columns=("emial",)), Redact(name="nobody", columns=("mail",), when="country == 'XX'"),
-    )  # fmt: skip
+        Mask(name="used", columns=("mail",)),
+        Mask(name="elsewhere", tables=("other.*",), columns=("mail",)),
+        Mask(name="misspelt", columns=("emial",)),
+        Redact(name="nobody", columns=("mail",), when="country == 'XX'"),
+    )
     plan.apply(batch(changed(INSERT, person(1, MAIL))))
     assert {(one.rule, one.no_table) for one in plan.unmatched()} == {
-        ("elsewhere", True), ("misspelt", True), ("nobody", False),
-    }  # fmt: skip
+        ("elsewhere", True),
+        ("misspelt", True),
+        ("nobody", False),
+    }
 
 
 # A user's own function.
@@ -407,9 +438,12 @@ def test_what_is_left_out_shows_in_the_shape_so_that_nobody_keeps_it() -> None:
 
 def test_a_column_named_like_ours_is_kept_apart() -> None:
     odd = TableSchema(
-        table=PEOPLE.table, relation=5, key=("_op",), identity=Identity.FULL,
+        table=PEOPLE.table,
+        relation=5,
+        key=("_op",),
+        identity=Identity.FULL,
         columns=tuple(Column(name=name, source_type="text", type=pa.string()) for name in ("_op", "_seq_")),
-    )  # fmt: skip
+    )
     row = {"_op_": "k", "_seq__": "v"}
     stored = batch({change.OP: "update", **row, change.BEFORE: row}, schema=odd)
     found = only(plan_of(Mask(columns=("_seq_",))).apply(stored).batches)[0]

@@ -19,12 +19,15 @@ from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_
 
 INSERT, UPDATE, DELETE, READ = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.READ
 OUTBOX = TableSchema(
-    table=TableId("public", "outbox"), relation=7, key=("id",), identity=Identity.KEY,
+    table=TableId("public", "outbox"),
+    relation=7,
+    key=("id",),
+    identity=Identity.KEY,
     columns=tuple(
         Column(name=name, source_type="text", type=pa.string())
         for name in ("id", "aggregatetype", "aggregateid", "payload")
     ),
-)  # fmt: skip
+)
 
 
 def by_table(batches: tuple[ChangeBatch, ...]) -> dict[str, ChangeBatch]:
@@ -39,15 +42,14 @@ def test_a_table_gets_another_name() -> None:
 
 def test_rows_go_to_the_table_that_a_condition_says_and_move_between_them() -> None:
     rows = batch(
-        changed(INSERT, person(1, None, None, "DE")), changed(INSERT, person(2, None, None, "FR")),
+        changed(INSERT, person(1, None, None, "DE")),
+        changed(INSERT, person(2, None, None, "FR")),
         changed(UPDATE, person(1, None, None, "FR"), before=person(1, None, None, "DE")),
-    )  # fmt: skip
+    )
     plan = plan_of(Route(to="{schema}.germans", when="country == 'DE'"), Mask(columns=("mail",)))
     found = by_table(plan.apply(rows).batches)
     ops = {table: [(row[change.OP], row["id"]) for row in only([made])] for table, made in found.items()}
-    assert ops == {
-        "public.people": [("insert", 2), ("insert", 1)], "public.germans": [("insert", 1), ("delete", 1)],
-    }  # fmt: skip
+    assert ops == {"public.people": [("insert", 2), ("insert", 1)], "public.germans": [("insert", 1), ("delete", 1)]}
     assert found["public.germans"].schema.relation != PEOPLE.relation
 
 
@@ -67,13 +69,17 @@ def message(number: str, kind: str | None) -> dict[str, str | None]:
 
 def test_an_outbox_sends_each_message_where_its_type_says() -> None:
     rows = batch(
-        changed(INSERT, message("1", "order")), changed(DELETE, {"id": "1"}), changed(INSERT, message("2", "bill")),
-        changed(READ, message("3", "order")), schema=OUTBOX,
-    )  # fmt: skip
+        changed(INSERT, message("1", "order")),
+        changed(DELETE, {"id": "1"}),
+        changed(INSERT, message("2", "bill")),
+        changed(READ, message("3", "order")),
+        schema=OUTBOX,
+    )
     found = by_table(plan_of(Outbox(to="events.{type}")).apply(rows).batches)
     assert {table: [row[0] for row in values([made], "id")] for table, made in found.items()} == {
-        "events.order": ["1", "3"], "events.bill": ["2"],
-    }  # fmt: skip
+        "events.order": ["1", "3"],
+        "events.bill": ["2"],
+    }
     assert found["events.bill"].schema.names == ["id", "aggregateid", "payload"]
 
 
@@ -99,8 +105,9 @@ def test_rows_of_an_outbox_that_a_condition_is_not_true_of_are_no_messages() -> 
     rows = batch(*(changed(INSERT, row) for row in given[:3] + given[4:]), schema=OUTBOX)
     for made in (plan_of(SOME).apply(rows).batches, plan_of(SOME).marking(rows)):
         assert {table: values([one], "id") for table, one in by_table(made).items()} == {
-            "events.order": [("1",)], "events.bill": [("3",)],
-        }  # fmt: skip
+            "events.order": [("1",)],
+            "events.bill": [("3",)],
+        }
     data = pa.RecordBatch.from_pylist(given[:3] + given[4:], pa.schema(OUTBOX.row_fields()))
     assert plan_of(SOME).rows(OUTBOX, data, TableId("events", "order")).column("id").to_pylist() == ["1"]
     with pytest.raises(TransformFailed, match="names no type"):
@@ -150,8 +157,9 @@ def test_deletes_are_marked_and_leave_what_was_not_told_alone() -> None:
     come, told = changed(INSERT, person(1, "a")), changed(DELETE, person(2, "x"))
     found = only(plan_of(Unwrap(deletes="mark")).apply(batch(come, told)).batches)
     assert [(row[change.OP], row["deleted"], row["mail"]) for row in found] == [
-        ("insert", False, "a"), ("update", True, "x"),
-    ]  # fmt: skip
+        ("insert", False, "a"),
+        ("update", True, "x"),
+    ]
     assert change.UNCHANGED not in found[1], "the source sends the whole row"
     bare = batch(come, changed(DELETE, person(1)), schema=replace(PEOPLE, identity=Identity.KEY))
     found = only(plan_of(Unwrap(deletes="mark")).apply(bare).batches)
@@ -166,11 +174,13 @@ def test_only_some_rows_are_unwrapped() -> None:
     rows = batch(
         *(changed(UPDATE, row | {"mail": "x"}, before=row) for row in (GERMAN, FRENCH)),
         *(changed(DELETE, row) for row in (GERMAN, FRENCH)),
-    )  # fmt: skip
+    )
     found = only(plan_of(Unwrap(metadata={"_op": "op"}, when="country == 'DE'")).apply(rows).batches)
     assert [(row[change.OP], row["id"], row["op"]) for row in found] == [
-        ("update", 1, "update"), ("update", 2, None), ("delete", 2, None),
-    ]  # fmt: skip
+        ("update", 1, "update"),
+        ("update", 2, None),
+        ("delete", 2, None),
+    ]
     assert [row[change.BEFORE] for row in found] == [None, FRENCH | {"op": None}, None]
     assert found[2]["mail"] == "b"
 
@@ -179,8 +189,10 @@ def test_only_some_deletes_are_marked() -> None:
     rows = batch(changed(INSERT, FRENCH), changed(DELETE, GERMAN), changed(DELETE, FRENCH))
     found = only(plan_of(Unwrap(deletes="mark", when="country == 'DE'")).apply(rows).batches)
     assert [(row[change.OP], row["id"], row["deleted"], row["mail"]) for row in found] == [
-        ("insert", 2, None, "b"), ("update", 1, True, "a"), ("delete", 2, None, "b"),
-    ]  # fmt: skip
+        ("insert", 2, None, "b"),
+        ("update", 1, True, "a"),
+        ("delete", 2, None, "b"),
+    ]
     assert change.UNCHANGED not in found[2]
 
 

@@ -53,9 +53,16 @@ class Rows:
 
 @kernel
 def _cells(
-    b: Bytes, first: Ints, second: Ints, begins: Ints, columns_at: Ints, places: Ints, at: Ints, size: Ints,
+    b: Bytes,
+    first: Ints,
+    second: Ints,
+    begins: Ints,
+    columns_at: Ints,
+    places: Ints,
+    at: Ints,
+    size: Ints,
     absent: Ints,
-) -> None:  # fmt: skip
+) -> None:
     """Every value of the rows: from the tuple at `first`, and what it leaves out from the one at `second`.
 
     `second` matters where the server sent the old row too: a large value that did not change stands only there.
@@ -120,9 +127,7 @@ class Shape:
 
     def __init__(self, schema: TableSchema, kinds: dict[pa.DataType, int]) -> None:
         self.schema = schema
-        self.kinds = np.array(
-            [kinds.setdefault(column.type, len(kinds)) for column in schema.columns], np.int64
-        )
+        self.kinds = np.array([kinds.setdefault(column.type, len(kinds)) for column in schema.columns], np.int64)
         """A number for each column's type, the same in all shapes of one decoder."""
         self.fields = schema.change_schema()
         self._fields: dict[tuple[str, ...], pa.Schema] = {}
@@ -157,9 +162,16 @@ def batches_of(
     laid = _lay_out(shapes, begins)
     absent = np.zeros(len(shapes), np.int64)
     _cells(
-        b, np.where(new >= 0, new, old), np.where(new >= 0, old, -1), laid.begins, laid.columns_at, laid.places,
-        laid.at, laid.size, absent,
-    )  # fmt: skip
+        b,
+        np.where(new >= 0, new, old),
+        np.where(new >= 0, old, -1),
+        laid.begins,
+        laid.columns_at,
+        laid.places,
+        laid.at,
+        laid.size,
+        absent,
+    )
     columns, unfit = _convert(b, shapes, types, laid, text)
     about = _about(rows, order, op)
     special = np.bitwise_or.reduceat(how, begins[:-1]) != 0
@@ -179,10 +191,16 @@ def batches_of(
         arrays += [optional[name] for name in names]
         arrays += columns[laid.columns_at[k] : laid.columns_at[k + 1]]
         fields = shape.fields_with(names, position=rows.tx_end is not None)
-        found.append(ChangeBatch(
-            schema=shape.schema, data=pa.RecordBatch.from_arrays(arrays, schema=fields), moves=moves,
-            truncates=int(truncates[k]), unfit=unfits, ends=(int(order[low]), int(order[low + n - 1])),
-        ))  # fmt: skip
+        found.append(
+            ChangeBatch(
+                schema=shape.schema,
+                data=pa.RecordBatch.from_arrays(arrays, schema=fields),
+                moves=moves,
+                truncates=int(truncates[k]),
+                unfit=unfits,
+                ends=(int(order[low]), int(order[low + n - 1])),
+            )
+        )
     return found
 
 
@@ -247,9 +265,8 @@ def _convert(
 
 
 def _share_out(
-    b: Bytes, cells: Ints, shapes: Sequence[Shape], laid: _Laid, columns: list[int],
-    unfit: dict[int, list[Unfit]],
-) -> None:  # fmt: skip
+    b: Bytes, cells: Ints, shapes: Sequence[Shape], laid: _Laid, columns: list[int], unfit: dict[int, list[Unfit]]
+) -> None:
     """Cells that did not fit, given to the batches and columns they belong to."""
     starts = laid.places[columns]
     owners = np.searchsorted(starts, cells, side="right") - 1
@@ -301,8 +318,7 @@ def unfit_column(unfit: list[Unfit], rows: int) -> pa.Array:
 
 
 def _optional(
-    b: Bytes, schema: TableSchema, laid: _Laid, k: int, absent: int, old: Ints, how: Any, unfit: list[Unfit],
-    text: Text,
+    b: Bytes, schema: TableSchema, laid: _Laid, k: int, absent: int, old: Ints, how: Any, unfit: list[Unfit], text: Text
 ) -> dict[str, pa.Array]:
     """The columns that most batches do not need; absent when null throughout."""
     found: dict[str, pa.Array] = {}
@@ -338,9 +354,7 @@ def _old(
     What does not fit is noted under the struct's name and the column's, e.g. `_before.price`.
     """
     cells = _find_cells(b, schema, tuples)
-    picked = [
-        (cell, column) for cell, column in zip(cells, schema.columns, strict=True) if column.name in names
-    ]
+    picked = [(cell, column) for cell, column in zip(cells, schema.columns, strict=True) if column.name in names]
     return pa.StructArray.from_arrays(
         [typed_or_unfit(cell, column, f"{into}.{column.name}", unfit, text) for cell, column in picked],
         fields=[pa.field(change.stored_name(column.name), column.type) for _, column in picked],

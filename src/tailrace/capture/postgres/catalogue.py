@@ -186,6 +186,7 @@ from unnest(%s::text[], %s::text[]) with ordinality asked(nspname, relname, plac
 group by asked.place, c.oid
 """
 
+
 class Catalogue:
     """Answers from one ordinary connection."""
 
@@ -215,9 +216,7 @@ class Catalogue:
         """The server's next 64-bit transaction id."""
         return int(self._rows("select pg_snapshot_xmax(pg_current_snapshot())::text::int8")[0][0])
 
-    def describe(
-        self, table: TableId, publications: Sequence[str] | None, *, unpublished: bool = False
-    ) -> TableSchema:
+    def describe(self, table: TableId, publications: Sequence[str] | None, *, unpublished: bool = False) -> TableSchema:
         """The table's shape as the catalogue has it now: the columns that these publications publish. If they do not
         have the table that is none, or, with `unpublished`, all that one of them would publish.
 
@@ -226,13 +225,12 @@ class Catalogue:
         kinds = [*"rp"] if publications is not None else [*"rpvmf"]
         found = self._rows(
             "select c.oid::int8, c.relreplident::text from pg_class c join pg_namespace n on n.oid = c.relnamespace "
-            "where n.nspname = %s and c.relname = %s and c.relkind::text = any(%s)", (table.schema, table.name, kinds),
-        )  # fmt: skip
+            "where n.nspname = %s and c.relname = %s and c.relkind::text = any(%s)",
+            (table.schema, table.name, kinds),
+        )
         if not found:
             raise SourceTableMissing(
-                "the table is not there",
-                table=table,
-                hint="Was it dropped or renamed? Check `source.tables`.",
+                "the table is not there", table=table, hint="Was it dropped or renamed? Check `source.tables`."
             )
         oid, replica = found[0]
         columns = self._rows(_COLUMNS, (oid, publications is None))
@@ -318,10 +316,15 @@ class Catalogue:
         for oid, primary, replica, names in self._rows(_INDEX_KEYS, (oids,)):
             keys.update({(oid, kind): tuple(names) for kind, is_one in (("p", primary), ("i", replica)) if is_one})
         now = {
-            oid: Now(kind=kind, usable=usable, key_is_sent=sent, primary=keys.get((oid, "p"), ()),
-                     replica=keys.get((oid, "i"), ()))
+            oid: Now(
+                kind=kind,
+                usable=usable,
+                key_is_sent=sent,
+                primary=keys.get((oid, "p"), ()),
+                replica=keys.get((oid, "i"), ()),
+            )
             for oid, kind, usable, sent in self._rows(_USABLE_OF, (oids,))
-        }  # fmt: skip
+        }
         facts = read_facts(self._rows, publications, [(item.oid, item.columns) for item in told])
         shapes = []
         for item, fact in zip(told, facts, strict=True):
@@ -331,16 +334,16 @@ class Catalogue:
             ):
                 if not is_known(base, kind) and source_type != _NO_TYPE:
                     _note_once(source_type)
-                found.append(
-                    Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier))
-                )
+                found.append(Column(name=name, source_type=source_type or _NO_TYPE, type=arrow_type(base, modifier)))
             before = known.get(item.oid) if fact is None else None
             if before is not None:
                 found = [_as_before(column, before) for column in found]
             key, identity = key_and_identity(item, now[item.oid], before, shown=fact is not None)
-            shapes.append(TableSchema(
-                table=item.table, relation=item.oid, columns=tuple(found), key=key, identity=identity, facts=fact,
-            ))  # fmt: skip
+            shapes.append(
+                TableSchema(
+                    table=item.table, relation=item.oid, columns=tuple(found), key=key, identity=identity, facts=fact
+                )
+            )
         return shapes
 
     def _rows(self, query: str, arguments: tuple[object, ...] | dict[str, object] = ()) -> list[tuple]:  # type: ignore[type-arg] # rows of any shape

@@ -91,8 +91,7 @@ class Chunk:
                 names = sql.SQL(", ").join(sql.Identifier(name) for name, _ in self.key)
                 # The type is the server's own text.
                 values = sql.SQL(", ").join(
-                    sql.Literal(value) + sql.SQL(f"::{kind}")
-                    for value, (_, kind) in zip(bound, self.key, strict=True)
+                    sql.Literal(value) + sql.SQL(f"::{kind}") for value, (_, kind) in zip(bound, self.key, strict=True)
                 )
                 found.append(sql.SQL(f"({{}}) {sign} ({{}})").format(names, values))
         return found
@@ -106,10 +105,14 @@ class Chunk:
             return None if stored[name] is None else tuple(stored[name])
 
         return cls(
-            number=stored["number"], leaf=Leaf(**stored["leaf"]), bytes=stored["bytes"], pages=bound("pages"),
-            from_key=bound("from_key"), to_key=bound("to_key"),
+            number=stored["number"],
+            leaf=Leaf(**stored["leaf"]),
+            bytes=stored["bytes"],
+            pages=bound("pages"),
+            from_key=bound("from_key"),
+            to_key=bound("to_key"),
             key=tuple((name, kind) for name, kind in stored["key"]),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +235,7 @@ def _key_of(connection: psycopg.Connection, leaf: Leaf, schema: TableSchema) -> 
     return tuple(zip(row[0], row[1], strict=True)) if row else None
 
 
-def _bounds(
-    connection: psycopg.Connection, leaf: Leaf, key: _Key, count: int
-) -> tuple[list[tuple[str, ...]], bool]:
+def _bounds(connection: psycopg.Connection, leaf: Leaf, key: _Key, count: int) -> tuple[list[tuple[str, ...]], bool]:
     """Keys that cut the leaf into parts of about the same size, and whether it lies in their order on disk.
 
     From a sample of whole pages: reading those costs the same for a table of any size.

@@ -162,9 +162,7 @@ def _scaled(high: Word, low: Word, times: Word, more: Word) -> tuple[Word, Word]
 
 
 @kernel
-def _decimal(
-    b: Bytes, i: Word, n: Word, scale: Word, high_limit: Word, low_limit: Word
-) -> tuple[Word, Word, Word]:
+def _decimal(b: Bytes, i: Word, n: Word, scale: Word, high_limit: Word, low_limit: Word) -> tuple[Word, Word, Word]:
     """Whether a numeric can be read and fits, and its 128 bits.
 
     Its digits count to 10,000, the first of them 10,000 ** weight times; trailing zeros are left out.
@@ -218,10 +216,25 @@ def _print_uuid(b: Bytes, i: Word, room: Bytes, j: Word) -> None:
 
 @kernel
 def _fill(
-    b: Bytes, at: Word, rows: Word, kinds: Ints, scales: Ints, limits: Any, valid: Ints, places: Ints, data: Ints,
-    room: Bytes, shorts: Any, halves: Any, words: Any, naturals: Any, cell_at: Ints, cell_size: Ints, nulls: Ints,
+    b: Bytes,
+    at: Word,
+    rows: Word,
+    kinds: Ints,
+    scales: Ints,
+    limits: Any,
+    valid: Ints,
+    places: Ints,
+    data: Ints,
+    room: Bytes,
+    shorts: Any,
+    halves: Any,
+    words: Any,
+    naturals: Any,
+    cell_at: Ints,
+    cell_size: Ints,
+    nulls: Ints,
     unfit: Ints,
-) -> bool:  # fmt: skip
+) -> bool:
     """Put the values of rows that were measured where they stay; whether all could be read.
 
     `shorts`, `halves`, `words` and, unsigned, `naturals` are `room` in units of 2, 4, 8 and 8 bytes. `valid` says where
@@ -409,10 +422,25 @@ class BinaryRows:
         cell_at, cell_size = np.empty(printed, np.int64), np.empty(printed, np.int64)
         nulls, unfit = np.zeros(self._kinds.size, np.int64), np.full(self._kinds.size, -1, np.int64)
         if not _fill(
-            b, at, rows, self._kinds, self._scales, self._limits, laid.valid, laid.places // _UNITS[self._kinds],
-            laid.data, room, room.view(np.int16), room.view(np.int32), room.view(np.int64), room.view(np.uint64),
-            cell_at, cell_size, nulls, unfit,
-        ):  # fmt: skip
+            b,
+            at,
+            rows,
+            self._kinds,
+            self._scales,
+            self._limits,
+            laid.valid,
+            laid.places // _UNITS[self._kinds],
+            laid.data,
+            room,
+            room.view(np.int16),
+            room.view(np.int32),
+            room.view(np.int64),
+            room.view(np.uint64),
+            cell_at,
+            cell_size,
+            nulls,
+            unfit,
+        ):
             raise self._unreadable()
         return _Filled(laid, room, Cells(b, cell_at, cell_size), nulls, unfit)
 
@@ -481,17 +509,19 @@ class BinaryRows:
 
     def _unreadable(self) -> SourceError:
         return SourceError(
-            "the server's copy cannot be read",
-            table=self._schema.table,
-            hint="Report it with the server's version.",
+            "the server's copy cannot be read", table=self._schema.table, hint="Report it with the server's version."
         )
 
     def _unfit(self, column: Column, first: pa.Array, row: int) -> ValueUnfit:
         place = {"ctid": first[row].as_py()} if self._schema.columns[0] is CTID else {}
         return ValueUnfit(
-            "a value does not fit its column's type", table=self._schema.table, column=column.name,
-            type=column.source_type, **place, hint=TEXT_HINT if pa.types.is_string(column.type) else UNFIT_HINT,
-        )  # fmt: skip
+            "a value does not fit its column's type",
+            table=self._schema.table,
+            column=column.name,
+            type=column.source_type,
+            **place,
+            hint=TEXT_HINT if pa.types.is_string(column.type) else UNFIT_HINT,
+        )
 
 
 _UNITS: npt.NDArray[np.int64] = np.array([1, 1, 2, 4, 8, 8, 4, 8, 4, 8, 8, 4, 4, 4], np.int64)

@@ -237,9 +237,19 @@ def _message(b: Bytes, i: Word, end: Word, inside: bool) -> tuple[Word, Word]:
 
 @kernel
 def _assign(
-    b: Bytes, starts: Ints, messages: Word, after: Word, under_way: Ints, known: Ints, announced: Ints,
-    shapes: Ints, keys: Bytes, what: Any, where: Ints, ended: Ints,
-) -> tuple[Word, Word, Word]:  # fmt: skip
+    b: Bytes,
+    starts: Ints,
+    messages: Word,
+    after: Word,
+    under_way: Ints,
+    known: Ints,
+    announced: Ints,
+    shapes: Ints,
+    keys: Bytes,
+    what: Any,
+    where: Ints,
+    ended: Ints,
+) -> tuple[Word, Word, Word]:
     """Rows made, transactions that ended and are kept, and where it went wrong (-1: nowhere; else message * 4
     plus 1 or 2: `_UNKNOWN` or `_MALFORMED`).
 
@@ -341,9 +351,12 @@ class Decoder:
     """
 
     def __init__(
-        self, describe: Describe, xid_near: int = 0, wanted: Callable[[str], bool] | None = None,
+        self,
+        describe: Describe,
+        xid_near: int = 0,
+        wanted: Callable[[str], bool] | None = None,
         text: Text = Text.SOUND,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._describe, self._text = describe, text
         self._wanted = functools.lru_cache(PREFIXES_MAX)(wanted) if wanted else None
         self._kinds: dict[pa.DataType, int] = {}
@@ -413,20 +426,38 @@ class Decoder:
         what, where = np.empty((5, rows_max), np.int32), np.empty((2, rows_max), np.int64)
         ended = np.empty((3, messages + 1), np.int64)
         rows, txs, wrong = _assign(
-            b, starts, messages, _signed(after.value), self._under_way, known, announced, shapes, keys,
-            what, where, ended,
-        )  # fmt: skip
+            b,
+            starts,
+            messages,
+            _signed(after.value),
+            self._under_way,
+            known,
+            announced,
+            shapes,
+            keys,
+            what,
+            where,
+            ended,
+        )
         if wrong >= 0:
             raise _violation(
                 "a change came before its table was described" if wrong % 4 == -_UNKNOWN else "malformed message",
-                wrong // 4, after,
-            )  # fmt: skip
+                wrong // 4,
+                after,
+            )
         what, where = what[:, :rows], where[:, :rows]
         made = Rows(
-            slot=what[_SLOT], op=what[_OP], how=what[_HOW], tx=what[_TX], index=what[_TX_INDEX],
-            new=where[_NEW], old=where[_OLD], tx_end=None if self.inside else ended[_TX_END].view(np.uint64),
-            tx_time=ended[_TX_TIME], tx_id=ended[_TX_ID],
-        )  # fmt: skip
+            slot=what[_SLOT],
+            op=what[_OP],
+            how=what[_HOW],
+            tx=what[_TX],
+            index=what[_TX_INDEX],
+            new=where[_NEW],
+            old=where[_OLD],
+            tx_end=None if self.inside else ended[_TX_END].view(np.uint64),
+            tx_time=ended[_TX_TIME],
+            tx_id=ended[_TX_ID],
+        )
         return made, int(txs)
 
     def _announced(self, b: Bytes, starts: Ints, special: Ints) -> Ints:
@@ -460,10 +491,7 @@ class Decoder:
         if said:
             yield message_batch(b, self._shapes[_MESSAGE_SLOT], rows, order[:said], self._text)
             order, slots = order[said:], slots[said:]
-        if (
-            b.size > BATCH_BYTES_MAX
-            or order.size * int(self._layout[0][_COLUMNS].max(initial=1)) > BATCH_CELLS_MAX
-        ):
+        if b.size > BATCH_BYTES_MAX or order.size * int(self._layout[0][_COLUMNS].max(initial=1)) > BATCH_CELLS_MAX:
             yield from self._large_batches(b, rows, order, slots, types)
         elif order.size:
             cuts = np.concatenate([[0], np.flatnonzero(slots[1:] != slots[:-1]) + 1, [order.size]])

@@ -80,9 +80,7 @@ order by 1, 3
 """
 
 
-def read_facts(
-    ask: Ask, publications: Sequence[str], announced: Sequence[tuple[int, Announced]]
-) -> list[Facts | None]:
+def read_facts(ask: Ask, publications: Sequence[str], announced: Sequence[tuple[int, Announced]]) -> list[Facts | None]:
     """For each announced table its facts, if its columns are the very ones that the catalogue shows."""
     oids = list({oid for oid, _ in announced})
     lists: dict[int, list[int]] = dict(ask(_LISTED, (list(publications), oids)))
@@ -90,9 +88,7 @@ def read_facts(
     others: dict[int, list[int]] = {}
     for oid, name, kind, modifier, generated, sent, number, nullable, default, fill, stamp in ask(_COLUMNS, (oids,)):
         if sent and (oid not in lists or number in lists[oid]):
-            fact = ColumnFacts(
-                number=number, nullable=nullable, default=_text(default), fill=_text(fill), stamp=stamp
-            )
+            fact = ColumnFacts(number=number, nullable=nullable, default=_text(default), fill=_text(fill), stamp=stamp)
             shown.setdefault(oid, []).append(_Shown((name, kind, modifier), generated, fact))
         else:
             others.setdefault(oid, []).append(number)
@@ -103,9 +99,7 @@ def read_facts(
         made[oid], at = columns_made, Lsn.parse(position)
         storage.setdefault(oid, []).append(Storage(relation=relation, name=name, file=file, attached=attached))
     return [
-        _matched(told, shown.get(oid, []), others.get(oid, []), storage[oid], made[oid], at)
-        if oid in storage
-        else None
+        _matched(told, shown.get(oid, []), others.get(oid, []), storage[oid], made[oid], at) if oid in storage else None
         for oid, told in announced
     ]
 
@@ -131,6 +125,9 @@ def _matched(
         return None
     unsent = [*others, *(column.fact.number for column in shown if column not in same)]
     return Facts(
-        columns=tuple(column.fact for column in same), storage=tuple(storage), made=made, others=tuple(sorted(unsent)),
+        columns=tuple(column.fact for column in same),
+        storage=tuple(storage),
+        made=made,
+        others=tuple(sorted(unsent)),
         at=at,
-    )  # fmt: skip
+    )

@@ -25,9 +25,7 @@ def identify(session: PGconn) -> tuple[SourceId, Lsn]:
             "`?target_session_attrs=read-write` find it by themselves.",
         )
     system, timeline, end, database = command(session, "IDENTIFY_SYSTEM")
-    found = SourceId(
-        kind="postgresql", system=system or "", database=database or "", timeline=int(timeline or 0)
-    )
+    found = SourceId(kind="postgresql", system=system or "", database=database or "", timeline=int(timeline or 0))
     return found, Lsn.parse(end or "")
 
 
@@ -38,18 +36,14 @@ def check(session: PGconn, origin: SourceId, position: Lsn) -> SourceId:
         raise _diverged("this is another server", origin, server, position)
     if not origin.timeline or origin.timeline == server.timeline:
         if end < position:
-            raise _diverged(
-                "the server's log ends before ours: an older copy?", origin, server, position, end
-            )
+            raise _diverged("the server's log ends before ours: an older copy?", origin, server, position, end)
         return server
     branches = branch_points(_history(session, server.timeline)) if server.timeline > 1 else {}
     branched = branches.get(origin.timeline)
     if branched is None:
         raise _diverged("the log's timeline is not in the server's past", origin, server, position)
     if branched < position:
-        raise _diverged(
-            "the server's history branched off before our position", origin, server, position, branched
-        )
+        raise _diverged("the server's history branched off before our position", origin, server, position, branched)
     return server
 
 
@@ -68,9 +62,7 @@ def _history(session: PGconn, timeline: int) -> str:
     return (row[1] or "") if len(row) > 1 else ""
 
 
-def _diverged(
-    why: str, origin: SourceId, server: SourceId, position: Lsn, until: Lsn | None = None
-) -> HistoryDiverged:
+def _diverged(why: str, origin: SourceId, server: SourceId, position: Lsn, until: Lsn | None = None) -> HistoryDiverged:
     return HistoryDiverged(
         why,
         position=position,

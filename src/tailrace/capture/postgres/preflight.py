@@ -130,9 +130,7 @@ def wanted_tables(connection: psycopg.Connection, settings: PostgresSettings) ->
     A publication that is not ours decides for itself. Without `publish_via_partition_root` it publishes the
     partitions, each as a table of its own, and then those are captured and the root is not.
     """
-    found = [
-        table for table in Catalogue(connection).tables() if table.logged and settings.wanted(table.table)
-    ]
+    found = [table for table in Catalogue(connection).tables() if table.logged and settings.wanted(table.table)]
     known = set() if settings.publication_create else set(published(connection, settings))
     spoken_of = {table.oid for table in found if table.table in known}
     divided = {oid for table in found if table.oid in spoken_of for oid in table.ancestors}
@@ -168,9 +166,7 @@ def _uncapturable(connection: psycopg.Connection) -> list[_Uncapturable]:
         what, remedy = _KINDS[kind]
         quoted = sql.Identifier(schema, name).as_string(connection)
         found.append(
-            _Uncapturable(
-                table=TableId(schema, name), kind=what, remedy=remedy.format(name=quoted), roots=tuple(roots)
-            )
+            _Uncapturable(table=TableId(schema, name), kind=what, remedy=remedy.format(name=quoted), roots=tuple(roots))
         )
     return found
 
@@ -185,9 +181,7 @@ _KINDS = {
 }
 
 
-def explain_uncapturable(
-    connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
-) -> None:
+def explain_uncapturable(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> None:
     """Say what the settings ask for and cannot have: an error if it is named or all there is, else a warning.
 
     A pattern that also matches views is nothing to warn of: they are not tables.
@@ -272,9 +266,7 @@ def ensure_publications(
     return [*told, *silent]
 
 
-def _explain_partitions(
-    connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
-) -> None:
+def _explain_partitions(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> None:
     """Warn of a table that the publication only publishes in pieces, none of which is wanted."""
     known = published(connection, settings)
     missing = {table.oid: table for table in tables if table.table not in known}
@@ -290,9 +282,7 @@ def _explain_partitions(
         )
 
 
-def _identity_unsent(
-    connection: psycopg.Connection, publication: str, tables: list[SourceTable]
-) -> list[SourceTable]:
+def _identity_unsent(connection: psycopg.Connection, publication: str, tables: list[SourceTable]) -> list[SourceTable]:
     """Tables whose updates the server would refuse while they are in this publication.
 
     It is one that was made without generated columns; it is left as it is, since its tables would change shape.
@@ -328,9 +318,7 @@ def published(connection: psycopg.Connection, settings: PostgresSettings) -> dic
     return found
 
 
-def _publication_sql(
-    connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]
-) -> str:
+def _publication_sql(connection: psycopg.Connection, settings: PostgresSettings, tables: list[SourceTable]) -> str:
     names = sql.SQL(", ").join(sql.Identifier(t.table.schema, t.table.name) for t in tables)
     text = sql.SQL("CREATE PUBLICATION {} FOR TABLE {} WITH ({});").format(
         sql.Identifier(settings.publication), names, _options(connection)
@@ -341,9 +329,7 @@ def _publication_sql(
 def _options(connection: psycopg.Connection) -> sql.SQL:
     """How a publication of ours publishes: roots, not partitions, and generated columns where the server can."""
     generated = connection.info.server_version >= GENERATED_VERSION_MIN
-    return sql.SQL(
-        "publish_via_partition_root = true" + (", publish_generated_columns = stored" if generated else "")
-    )
+    return sql.SQL("publish_via_partition_root = true" + (", publish_generated_columns = stored" if generated else ""))
 
 
 def _publication_exists(connection: psycopg.Connection, name: str) -> bool:
@@ -351,33 +337,43 @@ def _publication_exists(connection: psycopg.Connection, name: str) -> bool:
 
 
 def _reconcile(
-    connection: psycopg.Connection, name: str, tables: list[SourceTable], publish: str,
-    publishing: Callable[[Publishing], None], beside: frozenset[int] = frozenset(),
-) -> None:  # fmt: skip
+    connection: psycopg.Connection,
+    name: str,
+    tables: list[SourceTable],
+    publish: str,
+    publishing: Callable[[Publishing], None],
+    beside: frozenset[int] = frozenset(),
+) -> None:
     publication = sql.Identifier(name)
     if not _publication_exists(connection, name):
-        connection.execute(sql.SQL("create publication {} with (publish = {}, {})").format(
-            publication, publish, _options(connection)))  # fmt: skip
+        connection.execute(
+            sql.SQL("create publication {} with (publish = {}, {})").format(publication, publish, _options(connection))
+        )
     members = _members(connection, name)
     wanted = {table.oid for table in tables}
     for oid, path in members.items():
         if oid not in wanted:
-            connection.execute(sql.SQL("alter publication {} drop table only {}").format(
-                publication, sql.Identifier(*path)))  # fmt: skip
+            connection.execute(
+                sql.SQL("alter publication {} drop table only {}").format(publication, sql.Identifier(*path))
+            )
     if coming := [table for table in tables if table.oid not in members]:
         # Before: what is written until they are in goes unseen, and that must be known whatever happens next.
         publishing(Publishing(tables=_numbered(coming), at=_inserted(connection), moved=beside))
     for table in coming:
-        connection.execute(sql.SQL("alter publication {} add table only {}").format(
-            publication, sql.Identifier(table.table.schema, table.table.name)))  # fmt: skip
+        connection.execute(
+            sql.SQL("alter publication {} add table only {}").format(
+                publication, sql.Identifier(table.table.schema, table.table.name)
+            )
+        )
 
 
 def _members(connection: psycopg.Connection, name: str) -> dict[int, tuple[str, str]]:
     rows = connection.execute(
         "select r.prrelid::int8, n.nspname, c.relname from pg_publication_rel r "
         "join pg_publication p on p.oid = r.prpubid join pg_class c on c.oid = r.prrelid "
-        "join pg_namespace n on n.oid = c.relnamespace where p.pubname = %s", (name,)
-    )  # fmt: skip
+        "join pg_namespace n on n.oid = c.relnamespace where p.pubname = %s",
+        (name,),
+    )
     return {oid: (schema, table) for oid, schema, table in rows}
 
 
@@ -391,7 +387,7 @@ def _inserted(connection: psycopg.Connection) -> Lsn:
 
 def ensure_slot(
     connection: psycopg.Connection, settings: PostgresSettings, position: Lsn | None, *, take_over: bool = False
-) -> Lsn | None:  # fmt: skip
+) -> Lsn | None:
     """Make sure the slot can give us everything after `position`; None means the log has no commit yet.
 
     Returns the consistent point of a slot made anew. A slot of ours that belongs to a log without a commit is
@@ -471,15 +467,13 @@ def end_reader(connection: psycopg.Connection, name: str) -> None:
 
 def wait_for_slot(
     connection: psycopg.Connection, name: str, wait_seconds: float = SLOT_WAIT_SECONDS_MAX, *, take_over: bool = False
-) -> None:  # fmt: skip
+) -> None:
     """Wait until nobody reads the slot: a predecessor that was killed is noticed late by the server."""
     deadline = time.monotonic() + wait_seconds
     while True:
         if take_over:
             end_reader(connection, name)
-        pid = _value(
-            connection, "select active_pid from pg_replication_slots where slot_name = %s and active", name
-        )
+        pid = _value(connection, "select active_pid from pg_replication_slots where slot_name = %s and active", name)
         if pid is None:
             return
         if time.monotonic() >= deadline:

@@ -56,19 +56,29 @@ class Cursor:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "tables": [[table.schema, table.name] for table in self.tables], "live": self.live, "where": self.where,
-            "at": self.at, "files": [list(pair) for pair in self.files], "leaf": self.leaf, "key": list(self.key),
+            "tables": [[table.schema, table.name] for table in self.tables],
+            "live": self.live,
+            "where": self.where,
+            "at": self.at,
+            "files": [list(pair) for pair in self.files],
+            "leaf": self.leaf,
+            "key": list(self.key),
             "after": None if self.after is None else list(self.after),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Cursor:
         after = stored["after"]
         return cls(
-            tables=tuple(TableId(*names) for names in stored["tables"]), live=stored["live"], where=stored["where"],
-            at=stored["at"], files=tuple((oid, file) for oid, file in stored["files"]), leaf=stored["leaf"],
-            key=tuple(stored["key"]), after=None if after is None else tuple(after),
-        )  # fmt: skip
+            tables=tuple(TableId(*names) for names in stored["tables"]),
+            live=stored["live"],
+            where=stored["where"],
+            at=stored["at"],
+            files=tuple((oid, file) for oid, file in stored["files"]),
+            leaf=stored["leaf"],
+            key=tuple(stored["key"]),
+            after=None if after is None else tuple(after),
+        )
 
 
 class Barrier:
@@ -152,9 +162,10 @@ class PostgresScan:
         plan = self._source.plan(table, Cut.KEY, self._source.scan_chunk_bytes)
         if self._cursor.live and not plan.schema.key:
             raise Unsupported(
-                "a table without a key cannot be read beside the stream", table=table,
+                "a table without a key cannot be read beside the stream",
+                table=table,
                 hint="Name it in `snapshot_tables`, or give it a primary key.",
-            )  # fmt: skip
+            )
         return plan
 
     def _enter_table(self) -> None:
@@ -297,9 +308,10 @@ def require_published(source: PostgresCapture, tables: Sequence[TableId]) -> Non
     for table in tables:
         if not published.get(table):
             raise TableUnpublished(
-                "the source does not publish the table's changes", table=table,
+                "the source does not publish the table's changes",
+                table=table,
                 hint="Have the source's settings want it, or add it to your publication; then start again.",
-            )  # fmt: skip
+            )
 
 
 def _key(plan: Plan, chunk: Chunk) -> tuple[tuple[str, str], ...]:

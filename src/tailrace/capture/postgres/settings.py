@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tailrace.capture.postgres.address import (
-    PUBLICATION_FORM,
-    SLOT_FORM,
-    is_publication,
-    is_slot,
-    require_url,
-)
+from tailrace.capture.postgres.address import PUBLICATION_FORM, SLOT_FORM, is_publication, is_slot, require_url
 from tailrace.errors import ConfigError
 from tailrace.given import require_function
 from tailrace.model.schema import TableId
@@ -53,17 +47,15 @@ class PostgresSettings:
             if getattr(self, what) is not None:
                 require_function(what, getattr(self, what), f"Give a function: `{what}=function`, or nothing.")
         if not is_slot(self.slot):
-            raise ConfigError(f"`slot` must be {SLOT_FORM}", hint="For example: `slot=\"my_program\"`.")
+            raise ConfigError(f"`slot` must be {SLOT_FORM}", hint='For example: `slot="my_program"`.')
         if not is_publication(self.publication):
-            hint = "For example: `publication=\"my_program\"`."
+            hint = 'For example: `publication="my_program"`.'
             raise ConfigError(f"`publication` must be {PUBLICATION_FORM}", hint=hint)
 
     @property
     def publications(self) -> tuple[str, ...]:
         """All that we read."""
-        return (
-            (self.publication, self.publication_inserts) if self.publication_create else (self.publication,)
-        )
+        return (self.publication, self.publication_inserts) if self.publication_create else (self.publication,)
 
     @property
     def publication_inserts(self) -> str:

@@ -66,9 +66,7 @@ class ExactSnapshot:
     name: str
     """What a reader in another process imports."""
 
-    def __init__(
-        self, url: str, publications: tuple[str, ...], *, invalid_text_replaced: bool = False
-    ) -> None:
+    def __init__(self, url: str, publications: tuple[str, ...], *, invalid_text_replaced: bool = False) -> None:
         self._url = url
         self._publications = publications
         self._invalid_text_replaced = invalid_text_replaced
@@ -91,9 +89,13 @@ class ExactSnapshot:
     def reader(self, seconds_max: float = OPEN_SECONDS_MAX) -> SnapshotReader:
         """A reader of this snapshot, here or, pickled, in another process."""
         return SnapshotReader(
-            self._url, self.name, self._publications, self._invalid_text_replaced, point=self.point,
+            self._url,
+            self.name,
+            self._publications,
+            self._invalid_text_replaced,
+            point=self.point,
             seconds_max=seconds_max,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,16 +119,24 @@ class Noted:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "floor": str(self.floor), "upto": str(self.upto), "xmin": self.xmin, "xmax": self.xmax,
-            "running": list(self.running), "standby": self.standby,
-        }  # fmt: skip
+            "floor": str(self.floor),
+            "upto": str(self.upto),
+            "xmin": self.xmin,
+            "xmax": self.xmax,
+            "running": list(self.running),
+            "standby": self.standby,
+        }
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Noted:
         return cls(
-            floor=Lsn.parse(stored["floor"]), upto=Lsn.parse(stored["upto"]), xmin=stored["xmin"],
-            xmax=stored["xmax"], running=tuple(stored["running"]), standby=stored["standby"],
-        )  # fmt: skip
+            floor=Lsn.parse(stored["floor"]),
+            upto=Lsn.parse(stored["upto"]),
+            xmin=stored["xmin"],
+            xmax=stored["xmax"],
+            running=tuple(stored["running"]),
+            standby=stored["standby"],
+        )
 
 
 _WRITERS = "locktype = 'transactionid' and mode = 'ExclusiveLock' and granted"
@@ -281,9 +291,10 @@ class SnapshotReader:
             raise _rewritten(schema)
         if seen < self._at_least:
             raise SourceSlow(
-                "the server that is read from is behind", behind_bytes=self._at_least - seen,
+                "the server that is read from is behind",
+                behind_bytes=self._at_least - seen,
                 hint="It is tried again. Does the standby follow the source?",
-            )  # fmt: skip
+            )
         return seen
 
     def keep(self, schema: TableSchema) -> None:
@@ -307,10 +318,15 @@ class SnapshotReader:
     def _has_columns(self, schema: TableSchema) -> bool:
         numbers = schema.facts.numbers if schema.facts else ()
         types = [column.source_type for column in schema.columns]
-        found = self._connection.execute(_SAME_COLUMNS, {
-            "names": schema.names[: len(numbers)], "types": types[: len(numbers)], "numbers": list(numbers),
-            "table": schema.relation,
-        }).fetchone()  # fmt: skip
+        found = self._connection.execute(
+            _SAME_COLUMNS,
+            {
+                "names": schema.names[: len(numbers)],
+                "types": types[: len(numbers)],
+                "numbers": list(numbers),
+                "table": schema.relation,
+            },
+        ).fetchone()
         return found == (len(numbers),)
 
     def position(self) -> Lsn:
@@ -318,9 +334,13 @@ class SnapshotReader:
         return self._point or _sent_position(self._connection)
 
     def rows(
-        self, schema: TableSchema, chunk: Chunk | None = None, condition: str | None = None, *,
+        self,
+        schema: TableSchema,
+        chunk: Chunk | None = None,
+        condition: str | None = None,
+        *,
         ordered_by: Sequence[tuple[str, str]] = (),
-    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+    ) -> Iterator[pa.RecordBatch]:
         """The table's rows, or those of a chunk, that fulfil the condition, which is SQL; a chunk's in order, if asked
         for, of these columns."""
         try:
@@ -360,9 +380,12 @@ class SnapshotReader:
         source = self._from(schema, chunk, condition)
         try:
             yield from copy_marked(
-                self._connection, schema, source, deadline=self._deadline,
+                self._connection,
+                schema,
+                source,
+                deadline=self._deadline,
                 invalid_text_replaced=self._invalid_text_replaced,
-            )  # fmt: skip
+            )
         except SourceError as error:
             if self._is_changed(error, schema, chunk, condition):
                 raise _rewritten(schema) from error
@@ -389,9 +412,12 @@ class SnapshotReader:
         yield from self._copied(schema, None, wanted.as_string(self._connection))
 
     def _copied(
-        self, schema: TableSchema, chunk: Chunk | None, condition: str | None,
+        self,
+        schema: TableSchema,
+        chunk: Chunk | None,
+        condition: str | None,
         ordered_by: Sequence[tuple[str, str]] = (),
-    ) -> Iterator[pa.RecordBatch]:  # fmt: skip
+    ) -> Iterator[pa.RecordBatch]:
         source = self._from(schema, chunk, condition)
         if chunk is not None and ordered_by:
             leaf = chunk.leaf
@@ -399,11 +425,7 @@ class SnapshotReader:
             names = [sql.Identifier(leaf.schema, leaf.name, name) for name, _ in ordered_by]
             source += sql.SQL(" order by {}").format(sql.SQL(", ").join(names))
         return copy_rows(
-            self._connection,
-            schema,
-            source,
-            deadline=self._deadline,
-            invalid_text_replaced=self._invalid_text_replaced,
+            self._connection, schema, source, deadline=self._deadline, invalid_text_replaced=self._invalid_text_replaced
         )
 
     def _from(self, schema: TableSchema, chunk: Chunk | None, condition: str | None) -> sql.Composed:
@@ -439,6 +461,4 @@ class SnapshotReader:
 
 
 def _rewritten(schema: TableSchema) -> SourceRewritten:
-    return SourceRewritten(
-        "the table was changed while it was read", table=schema.table, hint=_REWRITTEN_HINT
-    )
+    return SourceRewritten("the table was changed while it was read", table=schema.table, hint=_REWRITTEN_HINT)

@@ -73,9 +73,7 @@ class PostgresCapture:
         """Which database this is, after checking that it can be captured from."""
         return identify(self.settings.url)
 
-    def prepare(
-        self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False
-    ) -> Lsn | None:
+    def prepare(self, position: Lsn | None, origin: SourceId | None = None, *, take_over: bool = False) -> Lsn | None:
         """Make publication and slot; the point a new log begins at, if it is new.
 
         `origin` is the history that `position` was read from; with `take_over` whoever reads the slot is ended.
@@ -248,16 +246,23 @@ class PostgresCapture:
     def chunk_reader(self, seconds_max: float, at_least: Lsn) -> SnapshotReader:
         """Reads a chunk in a snapshot of its own, from the standby if there is one."""
         return SnapshotReader(
-            self.settings.standby or self.settings.url, None, self.settings.publications,
-            self.settings.invalid_text_replaced, at_least=at_least, seconds_max=seconds_max,
-        )  # fmt: skip
+            self.settings.standby or self.settings.url,
+            None,
+            self.settings.publications,
+            self.settings.invalid_text_replaced,
+            at_least=at_least,
+            seconds_max=seconds_max,
+        )
 
     def row_reader(self, seconds_max: float) -> SnapshotReader:
         """Reads rows again by their keys, as the source has them now."""
         return SnapshotReader(
-            self.settings.url, None, self.settings.publications, self.settings.invalid_text_replaced,
+            self.settings.url,
+            None,
+            self.settings.publications,
+            self.settings.invalid_text_replaced,
             seconds_max=seconds_max,
-        )  # fmt: skip
+        )
 
     def lag(self) -> Lag:
         with self._connected() as connection:

@@ -126,9 +126,15 @@ class PostgresStream:
     """Windows after a position, from the slot, for one caller."""
 
     def __init__(
-        self, settings: PostgresSettings, session: PGconn, timeline: int, after: Lsn,
-        describe: Describe, xid_near: int, release: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        settings: PostgresSettings,
+        session: PGconn,
+        timeline: int,
+        after: Lsn,
+        describe: Describe,
+        xid_near: int,
+        release: Callable[[], None],
+    ) -> None:
         text = text_of(session, replaced=settings.invalid_text_replaced)
         self._decoder, self._release = Decoder(describe, xid_near, settings.messages, text), release
         self._last: Window | None = None
@@ -164,9 +170,7 @@ class PostgresStream:
 
     def read(self, after: Lsn, wait_seconds: float) -> Window | None:
         if self._decoding:
-            raise SourceUnreachable(
-                "what the server sent was not decoded", hint="The stream is opened again."
-            )
+            raise SourceUnreachable("what the server sent was not decoded", hint="The stream is opened again.")
         if self._last is not None and after < self._last.end:
             return self._last  # the caller could not keep it
         self._last = None
@@ -335,8 +339,7 @@ class PostgresStream:
         state = result.error_field(pq.DiagnosticField.SQLSTATE) if result is not None else None
         message = result.get_error_message() if result is not None else ""
         return explain_text(
-            message or self._connection.get_error_message() or "the stream ended",
-            state=(state or b"").decode(),
+            message or self._connection.get_error_message() or "the stream ended", state=(state or b"").decode()
         )
 
 

@@ -104,10 +104,7 @@ RULES: tuple[Rule, ...] = (
         "regoperator 2204 2209 regrole 4096 4097 regnamespace 4089 4090 regconfig 3734 3735 "
         "regdictionary 3769 3770 regcollation 4191 4192",
     ),
-    _text(
-        "as the server prints it",
-        "refcursor 1790 2201 aclitem 1033 1034 int2vector 22 1006 oidvector 30 1013",
-    ),
+    _text("as the server prints it", "refcursor 1790 2201 aclitem 1033 1034 int2vector 22 1006 oidvector 30 1013"),
     _text(
         "the server's own; as it prints them",
         "pg_node_tree 194 0 pg_ndistinct 3361 0 pg_dependencies 3402 0 pg_mcv_list 5017 0 "

@@ -337,9 +337,7 @@ def _common_timestamp(b: Bytes, i: Word, n: Word) -> Word:
 
 
 @kernel
-def _timestamps(
-    b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Bytes, minus: Bytes
-) -> None:
+def _timestamps(b: Bytes, at: Ints, size: Ints, out: Any, state: Bytes, infinity: Bytes, minus: Bytes) -> None:
     for r in range(at.size):
         n = size[r]
         if n < 0:
@@ -486,12 +484,7 @@ def _elements(
                 cell_at[cells] = start
                 cell_size[cells] = w - start
                 if not quoted and w - start == 4:
-                    if (
-                        text[start] == 78
-                        and text[start + 1] == 85
-                        and text[start + 2] == 76
-                        and text[start + 3] == 76
-                    ):
+                    if text[start] == 78 and text[start + 1] == 85 and text[start + 2] == 76 and text[start + 3] == 76:
                         cell_size[cells] = -1
                 cells += 1
                 if i < end:
@@ -635,9 +628,7 @@ def _binary(cells: Cells) -> tuple[pa.Array, Bytes]:
     out = np.empty(int(np.maximum(cells.size, 0).sum()) // 2, np.uint8)
     _binaries(cells.buffer, cells.at, cells.size, offsets, out, state)
     bitmap, missing = _validity(state)
-    return pa.Array.from_buffers(
-        pa.binary(), n, [bitmap, pa.py_buffer(offsets), pa.py_buffer(out)], missing
-    ), state
+    return pa.Array.from_buffers(pa.binary(), n, [bitmap, pa.py_buffer(offsets), pa.py_buffer(out)], missing), state
 
 
 def _lists(cells: Cells, kind: pa.ListType) -> tuple[pa.Array, Bytes]:
@@ -649,9 +640,7 @@ def _lists(cells: Cells, kind: pa.ListType) -> tuple[pa.Array, Bytes]:
     children, child_state = _column(Cells(text, child_at[:count], child_size[:count]), kind.value_type)
     _spread(offsets, child_state, state)
     bitmap, missing = _validity(state)
-    return pa.Array.from_buffers(
-        kind, n, [bitmap, pa.py_buffer(offsets)], missing, children=[children]
-    ), state
+    return pa.Array.from_buffers(kind, n, [bitmap, pa.py_buffer(offsets)], missing, children=[children]), state
 
 
 def _column(cells: Cells, kind: pa.DataType) -> tuple[pa.Array, Bytes]:

@@ -24,9 +24,7 @@ _TEXTS: list[tuple[pa.DataType, bytes]] = [
 
 
 def _schema() -> TableSchema:
-    columns = tuple(
-        Column(name=f"c{n}", source_type=str(kind), type=kind) for n, (kind, _) in enumerate(_TEXTS)
-    )
+    columns = tuple(Column(name=f"c{n}", source_type=str(kind), type=kind) for n, (kind, _) in enumerate(_TEXTS))
     return TableSchema(
         table=TableId("public", "warm"), relation=1, columns=columns, key=("c0",), identity=Identity.FULL
     )
@@ -44,11 +42,16 @@ def _messages() -> list[bytes]:
     unsent = new[: new.rindex(b"t" + struct.pack(">I", len(_TEXTS[-1][1])))] + b"u"
     relation = struct.pack(">I", 1)
     return [
-        b"B" + struct.pack(">QQI", 1, 1, 7), b"R" + relation, b"I" + relation + _tuple(b"N", b"1"),
-        b"U" + relation + unsent, b"U" + relation + old + new, b"D" + relation + old,
-        b"T" + struct.pack(">IBI", 1, 0, 1), b"M" + struct.pack(">BQ2sI", 1, 1, b"m", 0),
+        b"B" + struct.pack(">QQI", 1, 1, 7),
+        b"R" + relation,
+        b"I" + relation + _tuple(b"N", b"1"),
+        b"U" + relation + unsent,
+        b"U" + relation + old + new,
+        b"D" + relation + old,
+        b"T" + struct.pack(">IBI", 1, 0, 1),
+        b"M" + struct.pack(">BQ2sI", 1, 1, b"m", 0),
         b"C" + struct.pack(">BQQQ", 0, 1, 2, 1),
-    ]  # fmt: skip
+    ]
 
 
 def _copy() -> bytes:

@@ -128,9 +128,7 @@ def _note(b: Bytes, at: Word, body: Word, starts: Ints, state: Ints) -> None:
 
 
 @kernel
-def drain_messages(
-    libpq: Ints, connection: Word, b: Bytes, starts: Ints, state: Ints, bytes_max: Word
-) -> Word:
+def drain_messages(libpq: Ints, connection: Word, b: Bytes, starts: Ints, state: Ints, bytes_max: Word) -> Word:
     """Append replication messages to `b` until `bytes_max` are there or nothing more can be read.
 
     `starts[k]` is where message k begins, without its envelope, and `starts[k + 1]` where it ends. One that an

@@ -16,12 +16,24 @@ WELL: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("url", [
-    "app:s3cret@localhost", "host=localhost password=s3cret", "mysql://app:s3cret@localhost/db", "", None, 3,
-    "postgresql://app:s3cret@[::1/db", "postgresql://app:s%zz3cret@h/db", "postgresql://app:s3@cret@localhost/db",
-    "postgresql://app:s3/cret@localhost/db", "postgresql://app:s3 cret@localhost/db",
-    "postgresql://app:s3cret@localhost:99999/db",
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "url",
+    [
+        "app:s3cret@localhost",
+        "host=localhost password=s3cret",
+        "mysql://app:s3cret@localhost/db",
+        "",
+        None,
+        3,
+        "postgresql://app:s3cret@[::1/db",
+        "postgresql://app:s%zz3cret@h/db",
+        "postgresql://app:s3@cret@localhost/db",
+        "postgresql://app:s3/cret@localhost/db",
+        "postgresql://app:s3 cret@localhost/db",
+        "postgresql://app:s3cret@localhost:99999/db",
+    ],
+    ids=str,
+)
 def test_an_address_that_cannot_be_read_is_refused_and_nothing_of_it_is_shown(url: Any) -> None:
     for act in (connect, connect_replication, lambda url: PostgresSettings(**{**WELL, "url": url})):
         with pytest.raises(ConfigError, match="`url`") as raised:
@@ -31,13 +43,22 @@ def test_an_address_that_cannot_be_read_is_refused_and_nothing_of_it_is_shown(ur
         assert "cret" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"wanted": {"public.orders"}}, "`wanted` cannot be called"), ({"wanted": None}, "`wanted` cannot be called"),
-    ({"messages": ["mail"]}, "`messages` cannot be called"), ({"standby": "standby"}, "`standby` must be a URL"),
-    ({"slot": "My Slot"}, "`slot` must be 1 to 63 lower-case"), ({"slot": "x" * 64}, "`slot` must be"),
-    ({"slot": 3}, "`slot` must be"), ({"publication": ""}, "`publication` must be 1 to 55 bytes"),
-    ({"publication": 'a"b'}, "`publication` must be"), ({"publication": "x" * 56}, "`publication` must be"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"wanted": {"public.orders"}}, "`wanted` cannot be called"),
+        ({"wanted": None}, "`wanted` cannot be called"),
+        ({"messages": ["mail"]}, "`messages` cannot be called"),
+        ({"standby": "standby"}, "`standby` must be a URL"),
+        ({"slot": "My Slot"}, "`slot` must be 1 to 63 lower-case"),
+        ({"slot": "x" * 64}, "`slot` must be"),
+        ({"slot": 3}, "`slot` must be"),
+        ({"publication": ""}, "`publication` must be 1 to 55 bytes"),
+        ({"publication": 'a"b'}, "`publication` must be"),
+        ({"publication": "x" * 56}, "`publication` must be"),
+    ],
+    ids=str,
+)
 def test_what_the_server_would_refuse_or_cut_off_is_told_before(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
         PostgresSettings(**{**WELL, **given})

@@ -148,11 +148,25 @@ def streams(draw: st.DrawFn) -> bytes:
         table = draw(st.sampled_from([ITEMS, WHOLE]))
         width = len(table.columns) + draw(st.sampled_from([0, 0, 0, 0, 1, -1]))
         first, second = (draw(st.tuples(*[CELL] * width)) for _ in range(2))
-        messages.append(draw(st.sampled_from([
-            begin(), commit(), table.insert(*first), table.update(*first), table.update(*first, key=second),
-            table.update(*first, old=second), table.delete(key=first), table.delete(old=first),
-            truncate(*[table] * (1 + width % 2)), message("p", b"c"), message("p", b"", outside_at=EPOCH_2000),
-        ])))  # fmt: skip
+        messages.append(
+            draw(
+                st.sampled_from(
+                    [
+                        begin(),
+                        commit(),
+                        table.insert(*first),
+                        table.update(*first),
+                        table.update(*first, key=second),
+                        table.update(*first, old=second),
+                        table.delete(key=first),
+                        table.delete(old=first),
+                        truncate(*[table] * (1 + width % 2)),
+                        message("p", b"c"),
+                        message("p", b"", outside_at=EPOCH_2000),
+                    ]
+                )
+            )
+        )
     whole = draw(st.booleans())
     return draw(st.binary(min_size=2, max_size=2)) + framed(transaction(*messages) if whole else messages)
 
@@ -199,11 +213,21 @@ def test_a_number_that_the_bytes_do_not_bear_out_is_refused(judge: Judge, what: 
     assert judge.outcome("decode", bytes(2) + framed(messages)).startswith(b"protocol-violation: ")
 
 
-@pytest.mark.parametrize("text", [
-    b"[1:2147483647]={1}", b"[-2147483648:2147483647][1:2147483647]={}", b"{" * 30_000, b"{" * 15_000 + b"}" * 15_000,
-    b"{" + b"," * 30_000 + b"}", b"{" + b"1," * 15_000 + b"1}", b'{"' + b"\\" * 30_001, b"9" * 30_000,
-    b"{" + b'"",' * 10_000 + b'""}',
-], ids=lambda text: repr(text[:12]))  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[1:2147483647]={1}",
+        b"[-2147483648:2147483647][1:2147483647]={}",
+        b"{" * 30_000,
+        b"{" * 15_000 + b"}" * 15_000,
+        b"{" + b"," * 30_000 + b"}",
+        b"{" + b"1," * 15_000 + b"1}",
+        b'{"' + b"\\" * 30_001,
+        b"9" * 30_000,
+        b"{" + b'"",' * 10_000 + b'""}',
+    ],
+    ids=lambda text: repr(text[:12]),
+)
 def test_no_array_takes_more_than_its_bytes_can_hold(judge: Judge, text: bytes) -> None:
     for kind in (1007, 1009, 1231, 1185, 23, 1700, 25):
         found = judge.outcome("value", struct.pack(">Ii", kind, 0xA0006) + framed([text]))
@@ -239,9 +263,7 @@ def tried() -> Iterator[Judge]:
     ("greedy", (4 * MEMORY_MAX).to_bytes(8, "big"), "MemoryError"),
     ("fickle", b"abc", "AssertionError"),
 ])  # fmt: skip
-def test_whatever_goes_wrong_is_noticed_and_the_input_told(
-    tried: Judge, target: str, data: bytes, why: str
-) -> None:
+def test_whatever_goes_wrong_is_noticed_and_the_input_told(tried: Judge, target: str, data: bytes, why: str) -> None:
     assert tried.outcome("greedy", b"\x02") == b"\x01\x01", "what fell before is replaced"
     with pytest.raises(Fell, match=why) as caught:
         tried.outcome(target, data)

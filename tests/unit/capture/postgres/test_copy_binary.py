@@ -209,8 +209,10 @@ def test_every_float_survives(numbers: list[float]) -> None:
 
 def test_null_is_not_the_empty_text() -> None:
     assert read_texts(copied(row(None, b""), row(b"", None), row(None, None))) == [
-        {"a": None, "b": ""}, {"a": "", "b": None}, {"a": None, "b": None},
-    ]  # fmt: skip
+        {"a": None, "b": ""},
+        {"a": "", "b": None},
+        {"a": None, "b": None},
+    ]
 
 
 def test_several_pieces_are_several_batches_in_order() -> None:

@@ -67,10 +67,7 @@ def one(window: Window) -> ChangeBatch:
 def test_insert_update_and_delete_arrive_as_they_were_made() -> None:
     window = decode(
         transaction(
-            ITEMS.relation(),
-            ITEMS.insert(1, "a", None),
-            ITEMS.update(1, "b", "x"),
-            ITEMS.delete(key=(1, None, None)),
+            ITEMS.relation(), ITEMS.insert(1, "a", None), ITEMS.update(1, "b", "x"), ITEMS.delete(key=(1, None, None))
         )
     )
     assert brief(window) == [
@@ -183,11 +180,20 @@ def test_a_key_that_grows_by_a_character_moves() -> None:
 
 
 def test_rows_of_several_tables_keep_the_order_of_the_wire() -> None:
-    window = decode([
-        *transaction(ITEMS.relation(), OTHER.relation(), OTHER.insert(1), ITEMS.insert(2, None, None),
-                     OTHER.insert(3), end=0x100, xid=7),
-        *transaction(ITEMS.insert(4, None, None), OTHER.insert(5), end=0x1_00000200, xid=8),
-    ])  # fmt: skip
+    window = decode(
+        [
+            *transaction(
+                ITEMS.relation(),
+                OTHER.relation(),
+                OTHER.insert(1),
+                ITEMS.insert(2, None, None),
+                OTHER.insert(3),
+                end=0x100,
+                xid=7,
+            ),
+            *transaction(ITEMS.insert(4, None, None), OTHER.insert(5), end=0x1_00000200, xid=8),
+        ]
+    )
     found = [(r["_seq"], r["id"], r["table"], r["_tx_index"], r["_tx"], r["_position"]) for r in rows(window)]
     assert found == [
         (0, 1, "other", 0, 7, "0/100"),
@@ -201,19 +207,19 @@ def test_rows_of_several_tables_keep_the_order_of_the_wire() -> None:
 
 
 def test_every_batch_is_in_order_of_seq() -> None:
-    window = decode(
-        transaction(ITEMS.relation(), *[ITEMS.insert(n, None, None) for n in range(50)], truncate(ITEMS))
-    )
+    window = decode(transaction(ITEMS.relation(), *[ITEMS.insert(n, None, None) for n in range(50)], truncate(ITEMS)))
     seqs = one(window).data.column("_seq").to_pylist()
     assert seqs == list(range(51))
 
 
 def test_the_time_of_commit_is_the_servers_in_utc() -> None:
     at = EPOCH_2000 + 123_456_789
-    window = decode([
-        *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), at=at),
-        *transaction(ITEMS.insert(2, None, None), end=0x200, at=at + 5),
-    ])  # fmt: skip
+    window = decode(
+        [
+            *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), at=at),
+            *transaction(ITEMS.insert(2, None, None), end=0x200, at=at + 5),
+        ]
+    )
     column = one(window).data.column("_committed_at")
     assert column.type == pa.timestamp("us", "UTC")
     assert column.cast(pa.int64()).to_pylist() == [at, at + 5]
@@ -222,11 +228,13 @@ def test_the_time_of_commit_is_the_servers_in_utc() -> None:
 
 def test_a_window_bears_the_newest_time_of_its_transactions_also_where_the_servers_clock_went_back() -> None:
     at = EPOCH_2000 + 123_456_789
-    window = decode([
-        *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), at=at),
-        *transaction(ITEMS.insert(2, None, None), end=0x200, xid=8, at=at + 50),
-        *transaction(ITEMS.insert(3, None, None), end=0x300, xid=9, at=at + 5),
-    ])  # fmt: skip
+    window = decode(
+        [
+            *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), at=at),
+            *transaction(ITEMS.insert(2, None, None), end=0x200, xid=8, at=at + 50),
+            *transaction(ITEMS.insert(3, None, None), end=0x300, xid=9, at=at + 5),
+        ]
+    )
     assert window.last_committed_at == at + 50
     later = decode([*transaction(ITEMS.relation(), ITEMS.insert(4, None, None), end=0x400, xid=10, at=at + 7)])
     whole = joined(following([window, later], 0))
@@ -278,18 +286,20 @@ def test_a_dropped_transaction_still_teaches_the_shape_of_a_table() -> None:
 )
 def test_a_transaction_id_is_widened_to_the_epoch_nearest_by(near: int, sent: int, expected: int) -> None:
     window = decode(
-        transaction(ITEMS.relation(), ITEMS.insert(1, None, None), xid=sent),
-        decoder=Decoder(describe, xid_near=near),
+        transaction(ITEMS.relation(), ITEMS.insert(1, None, None), xid=sent), decoder=Decoder(describe, xid_near=near)
     )
     assert rows(window)[0]["_tx"] == expected
 
 
 def test_transaction_ids_go_on_rising_over_an_epoch_and_between_windows() -> None:
     decoder = Decoder(describe, xid_near=(1 << 32) - 2)
-    first = decode([
-        *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), xid=(1 << 32) - 1, end=0x100),
-        *transaction(ITEMS.insert(2, None, None), xid=3, end=0x200),
-    ], decoder=decoder)  # fmt: skip
+    first = decode(
+        [
+            *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), xid=(1 << 32) - 1, end=0x100),
+            *transaction(ITEMS.insert(2, None, None), xid=3, end=0x200),
+        ],
+        decoder=decoder,
+    )
     second = decode(transaction(ITEMS.insert(3, None, None), xid=4, end=0x300), decoder=decoder)
     found = [row["_tx"] for row in rows(first) + rows(second)]
     assert found == [(1 << 32) - 1, (1 << 32) + 3, (1 << 32) + 4]
@@ -301,21 +311,25 @@ WIDER = Sent(oid=1, name="items", columns=(*ITEMS.columns, ("more", INT4, -1)))
 
 
 def test_a_table_that_changes_its_shape_within_a_window_gives_a_batch_of_each() -> None:
-    window = decode([
-        *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100),
-        *transaction(WIDER.relation(), WIDER.insert(2, None, None, 9), end=0x200),
-        *transaction(WIDER.insert(3, None, None, 9), end=0x300),
-    ])  # fmt: skip
+    window = decode(
+        [
+            *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100),
+            *transaction(WIDER.relation(), WIDER.insert(2, None, None, 9), end=0x200),
+            *transaction(WIDER.insert(3, None, None, 9), end=0x300),
+        ]
+    )
     shapes = [(len(batch.schema.columns), batch.data.column("id").to_pylist()) for batch in window.batches]
     assert shapes == [(3, [1]), (4, [2, 3])]
     assert [row["_seq"] for row in rows(window)] == [0, 1, 2]
 
 
 def test_a_table_that_is_described_again_unchanged_stays_in_one_batch() -> None:
-    window = decode([
-        *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100),
-        *transaction(ITEMS.relation(), ITEMS.insert(2, None, None), end=0x200),
-    ])  # fmt: skip
+    window = decode(
+        [
+            *transaction(ITEMS.relation(), ITEMS.insert(1, None, None), end=0x100),
+            *transaction(ITEMS.relation(), ITEMS.insert(2, None, None), end=0x200),
+        ]
+    )
     assert one(window).data.column("id").to_pylist() == [1, 2]
 
 
@@ -351,15 +365,11 @@ def test_many_relations_in_one_window_are_all_learnt() -> None:
 
 
 def test_a_value_that_does_not_fit_is_kept_as_its_exact_text() -> None:
-    window = decode(transaction(
-        PRICES.relation(), PRICES.insert(1, "12.50"), PRICES.insert(2, "NaN"), PRICES.insert(3, None),
-    ))  # fmt: skip
+    window = decode(
+        transaction(PRICES.relation(), PRICES.insert(1, "12.50"), PRICES.insert(2, "NaN"), PRICES.insert(3, None))
+    )
     found = [(row["price"], row["_unfit"]) for row in rows(window)]
-    assert found == [
-        (Decimal("12.50"), None),
-        (None, [{"column": "price", "text": "NaN"}]),
-        (None, None),
-    ]
+    assert found == [(Decimal("12.50"), None), (None, [{"column": "price", "text": "NaN"}]), (None, None)]
     assert one(window).unfit == 1
 
 
@@ -385,10 +395,13 @@ def test_a_large_window_is_split_into_batches_that_together_are_the_same(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     messages = [
-        *transaction(ITEMS.relation(), OTHER.relation(),
-                     *[m for n in range(60) for m in (ITEMS.insert(n, "x" * 20, None), OTHER.insert(n))]),
+        *transaction(
+            ITEMS.relation(),
+            OTHER.relation(),
+            *[m for n in range(60) for m in (ITEMS.insert(n, "x" * 20, None), OTHER.insert(n))],
+        ),
         *transaction(truncate(ITEMS), ITEMS.update(2, "y", UNSENT, key=(1, None, None)), end=0x200),
-    ]  # fmt: skip
+    ]
     whole = decode(messages)
     monkeypatch.setattr(decode_module, limit, most)
     split = decode(messages)
@@ -404,14 +417,14 @@ def test_a_large_window_is_split_into_batches_that_together_are_the_same(
 
 
 @pytest.mark.parametrize("limit", ["BATCH_BYTES_MAX", "BATCH_CELLS_MAX"])
-def test_a_truncate_that_comes_first_in_a_large_window_is_not_lost(
-    monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_a_truncate_that_comes_first_in_a_large_window_is_not_lost(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     messages = transaction(ITEMS.relation(), OTHER.relation(), truncate(ITEMS), OTHER.insert(1), truncate(OTHER))
     monkeypatch.setattr(decode_module, limit, 8)
     assert [(row["_seq"], row["_op"]) for row in rows(decode(messages))] == [
-        (0, "truncate"), (1, "insert"), (2, "truncate"),
-    ]  # fmt: skip
+        (0, "truncate"),
+        (1, "insert"),
+        (2, "truncate"),
+    ]
 
 
 # --- anything else is refused ------------------------------------------------------------------------------
@@ -486,9 +499,7 @@ def test_messages_that_carry_no_row_are_passed_over() -> None:
 def test_a_window_is_the_same_however_its_transactions_are_dealt_out(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=8))
     made = [
-        transaction(
-            ITEMS.relation(), *[ITEMS.insert(10 * n + k, None, None) for k in range(size)], end=16 * n + 16
-        )
+        transaction(ITEMS.relation(), *[ITEMS.insert(10 * n + k, None, None) for k in range(size)], end=16 * n + 16)
         for n, size in enumerate(sizes)
     ]
     cut = data.draw(st.integers(0, len(made)))

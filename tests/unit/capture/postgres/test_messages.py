@@ -47,15 +47,20 @@ def test_a_message_outside_of_a_transaction_is_one_of_its_own() -> None:
 
 
 def test_messages_and_transactions_keep_the_order_of_the_wire() -> None:
-    window = decode([
-        message("a", b"1", lsn=0x10, outside_at=EPOCH_2000),
-        *transaction(ITEMS.relation(), message("b", b"2"), ITEMS.insert(1), xid=8, end=0x20),
-        message("c", b"3", lsn=0x30, outside_at=EPOCH_2000),
-    ])  # fmt: skip
+    window = decode(
+        [
+            message("a", b"1", lsn=0x10, outside_at=EPOCH_2000),
+            *transaction(ITEMS.relation(), message("b", b"2"), ITEMS.insert(1), xid=8, end=0x20),
+            message("c", b"3", lsn=0x30, outside_at=EPOCH_2000),
+        ]
+    )
     rows = sorted((row for batch in window.batches for row in batch.data.to_pylist()), key=lambda row: row["_seq"])
     assert [(row["_op"], row["_position"], row["_tx"], row["_tx_index"]) for row in rows] == [
-        ("message", "0/10", 0, 0), ("message", "0/20", 8, 0), ("insert", "0/20", 8, 1), ("message", "0/30", 0, 0),
-    ]  # fmt: skip
+        ("message", "0/10", 0, 0),
+        ("message", "0/20", 8, 0),
+        ("insert", "0/20", 8, 1),
+        ("message", "0/30", 0, 0),
+    ]
 
 
 def test_a_message_that_was_taken_does_not_come_again() -> None:
@@ -72,17 +77,14 @@ def test_a_message_of_a_transaction_that_is_over_does_not_come_again() -> None:
 def test_a_message_nobody_wants_leaves_no_row_and_no_number() -> None:
     decoder = Decoder(describe, wanted=lambda prefix: prefix == "mine")
     window = decode(
-        transaction(ITEMS.relation(), message("theirs", b"x"), ITEMS.insert(1), message("mine", b"y")),
-        decoder=decoder,
+        transaction(ITEMS.relation(), message("theirs", b"x"), ITEMS.insert(1), message("mine", b"y")), decoder=decoder
     )
     assert said(window) == [("mine", b"y", True)]
     assert sorted(n for batch in window.batches for n in batch.data.column("_seq").to_pylist()) == [0, 1]
 
 
 def test_messages_of_a_large_transaction_come_with_its_parts() -> None:
-    sent = transaction(
-        ITEMS.relation(), message("a", b"1"), ITEMS.insert(1), message("b", b"22"), message("c", b"")
-    )
+    sent = transaction(ITEMS.relation(), message("a", b"1"), ITEMS.insert(1), message("b", b"22"), message("c", b""))
     whole, parts = decode(sent), decode_in_parts(sent, [3, 4])
     assert said(whole) == said(*parts) == [("a", b"1", True), ("b", b"22", True), ("c", b"", True)]
     assert parts[0].open

@@ -39,14 +39,28 @@ PRICES = Sent(oid=4, name="prices", columns=(("id", INT4, -1), ("price", NUMERIC
 
 AT = EPOCH_2000 + 5_000_000
 LARGE = transaction(
-    ITEMS.relation(), ITEMS.insert(1, "a", "x"), OTHER.relation(), OTHER.insert(5),
-    ITEMS.update(2, "b", UNSENT, key=(1, None, None)), ITEMS.update(2, UNSENT, UNSENT),
-    WHOLE.relation(), WHOLE.insert(1, "w", "huge"), WHOLE.update(2, "v", UNSENT, old=(1, "w", "huge")),
-    truncate(ITEMS, OTHER), PRICES.relation(), PRICES.insert(1, "NaN"), OTHER.insert(6),
-    WIDER.relation(), WIDER.insert(3, None, None, 9), WHOLE.delete(old=(2, "v", "huge")),
-    WIDER.delete(key=(3, None, None, None)), OTHER.insert(7),
-    xid=70, end=0x500, at=AT,
-)  # fmt: skip
+    ITEMS.relation(),
+    ITEMS.insert(1, "a", "x"),
+    OTHER.relation(),
+    OTHER.insert(5),
+    ITEMS.update(2, "b", UNSENT, key=(1, None, None)),
+    ITEMS.update(2, UNSENT, UNSENT),
+    WHOLE.relation(),
+    WHOLE.insert(1, "w", "huge"),
+    WHOLE.update(2, "v", UNSENT, old=(1, "w", "huge")),
+    truncate(ITEMS, OTHER),
+    PRICES.relation(),
+    PRICES.insert(1, "NaN"),
+    OTHER.insert(6),
+    WIDER.relation(),
+    WIDER.insert(3, None, None, 9),
+    WHOLE.delete(old=(2, "v", "huge")),
+    WIDER.delete(key=(3, None, None, None)),
+    OTHER.insert(7),
+    xid=70,
+    end=0x500,
+    at=AT,
+)
 """Every kind of change, over four tables, one of which changes its shape."""
 
 
@@ -62,9 +76,7 @@ def rows(*windows: Window) -> list[dict[str, Any]]:
             for row in batch.data.to_pylist()
         ]
         of_window.sort(key=lambda row: int(row[change.SEQ]))
-        assert [row[change.SEQ] for row in of_window] == list(range(window.rows)), (
-            "`_seq` counts in each window"
-        )
+        assert [row[change.SEQ] for row in of_window] == list(range(window.rows)), "`_seq` counts in each window"
         assert {change.POSITION in row for row in of_window} <= {not window.open}
         found += of_window
     for row in found:
@@ -76,9 +88,11 @@ def rows(*windows: Window) -> list[dict[str, Any]]:
 def counts(*windows: Window) -> tuple[int, int, int, int]:
     batches = [batch for window in windows for batch in window.batches]
     return (
-        sum(window.rows for window in windows), sum(batch.moves for batch in batches),
-        sum(batch.truncates for batch in batches), sum(batch.unfit for batch in batches),
-    )  # fmt: skip
+        sum(window.rows for window in windows),
+        sum(batch.moves for batch in batches),
+        sum(batch.truncates for batch in batches),
+        sum(batch.unfit for batch in batches),
+    )
 
 
 def ids(*windows: Window) -> list[int]:
@@ -107,18 +121,14 @@ def test_a_transaction_may_come_message_by_message() -> None:
 
 def test_a_part_says_what_is_known_of_its_transaction_and_no_more() -> None:
     first, last = decode_in_parts(LARGE, [6], after=Lsn(0x20), end=Lsn(0x600))
-    assert (first.start, first.end, first.transactions, first.last_committed_at) == (
-        Lsn(0x20), Lsn(0x20), 0, None,
-    )  # fmt: skip
+    assert (first.start, first.end, first.transactions, first.last_committed_at) == (Lsn(0x20), Lsn(0x20), 0, None)
     for batch in first.batches:
         fields = [field for field in batch.schema.change_schema() if field.name in batch.data.schema.names]
         assert batch.data.schema.names == [field.name for field in fields]
         assert change.POSITION not in batch.data.schema.names
         batch.data.validate(full=True)
         assert {event.position for event in batch.events()} == {None}
-    assert {(row[change.TX], row[change.COMMITTED_AT].timestamp()) for row in rows(first, last)} == {
-        (70, AT / 1e6)
-    }
+    assert {(row[change.TX], row[change.COMMITTED_AT].timestamp()) for row in rows(first, last)} == {(70, AT / 1e6)}
     assert [row[change.TX_INDEX] for row in rows(first, last)] == list(range(16))
     assert (last.start, last.end, last.continued_end) == (Lsn(0x20), Lsn(0x600), Lsn(0x500))
     assert (last.transactions, last.last_committed_at) == (1, AT)

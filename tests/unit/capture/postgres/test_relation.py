@@ -12,9 +12,12 @@ from tailrace.model.schema import TableId
 from tests.support.pgoutput import INT4, NUMERIC, TEXT, Sent, numeric
 
 ORDERS = Sent(
-    oid=0xFFFFFFFE, schema="Shop", name="or ders", key=("id", "Where"),
+    oid=0xFFFFFFFE,
+    schema="Shop",
+    name="or ders",
+    key=("id", "Where"),
     columns=(("id", INT4, -1), ("Where", TEXT, -1), ("sum", NUMERIC, numeric(10, 2)), ("naïve", TEXT, -1)),
-)  # fmt: skip
+)
 
 
 def test_everything_in_the_message_is_read() -> None:
@@ -31,9 +34,7 @@ def test_full_identity_flags_no_column() -> None:
 
 
 def test_an_empty_schema_name_is_the_systems_own() -> None:
-    assert parse_relation(Sent(oid=1, schema="", name="t", columns=()).relation())[1] == TableId(
-        "pg_catalog", "t"
-    )
+    assert parse_relation(Sent(oid=1, schema="", name="t", columns=()).relation())[1] == TableId("pg_catalog", "t")
 
 
 def test_a_table_without_columns_has_none() -> None:

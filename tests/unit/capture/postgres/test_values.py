@@ -325,9 +325,7 @@ def test_a_type_without_a_kernel_is_refused() -> None:
 
 def test_positions_are_printed_as_the_server_does() -> None:
     positions = np.array([0, 0x16_B374D848, 2**64 - 1, 2**32], np.uint64)
-    assert values.format_positions(positions).to_pylist() == [
-        "0/0", "16/B374D848", "FFFFFFFF/FFFFFFFF", "1/0",
-    ]  # fmt: skip
+    assert values.format_positions(positions).to_pylist() == ["0/0", "16/B374D848", "FFFFFFFF/FFFFFFFF", "1/0"]
 
 
 # --- any value ---------------------------------------------------------------------------------------------
