@@ -19,9 +19,9 @@ def main() -> int:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import pyarrow.parquet as pq
 
-    from tailrace.changelog.files import size_of
     from tailrace.changelog.reader import ChangeLog
     from tailrace.changelog.sealing import Sealer
+    from tailrace.storage.files import size_of
 
     path = Path(sys.argv[1])
     cpu, wall = time.process_time(), time.perf_counter()

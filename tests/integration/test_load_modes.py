@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.gaps import Gap, record_gap
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
@@ -20,6 +19,7 @@ from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ChunkWork
+from tailrace.storage.files import LogPath
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.logs import seal
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute, lose_the_slot, wait_for_free_slots

@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from tailrace.changelog import lease, objects
+from tailrace.changelog import lease
 from tailrace.changelog import writer as writer_module
 from tailrace.changelog.consumers import holds
-from tailrace.changelog.files import place
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import Lease
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
@@ -35,6 +33,9 @@ from tailrace.spark.arrow import spark_schema
 from tailrace.spark.log_frame import look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.stream import LogStreamReader
+from tailrace.storage import objects
+from tailrace.storage.files import place
+from tailrace.storage.objects import ObjectPath
 from tests.support.loads import Scene
 from tests.support.logs import Diary, assert_nothing_left_over, inserts, read_all, rows_of, seal, write_everything
 from tests.support.pipelines import execute
@@ -376,7 +377,7 @@ def test_a_reader_gets_every_row_once_while_commits_are_sealed_joined_and_remove
 
 WRITER = """
 import sys
-from tailrace.changelog.files import place
+from tailrace.storage.files import place
 from tests.support.logs import Diary, inserts
 diary = Diary(place(sys.argv[1], endpoint=sys.argv[2]))
 diary.commit(inserts(10))

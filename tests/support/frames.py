@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.places import Place
 from tailrace.spark.log_frame import Frame, look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogPart, LogView
+from tailrace.storage.files import LogPath
 
 Rows = list[dict[str, Any]]
 

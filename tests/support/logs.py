@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.changelog.files import LogPath, below, source
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
 from tailrace.changelog.writer import LogWriter
@@ -22,6 +21,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableSchema
+from tailrace.storage.files import LogPath, below, source
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, truncate, update
 from tests.support.windows import SOURCE, batch, finishing_window, named, open_window, window
 

@@ -23,11 +23,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.changelog import files, records
-from tailrace.changelog.files import LogPath
-from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import Lsn
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath
+from tailrace.storage.objects import ObjectPath
 
 FORMAT = 1
 _NAME = re.compile(r"([0-9]{20})-([0-9]{20})\.json")

@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, CommitList, check_file, damaged
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.rows import counted
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 MERGED_ROWS = 131_072
 """Of many tables together, held at once while they are read side by side;"""

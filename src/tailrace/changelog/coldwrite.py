@@ -18,12 +18,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace import failpoints
-from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, Group, check_file, checksum_of, damaged
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 SAMPLE_ROWS = 4_096
 _ALWAYS_DICTIONARY = (change.OP, change.POSITION)

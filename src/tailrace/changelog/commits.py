@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, Seal, commits_table
 from tailrace.changelog.format import Header
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogError, LogTrimmed
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
+from tailrace.storage import files
 
 Numbers = npt.NDArray[np.int64]
 _T = TypeVar("_T")

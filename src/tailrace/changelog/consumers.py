@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from types import UnionType
 from typing import Any
 
-from tailrace.changelog import files, records
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.wanted import Wanted
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath
 
 EXPIRE_SECONDS = 7 * 86_400.0
 SAVE_SECONDS = 1.0

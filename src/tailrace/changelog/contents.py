@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog import files
 from tailrace.changelog.cold import ColdFile, Seal, check_file, commits_path, damaged
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.schemas import Version
 from tailrace.model import change
 from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 LIST_ROWS = 65_536
 _WRAP = (1 << 64) - 1

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from tailrace.changelog import files, records
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.published import token
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath
 
 FOLDER = "expected"
 FORMAT = 1

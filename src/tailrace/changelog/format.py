@@ -28,11 +28,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
-from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import Lsn
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
+from tailrace.storage.objects import ObjectPath
 
 FORMAT = 1
 MAGIC = b"TAILRACE"

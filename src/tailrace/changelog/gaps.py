@@ -13,11 +13,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tailrace.changelog import files, records
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path, read_header
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogGap
 from tailrace.model.position import Lsn
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath
 
 FORMAT = 1
 NAME = "gaps.json"

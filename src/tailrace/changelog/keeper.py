@@ -25,8 +25,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import WAIT_SECONDS_MAX
 from tailrace.changelog.reader import ChangeLog
@@ -34,6 +32,8 @@ from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
 from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
 from tailrace.errors import LogBusy, LogCorrupt, LogFull, TailraceError
 from tailrace.processes import die_with_parent
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 log = logging.getLogger(__name__)
 

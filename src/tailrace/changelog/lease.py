@@ -1,4 +1,4 @@
-"""The log's lease: `tailrace.state.lease`, in the log's words, on a disk or in an object store.
+"""The log's lease: `tailrace.storage.lease`, in the log's words, on a disk or in an object store.
 
 It only spares the loser the work; the fence is the commit number.
 
@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
-from tailrace.changelog.objects import Meta, ObjectPath
 from tailrace.errors import LogBusy, LogFenced
-from tailrace.state import lease
-from tailrace.state.lease import EXPIRY_SECONDS, RENEW_SECONDS, WAIT_SECONDS_MAX, DiskHold, Watch, holder
+from tailrace.storage import files, lease
+from tailrace.storage.files import LogPath
+from tailrace.storage.lease import EXPIRY_SECONDS, RENEW_SECONDS, WAIT_SECONDS_MAX, DiskHold, Watch, holder
+from tailrace.storage.objects import Meta, ObjectPath
 
 __all__ = ["EXPIRY_SECONDS", "WAIT_SECONDS_MAX", "Lease", "held", "holder"]
 

@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath, Stamp
 from tailrace.changelog.published import token
 from tailrace.errors import LogCorrupt, TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.storage import files
+from tailrace.storage.files import LogPath, Stamp
 
 FOLDER = "dead"
 FORMAT = 1

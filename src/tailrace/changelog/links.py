@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog import files
+from tailrace.storage import files
 
 
 def show_links(log: Path, table: int, wanted: dict[str, str]) -> None:

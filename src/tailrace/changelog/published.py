@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tailrace.changelog import files, records
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.trimmed import read_trimmed
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath
 
 FORMAT = 1
 NAME = "published.json"

@@ -20,11 +20,10 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import cold, files, format, records
+from tailrace.changelog import cold, format
 from tailrace.changelog.cold import ColdIndex, Seal
 from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Body, Header, commit_path, corrupt
 from tailrace.changelog.gaps import NAME as GAPS
 from tailrace.changelog.gaps import Gap, known_gaps
@@ -43,6 +42,8 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.model.system import SCHEMA_NUMBER, is_system
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath
 
 FIRST_COMMIT = 1
 _COMMIT_NAME = re.compile(r"[0-9]{20}\.arrow")

@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog import consumers, files
+from tailrace.changelog import consumers
 from tailrace.changelog.cold import ColdFile, Seal
 from tailrace.changelog.consumers import Hold
-from tailrace.changelog.files import LogPath, Stamp
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
 from tailrace.changelog.trimmed import NAME, Trimmed, TrimmedTable, write_trimmed
+from tailrace.storage import files
+from tailrace.storage.files import LogPath, Stamp
+from tailrace.storage.objects import ObjectPath
 
 log = logging.getLogger(__name__)
 

@@ -26,19 +26,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace import durable, failpoints
-from tailrace.changelog import cold, files
+from tailrace import failpoints
+from tailrace.changelog import cold
 from tailrace.changelog.cold import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
 from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header, commit_path
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.links import show_links, sweep_views
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.trimmed import NAME as TRIMMED
 from tailrace.changelog.trimmed import NOTHING, Trimmed
 from tailrace.errors import LogFull
+from tailrace.storage import files, local
+from tailrace.storage.files import LogPath
+from tailrace.storage.objects import ObjectPath
 
 SEALER = "sealer"
 GRACE_SECONDS = 300.0
@@ -192,7 +193,7 @@ class Sealer:
         except BaseException as error:
             files.remove(aside)
             # A seal that has its name is read, durable or not. The next one who sweeps makes it durable.
-            if not isinstance(error.__cause__, durable.Doubtful) and not _may_be_there(target):
+            if not isinstance(error.__cause__, local.Doubtful) and not _may_be_there(target):
                 files.remove(path)
                 tables.abandon()
             raise

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tailrace.changelog import files, records
-from tailrace.changelog.files import LogPath, Stamp
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import ZERO, Lsn
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath, Stamp
 
 FORMAT = 1
 NAME = "trimmed.json"

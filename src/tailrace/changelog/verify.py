@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import cold, consumers, files, format
+from tailrace.changelog import cold, consumers, format
 from tailrace.changelog.cold import ColdFile, Seal, damaged, seal_path
 from tailrace.changelog.contents import Numbers, check_cold_file, check_list, is_run
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header, commit_path, corrupt
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import disk_bytes
@@ -26,6 +25,8 @@ from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogUnreachable, 
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 FLAWS_MAX = 10_000
 """Kept one by one; further ones are counted."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import time
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 _POLL_SECONDS = 0.001
 """How often a follower looks for the next commit's file,"""

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tailrace import durable, failpoints
+from tailrace import failpoints
 from tailrace.capture.base import SourceId
-from tailrace.changelog import files, format, gaps, records, spill
-from tailrace.changelog.files import LogPath
+from tailrace.changelog import format, gaps, spill
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import EXPIRY_SECONDS, Lease
 from tailrace.changelog.reader import ChangeLog
@@ -35,6 +34,8 @@ from tailrace.model import change, system
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
+from tailrace.storage import files, local, records
+from tailrace.storage.files import LogPath
 
 _FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
 Parts = list[bytes | pa.Buffer]
@@ -141,7 +142,7 @@ class LogWriter:
         try:
             return self._append(window)
         except BaseException as error:
-            self._doubtful = self._doubtful or isinstance(error.__cause__, durable.Doubtful)
+            self._doubtful = self._doubtful or isinstance(error.__cause__, local.Doubtful)
             self._forget_pieces()
             if isinstance(error, LogFull):
                 self._make_room()

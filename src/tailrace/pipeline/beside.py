@@ -21,8 +21,6 @@ from pydantic import ValidationError
 
 from tailrace.capture.postgres import preflight
 from tailrace.capture.postgres.connect import connect
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import (
     ConfigError,
@@ -40,6 +38,8 @@ from tailrace.pipeline.child import CaptureChild
 from tailrace.pipeline.report import PipelineStatus, error_to_json
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.spark.option_values import in_options
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 MARK = "stream.json"
 """In a log that was made by one of these; not part of the log's format. It has the tables, and the last start that they

@@ -19,7 +19,6 @@ from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.preflight import Publishing
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.expected import expect, expected
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
 from tailrace.changelog.gaps import Gap, read_gaps, record_gap
 from tailrace.changelog.published import announce, confirm
@@ -32,6 +31,7 @@ from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_keeper, open_source
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.storage.files import LogPath
 from tailrace.transforms.postgres import TransformedCapture
 
 log = logging.getLogger(__name__)

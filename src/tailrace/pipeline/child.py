@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from tailrace.changelog import lease
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
 from tailrace.errors import LogUnusable, SourceError, TailraceError
 from tailrace.pipeline.report import error_from_json
 from tailrace.pipeline.restarts import Restarts
 from tailrace.pipeline.settings import PipelineSettings
+from tailrace.storage.files import LogPath
 
 log = logging.getLogger(__name__)
 

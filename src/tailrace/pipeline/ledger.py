@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 FOLDER = "ledger"
 POINTS_MAX = 1000

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from tailrace.changelog import consumers, retention
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import Header
 from tailrace.changelog.history import announced
 from tailrace.changelog.index import LogIndex
@@ -36,6 +35,7 @@ from tailrace.pipeline.report import (
     LogVerdict,
     LogVersion,
 )
+from tailrace.storage.files import LogPath
 
 WAIT_SECONDS = 30.0
 """For another one who seals."""

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.files import LogPath
 from tailrace.errors import TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -20,6 +19,7 @@ from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.pipeline.throttle import Throttle
 from tailrace.spark.tasks import ChunkWork, load_chunk
+from tailrace.storage.files import LogPath
 from tailrace.tables.staging import discard
 
 Failed = Callable[[Load, Chunk, TailraceError, Shared | None], None]

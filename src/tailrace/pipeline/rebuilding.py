@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tailrace.changelog import consumers, files
+from tailrace.changelog import consumers
 from tailrace.changelog.consumers import TableHint
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
@@ -33,6 +33,7 @@ from tailrace.pipeline.status import APPLIER, NOTE, known_tables
 from tailrace.pipeline.wiring import open_source
 from tailrace.spark.remaking import DeltaMaker, Maker, Making
 from tailrace.spark.tasks import ApplyWork
+from tailrace.storage import files
 from tailrace.tables.base import Cursor
 from tailrace.tables.keptseeds import KeptSeeds
 from tailrace.tables.layout import Place

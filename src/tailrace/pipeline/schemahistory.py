@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import os
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.history import schema_history
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError
 from tailrace.state.histories import FileSchemaHistory
 from tailrace.state.history import SchemaHistory, SchemaVersion
+from tailrace.storage.files import LogPath
 
 _HINTS = {
     "change log": "Give the settings file of its pipeline instead.",

@@ -12,10 +12,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Sec
 from pydantic_core import PydanticCustomError
 
 from tailrace.capture.postgres import address
-from tailrace.changelog.objects import ENDPOINT, STORES_HINT, ObjectPath
 from tailrace.errors import ConfigError
 from tailrace.pipeline.document import Loc, Number
 from tailrace.pipeline.quantities import DURATION_HINT, SIZE_HINT, Refused, parse_duration, parse_size
+from tailrace.storage.objects import ENDPOINT, STORES_HINT, ObjectPath
 
 LOG_BYTES_MIN = 1 << 20
 """A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""

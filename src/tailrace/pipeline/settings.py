@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import ConfigError
 from tailrace.model.policies import Policies, Policy
 from tailrace.pipeline import catalogsettings, rulesettings
@@ -61,6 +60,7 @@ from tailrace.pipeline.setting_values import (
     refuse,
     splits,
 )
+from tailrace.storage.objects import ObjectPath
 from tailrace.transforms.rules import Transforms
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from pathlib import Path
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
-from tailrace.changelog import files
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import TableFailed
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.spark.connector import connector_settings, iceberg_settings
 from tailrace.spark.session import Jvm
+from tailrace.storage import files
 
 
 def made_scratch(change_log: ChangeLog) -> Path:

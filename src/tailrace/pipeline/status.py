@@ -17,8 +17,7 @@ from typing import Any
 from tailrace.capture.base import Lag
 from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import consumers, files, lease
-from tailrace.changelog.files import LogPath
+from tailrace.changelog import consumers, lease
 from tailrace.changelog.letters import Letters, may_have_letters
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import disk_bytes
@@ -37,6 +36,8 @@ from tailrace.pipeline.report import (
 )
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_source, open_source_of
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 from tailrace.tables.base import Cursor
 
 APPLIER = "applier"

@@ -19,7 +19,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.model.positions import Position, type_of
 from tailrace.runtime.batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
-from tailrace.state.records import OtherFormat, hint_for
+from tailrace.storage.state_records import OtherFormat, hint_for
 
 FORMAT = 2
 """Of what stands in a checkpoint's metadata. Format 1 has passed no numbers over, and is read as that."""

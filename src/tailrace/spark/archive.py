@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
-from tailrace.changelog import files
 from tailrace.spark.java import archive_path, find_java
 from tailrace.spark.session import Jvm
 from tailrace.spark.wake import Wake
+from tailrace.storage import files
 
 WAIT_SECONDS_MAX = 300.0
 

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import CAUSE, Bundle, Letters
 from tailrace.errors import TailraceError, ValueUnfit
 from tailrace.model import change
@@ -31,6 +30,7 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark.folding import FoldedFiles, write_folded
 from tailrace.spark.setting_aside import letter_value
 from tailrace.spark.tasks import Outcome, as_ours
+from tailrace.storage.files import LogPath
 from tailrace.tables.base import Cursor
 from tailrace.tables.fold import Folded
 from tailrace.tables.formed import fold_into, loaded

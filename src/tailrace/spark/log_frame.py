@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tailrace.changelog.expected import expected, expected_of
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.merged import merged_shape
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import ConfigError, LogUnreachable, LogUnusable, SourceTableMissing, Unsupported
@@ -23,6 +22,7 @@ from tailrace.spark.envelope import envelope_fields
 from tailrace.spark.log_options import LogOptions, Shape
 from tailrace.spark.table_patterns import written
 from tailrace.spark.typed import typed_fields
+from tailrace.storage.files import LogPath
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tailrace.changelog import files
 from tailrace.changelog.consumers import consumer_path
-from tailrace.changelog.files import LogPath
-from tailrace.changelog.objects import ENDPOINT, STORES_HINT, ObjectPath
 from tailrace.changelog.places import EARLIEST, END, EXAMPLES, LATEST, START, Point, parse_point
 from tailrace.errors import ConfigError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableId
 from tailrace.spark.option_values import LOG_OPTIONS, choice, count, named, refused, size, source_url, table_name
 from tailrace.spark.table_patterns import TablePattern, table_patterns
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
+from tailrace.storage.objects import ENDPOINT, STORES_HINT, ObjectPath
 
 ROWS_PER_PARTITION = 250_000
 PARTITIONS_MAX = 10_000

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from tailrace.changelog import files
 from tailrace.changelog.commits import Commits
 from tailrace.changelog.reader import ChangeLog
 from tailrace.errors import LogForeign
@@ -18,6 +17,7 @@ from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_options import Shape
 from tailrace.spark.log_view import LogPart
 from tailrace.spark.typed import typed_rows
+from tailrace.storage import files
 
 _LOGS_MAX = 4
 

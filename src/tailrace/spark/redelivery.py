@@ -24,8 +24,6 @@ import pyarrow.compute as pc
 
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import FOLDER, Bundle, Letters
 from tailrace.changelog.published import token
 from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit, kind_of
@@ -35,6 +33,8 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.folding import FoldedFiles, write_folded
 from tailrace.spark.setting_aside import dead_keys
 from tailrace.spark.tasks import Outcome, as_ours, read_rows
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 from tailrace.tables.base import Cursor
 from tailrace.tables.fold import key_ordinals
 from tailrace.tables.forms import TableMode

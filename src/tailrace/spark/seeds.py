@@ -30,13 +30,13 @@ import pyarrow as pa
 
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import Noted
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import Bundle, encoded_letters, read_letters
 from tailrace.changelog.published import token
 from tailrace.errors import ConfigError
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 from tailrace.tables.forms import PLAIN, Form
 from tailrace.tables.staging import StagedFile
 

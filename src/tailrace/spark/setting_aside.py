@@ -15,11 +15,11 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.postgres import values
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.letters import Bundle, Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
+from tailrace.storage.files import LogPath
 from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.fold import Flags, key_ordinals
 from tailrace.tables.formed import fold_into

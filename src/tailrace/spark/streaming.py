@@ -23,9 +23,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.changelog import files
 from tailrace.changelog.consumers import Consumer
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.places import EARLIEST, Place, refuse_past
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.waiting import rest
@@ -36,6 +34,8 @@ from tailrace.spark.log_frame import Frame
 from tailrace.spark.log_part import read_part
 from tailrace.spark.log_view import LogView
 from tailrace.spark.plainly import plainly
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 
 SEEN_SECONDS = 30.0
 """A stream that waits says so often enough that the log does not take it for gone."""

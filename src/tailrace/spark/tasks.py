@@ -23,8 +23,6 @@ import pyarrow.compute as pc
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import Slice
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.rows import after_position, upto_position
@@ -35,6 +33,8 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.spark.setting_aside import Done, Step, apply_with_letters
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 from tailrace.tables.base import Cursor, LakeTable
 from tailrace.tables.evolving import Recast
 from tailrace.tables.formed import loaded

@@ -10,9 +10,9 @@ import os
 import threading
 
 from tailrace.errors import ConfigError
-from tailrace.state import records
 from tailrace.state.checkpoint import Checkpoint, check_key, read_stored, reason_of, require_checkpoint
-from tailrace.state.folder import StateFolder
+from tailrace.storage import state_records
+from tailrace.storage.owned_folder import StateFolder
 
 FORMAT = 1
 _SUFFIX = ".json"
@@ -94,7 +94,7 @@ class FileCheckpointStore:
             found = self._folder.read(key + _SUFFIX)
             content, written = self._durable.get(key, (None, None))
             checkpoint.require_follows(written if written and content == found else self._decoded(key, found))
-            content = records.encode({"format": FORMAT, "key": key} | checkpoint.to_json())
+            content = state_records.encode({"format": FORMAT, "key": key} | checkpoint.to_json())
             self._folder.replace(key + _SUFFIX, content)
             self._durable[key] = (content, checkpoint)
 
@@ -134,10 +134,10 @@ class FileCheckpointStore:
         if content is None:
             return None
         try:
-            stored = records.decode(content, FORMAT)
+            stored = state_records.decode(content, FORMAT)
             if stored["key"] != key:
                 raise ValueError("it is the checkpoint of another key, or of one that differs in case only")
             return read_stored(stored)
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
-            hint = records.hint_for(error, _HINT)
+            hint = state_records.hint_for(error, _HINT)
             raise self._folder.corrupt(name, reason_of(error), hint) from error

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from tailrace import durable
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.state import records
-from tailrace.state.folder import StateFolder, explained
 from tailrace.state.history import DEFAULT_RETENTION, MemorySchemaHistory, Retention, SchemaEvent, SchemaVersion
+from tailrace.storage import local, state_records
+from tailrace.storage.owned_folder import StateFolder, explained
 
 FORMAT = 1
 _NAME = re.compile(r"[0-9a-f]{32}\.[1-9][0-9]{0,9}\.json")
@@ -66,7 +65,7 @@ class FileSchemaHistory(MemorySchemaHistory):
         name = _name(version.table, version.version)
         # If this fails, the file may be there all the same: it is looked for, and made durable, before anything else.
         known, self._names, self._doubtful = self._names, None, name
-        self._folder.create(name, records.encode({"format": FORMAT} | version.to_json()))
+        self._folder.create(name, state_records.encode({"format": FORMAT} | version.to_json()))
         self._read[name] = version
         self._names, self._doubtful = [*(known or ()), name], None
 
@@ -102,7 +101,7 @@ class FileSchemaHistory(MemorySchemaHistory):
             self._folder.renew(self._doubtful)
         self._doubtful = None
         with explained(self._folder.path, self._folder.what):
-            durable.sync_folder(self._folder.path)
+            local.sync_folder(self._folder.path)
 
     def _require_dense(self) -> None:
         for table, kept in self._kept.items():
@@ -123,14 +122,14 @@ class FileSchemaHistory(MemorySchemaHistory):
         if content is None:
             return None
         try:
-            version = SchemaVersion.from_json(records.decode(content, FORMAT))
+            version = SchemaVersion.from_json(state_records.decode(content, FORMAT))
             if name != _name(version.table, version.version):
                 raise ValueError("it belongs to another place")
             return version
         except ConfigError as error:
             raise self._folder.corrupt(name, error.message, _HINT) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, pa.ArrowException) as error:
-            raise self._folder.corrupt(name, error, records.hint_for(error, _HINT)) from error
+            raise self._folder.corrupt(name, error, state_records.hint_for(error, _HINT)) from error
 
 
 def _name(table: TableId, version: int) -> str:

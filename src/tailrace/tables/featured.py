@@ -25,8 +25,8 @@ from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from tailrace.changelog import files
 from tailrace.model.schema import Column, TableSchema
+from tailrace.storage import files
 from tailrace.tables.deltalog import METADATA_KEY, Position, actions_of, app_id, data_path, has_commits, vector_file
 from tailrace.tables.deltashape import parts_of
 from tailrace.tables.features import (

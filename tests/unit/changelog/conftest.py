@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.files import LogPath
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.writer import LogWriter
+from tailrace.storage.files import LogPath
+from tailrace.storage.objects import ObjectPath
 from tests.support.logs import Diary, quick_folder
 from tests.support.windows import SOURCE, rows_window, window
 

@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
@@ -17,6 +16,7 @@ from tailrace.errors import ConfigError, LogCorrupt, LogForeign, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import ZERO, Lsn
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, delete, insert, move, table_schema, truncate, update
 from tests.support.windows import SOURCE, batch, ids, named, rows_window, window
 

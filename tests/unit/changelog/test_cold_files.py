@@ -15,11 +15,11 @@ import pytest
 from tailrace.changelog.cold import commits_path, seal_path
 from tailrace.changelog.coldread import ColdReader, Span
 from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.files import size_of
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.model import change
 from tailrace.model.mirror import Mirror
+from tailrace.storage.files import size_of
 from tests.support.changes import SHOP, delete, insert, move
 from tests.support.logs import (
     KEYLESS_OTHER,

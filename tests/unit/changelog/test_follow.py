@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
@@ -20,6 +19,7 @@ from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.errors import ConfigError, LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, STEP, THIRD, Diary, in_order, inserts, only_on_disk, read_all, rows_of, seal
 from tests.support.windows import named

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.index import LogIndex, Slice
 from tailrace.changelog.reader import ChangeLog
@@ -16,6 +15,7 @@ from tailrace.changelog.schemas import Version
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.errors import LogCorrupt, LogUnreachable
 from tailrace.model.position import ZERO, Lsn
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert
 from tests.support.logs import OFTEN, OTHER, STEP, Diary, Row, in_order, inserts, rows_of, seal
 from tests.support.windows import named

@@ -14,12 +14,12 @@ import pytest
 from tailrace.changelog import cold
 from tailrace.changelog.cold import ColdIndex, Seal, commits_path
 from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.errors import LogCorrupt
 from tailrace.model import change
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert, move, truncate
 from tests.support.logs import (
     OTHER,

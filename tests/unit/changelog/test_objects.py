@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import files, objects
-from tailrace.changelog.files import LogPath
-from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import ConfigError, LogFenced
+from tailrace.storage import files, objects
+from tailrace.storage.files import LogPath
+from tailrace.storage.objects import ObjectPath
 
 FILES = ("meta.json", "hot/1.arrow", "hot/.2.tmp", "schemas/1/1.json", "schemas/10/2.json", "cold/x.commits.parquet")
 

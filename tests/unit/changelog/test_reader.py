@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogCorrupt
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO, Lsn
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert
 from tests.support.windows import SOURCE, batch, ids, named, rows_window, window
 

@@ -12,7 +12,6 @@ import pytest
 
 from tailrace.changelog import consumers
 from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.index import LogIndex
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, Trim, disk_bytes, held, trim
@@ -21,6 +20,7 @@ from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed, write_tri
 from tailrace.errors import LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert
 from tests.support.logs import (
     OFTEN,

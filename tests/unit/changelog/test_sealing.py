@@ -13,7 +13,6 @@ import pytest
 
 from tailrace.changelog.cold import commits_path, seal_path
 from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Limits, Sealer
@@ -21,6 +20,7 @@ from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogCorrupt, LogUnusable
 from tailrace.model import change
 from tailrace.model.position import Lsn
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert, table_schema, update
 from tests.support.logs import (
     KEYLESS_OTHER,

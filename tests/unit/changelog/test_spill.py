@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.sealing import Sealer
@@ -20,6 +19,7 @@ from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogCorrupt
 from tailrace.model import change
 from tailrace.model.position import Lsn
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, delete, insert, move, update
 from tests.support.logs import (
     OTHER,

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import files
 from tailrace.changelog import writer as writer_module
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.lease import Lease
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced
+from tailrace.storage import files
+from tailrace.storage.files import LogPath
 from tests.support.windows import SOURCE, ids, named, rows_window
 
 PLACES = ("disk", "store")

@@ -18,9 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog import cold, contents, files, format, records, verify
+from tailrace.changelog import cold, contents, format, verify
 from tailrace.changelog.contents import Numbers
-from tailrace.changelog.files import LogPath, below
 from tailrace.changelog.format import commit_path
 from tailrace.changelog.keeper import Keeping, keep
 from tailrace.changelog.reader import ChangeLog
@@ -29,6 +28,8 @@ from tailrace.changelog.sealing import Limits, Sealer
 from tailrace.errors import LogUnusable
 from tailrace.model import change
 from tailrace.model.schema import Column
+from tailrace.storage import files, records
+from tailrace.storage.files import LogPath, below
 from tests.support.changes import SHOP, delete, insert, move, update
 from tests.support.logs import OTHER, STEP, THIRD, Diary, Given, inserts, quick_folder, seal
 from tests.support.windows import batch, finishing_window, open_window

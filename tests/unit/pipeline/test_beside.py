@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from tailrace.capture.postgres.connect import explain_text
-from tailrace.changelog import objects
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import (
     LOST_HINT,
@@ -30,6 +28,8 @@ from tailrace.pipeline.beside import MARK, Beside, claim, for_a_stream, settings
 from tailrace.pipeline.datasource import CdcSource, capture_of
 from tailrace.pipeline.settings import matches
 from tailrace.spark.log_options import LogOptions
+from tailrace.storage import objects
+from tailrace.storage.objects import ObjectPath
 from tests.support.stores import ENVIRONMENT
 from tests.support.windows import SOURCE
 

@@ -17,7 +17,6 @@ from pyspark.sql.types import StructType
 
 import pyspark_cdc
 import tailrace
-from tailrace.changelog import objects
 from tailrace.errors import ConfigError, LogUnreachable, TailraceError, Unsupported
 from tailrace.pipeline.datasource import CdcSource
 from tailrace.spark.log_read import LogReader
@@ -25,6 +24,7 @@ from tailrace.spark.plainly import plainly
 from tailrace.spark.read import CdcReader
 from tailrace.spark.stream import LogStreamReader
 from tailrace.spark.stream_plain import PlainStreamReader
+from tailrace.storage import objects
 from tests.support.logs import Diary, inserts, quick_folder
 from tests.support.stores import ENVIRONMENT
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.keeper import Keeping
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.retention import Policy
 from tailrace.pipeline.document import Problem
 from tailrace.pipeline.quantities import Refused, parse_duration, parse_size
 from tailrace.pipeline.settings import LogSettings, check_settings, load_settings
+from tailrace.storage.objects import ObjectPath
 
 FILE = """\
 name: shop

@@ -7,7 +7,6 @@ import logging
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.places import Place
 from tailrace.changelog.published import announce, confirm
 from tailrace.changelog.retention import Policy, trim
@@ -17,6 +16,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
 from tests.support.logs import OTHER, STEP, Diary, inserts, seal

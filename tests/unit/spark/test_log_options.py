@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.objects import ObjectPath
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.spark.log_options import LogOptions, Shape, is_of_log
 from tailrace.spark.read_options import ReadOptions
+from tailrace.storage.objects import ObjectPath
 
 ONE = {"log": "/log", "table": "public.t"}
 IN_STORE = {"log": "s3://bucket/log", "table": "public.t"}

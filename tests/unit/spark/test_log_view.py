@@ -12,7 +12,6 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from tailrace.changelog.expected import expect, expected
 from tailrace.changelog.gaps import Gap, record_gap
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.places import Place, starting_place
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
@@ -21,6 +20,7 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
+from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.logs import KEYLESS_OTHER, OTHER, RETYPED, STEP, WIDER, Diary, inserts, seal, write_everything

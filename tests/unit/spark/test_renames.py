@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.places import Place
 from tailrace.errors import LogGap
 from tailrace.model.schema import Identity, TableId
 from tailrace.spark.log_read import LogReader
 from tailrace.spark.log_view import LogView
+from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP, insert, truncate
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream
 from tests.support.logs import OTHER, WIDER, Diary, inserts, seal

@@ -13,7 +13,6 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from tailrace.changelog.consumers import Hold, holds
 from tailrace.changelog.expected import expect
-from tailrace.changelog.objects import ObjectPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.retention import Policy, trim
 from tailrace.changelog.sealing import Sealer
@@ -25,6 +24,7 @@ from tailrace.spark.log_options import LogOptions
 from tailrace.spark.stream import LogStreamReader
 from tailrace.spark.stream_plain import PlainStreamReader
 from tailrace.spark.streaming import LogStream, Offset
+from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, insert
 from tests.support.frames import frame
 from tests.support.logs import OTHER, STEP, WIDER, Diary, inserts, seal

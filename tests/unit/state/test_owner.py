@@ -15,9 +15,9 @@ import pytest
 
 from tailrace.errors import ConfigError, StateBusy, StateFenced, StateUnusable
 from tailrace.model.position import Lsn
-from tailrace.state import lease
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.storage import lease
 
 
 def at(value: int, **given: object) -> Checkpoint:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tailrace.capture.base import Stream
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.changelog.files import LogPath
 from tailrace.changelog.reader import ChangeLog
 from tailrace.changelog.writer import LogWriter
 from tailrace.errors import SourceUnreachable, TransformFailed
@@ -25,6 +24,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.runtime import loop
 from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.storage.files import LogPath
 from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import Cast, Encrypt, Filter, Function, Rule
 from tailrace.transforms.stream import TransformedStream

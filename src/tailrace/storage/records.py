@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from tailrace.changelog import files
-from tailrace.changelog.files import LogPath, Stamp
+from tailrace.storage import files
+from tailrace.storage.files import LogPath, Stamp
 
 _T = TypeVar("_T")
 

@@ -23,10 +23,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from tailrace import durable, failpoints
+from tailrace import failpoints
 from tailrace.errors import ConfigError, StateBusy, StateCorrupt, StateFenced, StateFull, StateUnusable
 from tailrace.given import folder_named
-from tailrace.state.lease import DiskHold, Lease, holder
+from tailrace.storage import local
+from tailrace.storage.lease import DiskHold, Lease, holder
 
 FILE_BYTES_MAX = 64 << 20
 """Nothing that is kept here is as large; what is, was not written by us."""
@@ -53,7 +54,7 @@ class OwnerLease(Lease):
     def __init__(self, folder: Path, what: str, *, take_over: bool) -> None:
         self._folder, self._what = folder, what
         # A record that is torn would keep everyone out, for it never expires.
-        hold = DiskHold(folder, _OWNER, put=durable.replace_durably, reboot_ends=True)
+        hold = DiskHold(folder, _OWNER, put=local.replace_durably, reboot_ends=True)
         super().__init__(
             hold, _OWNER, wait_seconds=0.0, take_over=take_over, expiry_seconds=math.inf, renew_seconds=None
         )
@@ -82,7 +83,7 @@ class OwnerLease(Lease):
 
 def explained(path: Path, what: str) -> AbstractContextManager[None]:
     """Turn an operating system error into one with a remedy."""
-    return durable.explained(path, what, StateUnusable, StateFull, _HINTS)
+    return local.explained(path, what, StateUnusable, StateFull, _HINTS)
 
 
 class StateFolder:
@@ -100,7 +101,7 @@ class StateFolder:
                 os.listdir(path)
             return
         with explained(path, what):
-            durable.make_folder(path, FOLDER_MODE)
+            local.make_folder(path, FOLDER_MODE)
         self._lease = OwnerLease(path, what, take_over=take_over)
         self._sweep()
 
@@ -108,7 +109,7 @@ class StateFolder:
         """Remove what owners left that died before giving a file its name. Nobody ever read it."""
         with suppress(OSError):
             for leftover in self.path.glob(".*.tmp"):
-                durable.remove(leftover)
+                local.remove(leftover)
 
     def close(self) -> None:
         """Let the next one in. What comes after is refused."""
@@ -178,14 +179,14 @@ class StateFolder:
         """Put this content under the name. When this returns, it survives a crash of the machine."""
         self.require_owner()
         path = self.path / name
-        aside = durable.aside_of(path)
+        aside = local.aside_of(path)
         with explained(path, self.what):
-            durable.write_aside(aside, [content], FILE_MODE)
+            local.write_aside(aside, [content], FILE_MODE)
             failpoints.hit("state.written")
             try:
                 os.replace(aside, path)
             except BaseException:
-                durable.remove(aside)
+                local.remove(aside)
                 raise
             failpoints.hit("state.replaced")
             self._sync(path)
@@ -196,12 +197,12 @@ class StateFolder:
         """A new file of this name, durable when this returns. The owner knows that there is none."""
         self.require_owner()
         path = self.path / name
-        aside = durable.aside_of(path)
+        aside = local.aside_of(path)
         try:
             with explained(path, self.what):
-                durable.write_aside(aside, [content], FILE_MODE)
+                local.write_aside(aside, [content], FILE_MODE)
                 failpoints.hit("state.written")
-                durable.publish(aside, path)
+                local.publish(aside, path)
         except FileExistsError as error:
             raise StateFenced(
                 f"another process writes {self.what}", path=path, hint="Stop it, then start again."
@@ -212,7 +213,7 @@ class StateFolder:
         """Make durable what is there, whatever became of the one who wrote it."""
         self.require_owner()
         with explained(self.path / name, self.what):
-            durable.renew(self.path / name, FILE_MODE)
+            local.renew(self.path / name, FILE_MODE)
 
     def remove(self, *names: str) -> bool:
         """Take files away, durably; whether there was any."""
@@ -231,6 +232,6 @@ class StateFolder:
     @staticmethod
     def _sync(path: Path) -> None:
         try:
-            durable.sync_folder(path.parent)
+            local.sync_folder(path.parent)
         except OSError as error:
-            raise durable.Doubtful(error.errno, error.strerror, str(path)) from error
+            raise local.Doubtful(error.errno, error.strerror, str(path)) from error

@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from tailrace import durable
+from tailrace.storage import local
 
 WAIT_SECONDS_MAX = 30.0
 EXPIRY_SECONDS = 20.0
@@ -181,7 +181,7 @@ class Lease(abc.ABC):
                 self._hold.write(self._record(released=False))
             except OSError as error:
                 # On a full disk whoever makes room must get the lease. Another host sees us at the next renewal.
-                if error.errno not in durable.FULL:
+                if error.errno not in local.FULL:
                     raise
 
     def _keep_renewing(self, every_seconds: float | None) -> None:
@@ -197,12 +197,7 @@ class DiskHold:
     """Of a dead process nothing is on its way to a disk."""
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        *,
-        put: Callable[[Path, bytes], None] = durable.replace,
-        reboot_ends: bool = False,
+        self, folder: Path, name: str, *, put: Callable[[Path, bytes], None] = local.replace, reboot_ends: bool = False
     ) -> None:
         """`put` writes the record: one that a crash of the machine may tear will do where records expire.
         With `reboot_ends` a holder is dead whose host, by name and machine id, is this one and was started anew."""
@@ -243,7 +238,7 @@ class DiskHold:
 
     def take_by_force(self, record: bytes) -> bool:
         """Put a lock file of our own in place of the one that is there. The last to do so holds the lease."""
-        aside = durable.aside_of(self._lock)
+        aside = local.aside_of(self._lock)
         handle = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """The one layer that all files of the log go through, on a disk (`pathlib.Path`) or in an object store (`ObjectPath`).
 
-Files appear whole or not at all. What that takes on a disk `tailrace.durable` knows: a file is written aside, made
+Files appear whole or not at all. What that takes on a disk `tailrace.storage.local` knows: a file is written aside, made
 durable, then linked to its name, which is a compare-and-swap. In an object store what is written aside waits in memory,
 and publishing it is a put that fails if the name is taken; there are no folders, nothing needs syncing, and
 `objects.py` says what an answer that was lost means.
@@ -25,12 +25,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, overload
 
-from tailrace import durable
-from tailrace.changelog import objects
-from tailrace.changelog.objects import Meta, ObjectPath, Refused, Unreachable
-from tailrace.durable import Doubtful
 from tailrace.errors import LogFenced, LogFull, LogUnreachable, LogUnusable
 from tailrace.given import folder_named
+from tailrace.storage import local, objects
+from tailrace.storage.local import Doubtful
+from tailrace.storage.objects import Meta, ObjectPath, Refused, Unreachable
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -112,24 +111,24 @@ def told(error: OSError, path: LogPath) -> LogUnusable:
     named = error.filename or path
     if isinstance(error, _DoubtfulObject):
         return LogUnusable(
-            f"the log cannot be used: what was written may not be durable: {durable.said(error)}",
+            f"the log cannot be used: what was written may not be durable: {local.said(error)}",
             path=named,
             hint="Look at the network and at the store, then start again: nothing is lost.",
         )
     if isinstance(error, Unreachable):
         return LogUnreachable(
-            f"the log cannot be reached: {durable.said(error)}",
+            f"the log cannot be reached: {local.said(error)}",
             path=named,
             hint="Look at the network, the store and its address (`log.endpoint`, `logEndpoint`, or AWS_ENDPOINT_URL).",
         )
     if isinstance(error, Refused):
         return LogUnusable(
-            f"the log cannot be used: {durable.said(error)}",
+            f"the log cannot be used: {local.said(error)}",
             path=named,
             hint="Look at the bucket's name and at the credentials in the environment (AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or the machine's role), and at what they may do there.",
         )
-    return durable.told(error, path, "the log", LogUnusable, LogFull, _HINTS)
+    return local.told(error, path, "the log", LogUnusable, LogFull, _HINTS)
 
 
 @contextmanager
@@ -148,13 +147,13 @@ def make_folder(path: LogPath) -> None:
     """The folder and those above it, durable, also where somebody else has just made one."""
     if isinstance(path, Path):
         with explained(path):
-            durable.make_folder(path)
+            local.make_folder(path)
 
 
 def is_there(path: LogPath) -> bool:
     """Whether there is such a file. Not being allowed to look is an error, not a no."""
     if isinstance(path, Path):
-        return durable.is_there(path)
+        return local.is_there(path)
     try:
         path.meta()
     except FileNotFoundError:
@@ -168,25 +167,25 @@ def aside_of(path: Path) -> Path: ...
 def aside_of(path: LogPath) -> Aside: ...
 def aside_of(path: LogPath) -> Aside:
     """A name beside the file that no other writer uses, on this host or another; in a store there is none."""
-    return durable.aside_of(path) if isinstance(path, Path) else Pending()
+    return local.aside_of(path) if isinstance(path, Path) else Pending()
 
 
 def sync_file(path: LogPath) -> None:
     """Make a file's bytes durable."""
     if isinstance(path, Path):
-        durable.sync_file(path)
+        local.sync_file(path)
 
 
 def sync_folder(folder: LogPath) -> None:
     """Make the folder's entries durable."""
     if isinstance(folder, Path):
-        durable.sync_folder(folder)
+        local.sync_folder(folder)
 
 
 def write_aside(path: Aside, parts: Sequence[bytes | memoryview]) -> None:
     """Write the parts to a file of their own and make them durable."""
     if isinstance(path, Path):
-        durable.write_aside(path, parts)
+        local.write_aside(path, parts)
     else:
         path.content = b"".join(parts)
 
@@ -194,7 +193,7 @@ def write_aside(path: Aside, parts: Sequence[bytes | memoryview]) -> None:
 def write_new(path: LogPath, parts: Sequence[bytes | memoryview]) -> None:
     """A file under a name that nobody else uses, its bytes durable; on a disk its name is not yet."""
     if isinstance(path, Path):
-        durable.write_aside(path, parts)
+        local.write_aside(path, parts)
     else:
         path.write_bytes(b"".join(parts))
 
@@ -202,7 +201,7 @@ def write_new(path: LogPath, parts: Sequence[bytes | memoryview]) -> None:
 def remove(path: LogPath | Pending) -> None:
     """Take back a file that nobody was told of; one that stays is swept later."""
     if isinstance(path, Path):
-        durable.remove(path)
+        local.remove(path)
     elif isinstance(path, ObjectPath):
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -211,7 +210,7 @@ def remove(path: LogPath | Pending) -> None:
 def publish(aside: Aside, path: LogPath) -> None:
     """Give the file its name, unless that name is taken (FileExistsError), and make that durable (or Doubtful)."""
     if isinstance(aside, Path) and isinstance(path, Path):
-        durable.publish(aside, path)
+        local.publish(aside, path)
         return
     assert isinstance(aside, Pending), "made by aside_of"
     assert isinstance(path, ObjectPath), "where aside_of was asked"
@@ -231,7 +230,7 @@ def create(path: LogPath, content: bytes) -> None:
 def replace_durably(path: LogPath, content: bytes) -> None:
     """Put this content under the name, whatever stood there, so that a crash leaves the one or the other."""
     if isinstance(path, Path):
-        durable.replace_durably(path, content)
+        local.replace_durably(path, content)
     else:
         path.write_bytes(content)
 
@@ -240,7 +239,7 @@ def swap_durably(path: LogPath, content: bytes, before: Stamp | None) -> None:
     """The same, but in a store only in place of what was stamped so, or of nothing: FileExistsError if another was
     quicker. On a disk it is the lock of whoever writes such a file that keeps the others out."""
     if isinstance(path, Path):
-        durable.replace_durably(path, content)
+        local.replace_durably(path, content)
     else:
         objects.put_if(path, content, before if isinstance(before, Meta) else None)
 
@@ -261,13 +260,13 @@ def alone(path: LogPath) -> Iterator[None]:
 def renew(path: LogPath) -> None:
     """Make a file durable under its name, whatever became of earlier tries. What can be seen in a store is."""
     if isinstance(path, Path):
-        durable.renew(path)
+        local.renew(path)
 
 
 def replace(path: LogPath, content: bytes) -> None:
     """Put this content under the name, whatever stood there. For notes that no correctness hangs on."""
     if isinstance(path, Path):
-        durable.replace(path, content)
+        local.replace(path, content)
     else:
         path.write_bytes(content)
 
