@@ -35,9 +35,9 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
 from benchmarks.windows import DELETED, INSERTED, SOURCE, UPDATED, changes_window, rows_of_table, table_schemas
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import TailraceError
 from tailrace.model.position import ZERO
 from tailrace.tables.base import Cursor

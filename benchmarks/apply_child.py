@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
 from benchmarks.pg_snapshot import checksum
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 
 WAIT_SECONDS = 15.0

@@ -31,8 +31,8 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
 from benchmarks.windows import SOURCE, table_schemas, window
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.write.writer import LogWriter
 
 COST_TIMES_MAX = {1: 2.0, 20: 2.5, 200: 6.0}
 """By tables touched: how many times the peer's cost a commit may cost."""

@@ -25,8 +25,8 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
 from benchmarks.windows import SOURCE, long_window, table_schemas
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import TailraceError
 
 RATE_TIMES_MIN = 0.9

@@ -20,8 +20,8 @@ from benchmarks.ours import memory_peak_bytes
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.capture.postgres.warm import warm_kernels
-from tailrace.changelog.format import Header
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.runtime.keeping import LogSink

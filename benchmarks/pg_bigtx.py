@@ -39,7 +39,7 @@ from benchmarks.postgres import (
     write_backlog,
 )
 from benchmarks.workloads import one_transaction
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 
 MIB = 1 << 20

@@ -33,7 +33,7 @@ import psycopg
 from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import BenchError, progress, scaled
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 from tailrace.errors import TailraceError
 

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  # everybody's name for it
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.spark.java import find_java
 
 

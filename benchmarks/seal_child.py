@@ -19,8 +19,8 @@ def main() -> int:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import pyarrow.parquet as pq
 
-    from tailrace.changelog.reader import ChangeLog
-    from tailrace.changelog.sealing import Sealer
+    from tailrace.changelog.maintain.sealer import Sealer
+    from tailrace.changelog.read.reader import ChangeLog
     from tailrace.storage.files import size_of
 
     path = Path(sys.argv[1])

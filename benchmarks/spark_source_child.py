@@ -17,8 +17,8 @@ from pyspark.sql import SparkSession
 
 from benchmarks.bare_source import BareSource
 from benchmarks.scan_child import java_version, open_session
-from tailrace.changelog.places import Place
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.offsets import Place
 from tailrace.spark.log_frame import look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.log_part import read_part

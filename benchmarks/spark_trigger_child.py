@@ -22,7 +22,7 @@ from pyspark.sql import functions as F  # noqa: N812  # everybody's name for it
 from pyspark.sql.streaming.query import StreamingQuery
 
 from benchmarks.scan_child import open_session
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 
 WARM_ROWS = 20
 COME_SECONDS_MAX = 300.0

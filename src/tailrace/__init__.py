@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from tailrace.capture.memory import MemoryCapture, batch_of
     from tailrace.capture.postgres.settings import PostgresSettings
     from tailrace.capture.postgres.source import PostgresCapture
-    from tailrace.changelog.reader import ChangeLog
-    from tailrace.changelog.writer import LogWriter
+    from tailrace.changelog.read.reader import ChangeLog
+    from tailrace.changelog.write.writer import LogWriter
     from tailrace.errors import ExitCode, Remedy, TailraceError
     from tailrace.model.batch import ChangeBatch, Window
     from tailrace.model.change import Operation
@@ -85,7 +85,7 @@ _HOMES = {
     "CdcSource": "pipeline.datasource",
     "ChangeBatch": "model.batch",
     "ChangeCapture": "capture.base",
-    "ChangeLog": "changelog.reader",
+    "ChangeLog": "changelog.read.reader",
     "Checkpoint": "state.checkpoint",
     "CheckpointStore": "state.checkpoint",
     "Column": "model.schema",
@@ -111,7 +111,7 @@ _HOMES = {
     "Letter": "transforms.plan",
     "Limits": "runtime.batch",
     "LogSink": "runtime.keeping",
-    "LogWriter": "changelog.writer",
+    "LogWriter": "changelog.write.writer",
     "Lost": "runtime.observing",
     "Lsn": "model.position",
     "MariadbGtidSet": "model.positions",

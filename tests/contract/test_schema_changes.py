@@ -14,8 +14,8 @@ import pytest
 
 from tailrace.capture.base import SourceId
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tailrace import failpoints
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Limits
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.maintain.sealer import Limits
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogTrimmed
 from tailrace.model import change
 from tests.support.changes import SHOP, insert, move

@@ -9,8 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.changelog.places import Place
-from tailrace.changelog.published import Kind, read_published
+from tailrace.changelog.format.coverage import Kind, read_published
+from tailrace.changelog.read.offsets import Place
 from tailrace.errors import LogGap, SourceTableMissing
 from tailrace.model.position import Lsn
 from tailrace.pipeline.beside import Beside

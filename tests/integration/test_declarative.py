@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pyspark.find_spark_home import _find_spark_home
 
-from tailrace.changelog.expected import expect
+from tailrace.changelog.format.known_tables import expect
 from tailrace.model.schema import TableId
 from tailrace.spark.java import find_java
 from tests.support.changes import table_schema

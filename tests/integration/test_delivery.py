@@ -18,8 +18,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tailrace import failpoints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ForeignWrite
 from tailrace.model import change
 from tailrace.model.position import ZERO

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.pipeline import landing
 from tailrace.pipeline.carrying import carry_to

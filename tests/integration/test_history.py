@@ -11,7 +11,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, either, promote, wait_for_replay

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.changelog.gaps import Gap, record_gap
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.format.gaps import Gap, record_gap
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap, PositionLost
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.read.reader import ChangeLog
 from tests.support.disks import mounted
 from tests.support.pipelines import Pipeline, Running, eventually, execute
 

@@ -17,16 +17,16 @@ from pathlib import Path
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from tailrace.changelog import lease
-from tailrace.changelog import writer as writer_module
-from tailrace.changelog.consumers import holds
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.changelog.verify import verify
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.verify import verify
+from tailrace.changelog.read.consumers import holds
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
+from tailrace.changelog.write import writer as writer_module
+from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogTrimmed, LogUnreachable, LogUnusable
 from tailrace.pipeline.settings import load_settings
 from tailrace.spark.arrow import spark_schema
@@ -225,10 +225,10 @@ def test_a_second_process_waits_for_the_lease_and_is_told_who_has_it(log: Object
     with pytest.raises(LogBusy) as caught:
         Lease(log, wait_seconds=0.3)
     assert caught.value.fields["pid"] == os.getpid()
-    assert lease.held(log) == os.getpid()
+    assert log_lease.held(log) == os.getpid()
     writer.close()
     Lease(log, wait_seconds=0.0).release()
-    assert lease.held(log) is None
+    assert log_lease.held(log) is None
 
 
 def test_a_lease_that_was_taken_over_is_lost_and_is_not_written_again(log: ObjectPath) -> None:
@@ -241,7 +241,7 @@ def test_a_lease_that_was_taken_over_is_lost_and_is_not_written_again(log: Objec
     with pytest.raises(LogFenced):
         old.check()
     old.release()
-    assert lease.held(log) == os.getpid()
+    assert log_lease.held(log) == os.getpid()
     new.release()
 
 

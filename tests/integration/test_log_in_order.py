@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tests.support.pipelines import Pipeline, Running, eventually, execute
 
 ORDERLY = "log:\n  path: ./changes\n  seal: {age: 1s}\n  grace: 0s\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tailrace.changelog.expected import expected
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.format.known_tables import expected
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.status import read_status
 from tests.support.frames import frame, steps
 from tests.support.loads import Scene

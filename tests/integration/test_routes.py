@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.changelog.letters import Letters
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.tables.layout import Place

@@ -13,7 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.tables.delta import DeltaRsTable
 from tailrace.tables.features import Features
 from tests.support.engines import only_spark, session

@@ -12,7 +12,7 @@ import pytest
 from deltalake.exceptions import DeltaProtocolError
 
 from tailrace import tables_at
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
 from tailrace.tables.delta import DeltaRsTable

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 import tailrace
-from tailrace.changelog import consumers
+from tailrace.changelog.read import consumers
 from tailrace.model.schema import Identity
 from tailrace.spark.session import Jvm
 from tests.support.changes import SHOP, delete, insert, truncate, update

@@ -17,7 +17,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.spark.java import find_java
 from tests.support.pipelines import descendants, eventually, execute
 from tests.support.stores import ENVIRONMENT, s3_server

@@ -14,7 +14,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogFenced
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.settings import load_settings

@@ -16,7 +16,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.changelog.letters import Letters
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import RuleInvalid, TransformFailed
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capturing import Capturing

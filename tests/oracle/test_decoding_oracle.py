@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tailrace.capture.postgres import stream
 from tailrace.capture.postgres.connect import SESSION
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.demo.server import EmbeddedPostgres
 from tests.oracle import conftest
 from tests.support import oracle, oracle_decoding

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from tailrace.changelog import consumers
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogError
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window

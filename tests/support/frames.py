@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.changelog.places import Place
+from tailrace.changelog.read.offsets import Place
 from tailrace.spark.log_frame import Frame, look
 from tailrace.spark.log_options import LogOptions
 from tailrace.spark.log_part import read_part

@@ -18,8 +18,8 @@ from types import TracebackType
 import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
 from tailrace.state.checkpoint import Checkpoint

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import TailraceError
 from tailrace.pipeline import capturing, loading, redelivering, shapewatch
 from tailrace.pipeline.applying import Applying

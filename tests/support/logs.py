@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn

@@ -23,8 +23,8 @@ import pyarrow as pa
 from tailrace.capture.base import Stream
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import SlotBusy
 from tailrace.model import change
 from tailrace.model.batch import Window

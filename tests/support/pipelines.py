@@ -19,7 +19,7 @@ from typing import Any
 
 import psycopg
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
 from tailrace.demo.compare import TableVerdict, compare
 from tailrace.model import change

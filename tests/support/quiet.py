@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Bundle, Letters
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.model import change
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn

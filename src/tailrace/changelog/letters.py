@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from tailrace.changelog.published import token
+from tailrace.changelog.format.coverage import token
 from tailrace.errors import LogCorrupt, TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId, TableSchema

@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.logs import one_line
 from tailrace.cli.output import wait_while_read, write_out
 from tailrace.errors import ConfigError, ExitCode, LogTrimmed

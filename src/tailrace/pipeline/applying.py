@@ -22,8 +22,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from tailrace import failpoints
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import lease
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
 from tailrace.errors import BaseRowMissing, ForeignWrite, SchemaChanged, SourceRewritten, TableFailed, TailraceError
 from tailrace.pipeline.holding import Holding
 from tailrace.pipeline.lakewatch import LakeWatch
@@ -269,7 +269,7 @@ class Applying:
         if not self.loading.idle or not self.lives.covered(commit) or not self._redelivering.idle:
             return False
         told = [life.announced for life in self._loaded() if life.announced is not None]
-        captured = bool(told) and lease.held(self._log.path) is not None
+        captured = bool(told) and log_lease.held(self._log.path) is not None
         return not any(captured or self.lives.index.position >= item.horizon for item in told)
 
     def waits_for_log(self, commit: int) -> bool:

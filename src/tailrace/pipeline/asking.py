@@ -15,8 +15,8 @@ from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import lease
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
 from tailrace.errors import ConfigError, FormChanged, TailraceError
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.report import TableState
@@ -134,7 +134,7 @@ class _Desk:
         note = None
         if self.silence is not None:
             note = f"the source was not asked which tables there are: {self.silence.headline}"
-        pid = lease.held(self._log.path, APPLIER)
+        pid = log_lease.held(self._log.path, APPLIER)
         return Asked(name=self._settings.name, action=action, tables=tuple(tables), apply_pid=pid, note=note, **more)
 
     def matching(self, patterns: Sequence[str], tables: set[TableId]) -> list[TableId]:

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from tailrace.capture.postgres import preflight
 from tailrace.capture.postgres.connect import connect
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import (
     ConfigError,
     HistoryDiverged,

@@ -18,11 +18,11 @@ from dataclasses import replace
 from tailrace.capture.base import SourceId, Stream
 from tailrace.capture.postgres.preflight import Publishing
 from tailrace.capture.postgres.source import PostgresCapture, identify
-from tailrace.changelog.expected import expect, expected
-from tailrace.changelog.format import Header
-from tailrace.changelog.gaps import Gap, read_gaps, record_gap
-from tailrace.changelog.published import announce, confirm
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.format.coverage import announce, confirm
+from tailrace.changelog.format.gaps import Gap, read_gaps, record_gap
+from tailrace.changelog.format.known_tables import expect, expected
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn

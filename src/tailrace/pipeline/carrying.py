@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tailrace.changelog.index import Slice
-from tailrace.changelog.rows import upto_position
+from tailrace.changelog.read.index import Slice
+from tailrace.changelog.read.row_steps import upto_position
 from tailrace.errors import BaseRowMissing, SchemaChanged
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from tailrace.changelog import lease
-from tailrace.changelog.reader import FIRST_COMMIT, ChangeLog
+from tailrace.changelog.read.reader import FIRST_COMMIT, ChangeLog
+from tailrace.changelog.write import log_lease
 from tailrace.errors import LogUnusable, SourceError, TailraceError
 from tailrace.pipeline.report import error_from_json
 from tailrace.pipeline.restarts import Restarts
@@ -79,7 +79,7 @@ class CaptureChild:
             self.check()
             try:
                 found = ChangeLog.open(self._path)
-                if found.newest() >= FIRST_COMMIT and lease.held(self._path) == self._process.pid and begun():
+                if found.newest() >= FIRST_COMMIT and log_lease.held(self._path) == self._process.pid and begun():
                     return found
             except LogUnusable:
                 pass

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tailrace.changelog import lease
 from tailrace.changelog.letters import (
     CAUSE,
     CAUSE_CODE,
@@ -22,7 +21,8 @@ from tailrace.changelog.letters import (
     Letters,
     tables_with_letters,
 )
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
 from tailrace.model.event import python_values
@@ -103,7 +103,7 @@ def replay(settings: PipelineSettings, patterns: Sequence[str]) -> Asked:
             tables[table] = count
         if count < len(seqs):
             kept[table] = len(seqs) - count
-    pid = lease.held(log.path, APPLIER)
+    pid = log_lease.held(log.path, APPLIER)
     noted = read_note(log.path) if pid is not None else {}
     states = {table: TableState(noted[table]["state"]) for table in tables if table in noted}
     stopped = {table: state.value for table, state in states.items() if state.broken}
@@ -133,7 +133,7 @@ def forget(settings: PipelineSettings, patterns: Sequence[str], seqs: Sequence[i
             Letters(log.path, table).forget(numbers)
     return Asked(
         tables={table: len(numbers) for table, numbers in dropped.items() if numbers},
-        apply_pid=lease.held(log.path, APPLIER),
+        apply_pid=log_lease.held(log.path, APPLIER),
     )
 
 

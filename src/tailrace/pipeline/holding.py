@@ -11,8 +11,8 @@ import threading
 import time
 from contextlib import suppress
 
-from tailrace.changelog import consumers
-from tailrace.changelog.consumers import TableHint
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.consumers import TableHint
 from tailrace.errors import LogError
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from tailrace.capture.postgres.catalogue import SourceTable
-from tailrace.changelog.gaps import Gap
-from tailrace.changelog.index import LogIndex, Slice
-from tailrace.changelog.published import Published
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.rows import after_position
+from tailrace.changelog.format.coverage import Published
+from tailrace.changelog.format.gaps import Gap
+from tailrace.changelog.read.index import LogIndex, Slice
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.read.row_steps import after_position
 from tailrace.errors import LogTrimmed, Remedy, SchemaChanged, TailraceError
 from tailrace.model.evolution import is_news
 from tailrace.model.policies import POLICIES, Policies

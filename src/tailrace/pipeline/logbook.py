@@ -12,16 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from tailrace.changelog import consumers, retention
-from tailrace.changelog.format import Header
-from tailrace.changelog.history import announced
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.lease import holder
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import ROOM, Held, Policy
-from tailrace.changelog.sealing import SEALER, Sealer
-from tailrace.changelog.trimmed import Trimmed
-from tailrace.changelog.verify import verify as verify_log
+from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.format.trimmed import Trimmed
+from tailrace.changelog.maintain import retention
+from tailrace.changelog.maintain.retention import ROOM, Held, Policy
+from tailrace.changelog.maintain.sealer import SEALER, Sealer
+from tailrace.changelog.maintain.verify import verify as verify_log
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.log_schema_history import announced
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import holder
 from tailrace.errors import ConfigError, LogBusy, LogError
 from tailrace.model import change
 from tailrace.model.system import SCHEMA_NUMBER

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId

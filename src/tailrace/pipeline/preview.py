@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import BaseRowMissing, SchemaChanged, TableUnusable, TailraceError, ValueUnfit
 from tailrace.model.evolution import Kind, evolve, is_news
 from tailrace.model.schema import TableId, TableSchema

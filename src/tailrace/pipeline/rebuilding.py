@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tailrace.changelog import consumers
-from tailrace.changelog.consumers import TableHint
-from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.rows import upto_position
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.consumers import TableHint
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.read.row_steps import upto_position
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, SchemaChanged
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import lease
 from tailrace.changelog.letters import Letters, tables_with_letters
+from tailrace.changelog.write import log_lease
 from tailrace.errors import Remedy, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -70,7 +70,7 @@ class Redelivering:
 
     def _can_go_on(self, life: TableLife) -> bool:
         seen = self._seen.get(life.table)
-        return seen is None or self._lives.index.position >= seen or lease.held(self._lives.log.path) is not None
+        return seen is None or self._lives.index.position >= seen or log_lease.held(self._lives.log.path) is not None
 
     def work(self) -> None:
         """Look, do a step for each table, rest."""

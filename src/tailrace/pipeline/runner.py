@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from tailrace.capture.postgres.source import identify
-from tailrace.changelog import lease
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import ExitCode, LogForeign, NotCaptured, TailraceError
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.child import CaptureChild
@@ -277,7 +277,7 @@ def _apply(
 
 
 def _nobody_captures(log: ChangeLog) -> bool:
-    return lease.held(log.path) is None
+    return log_lease.held(log.path) is None
 
 
 def _summary(

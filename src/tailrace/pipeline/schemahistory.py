@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import os
 
-from tailrace.changelog.history import schema_history
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.log_schema_history import schema_history
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError
 from tailrace.state.histories import FileSchemaHistory
 from tailrace.state.history import SchemaHistory, SchemaVersion

@@ -65,7 +65,7 @@ from tailrace.transforms.rules import Transforms
 
 if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
-    from tailrace.changelog.keeper import Keeping
+    from tailrace.changelog.maintain.maintenance import Keeping
     from tailrace.model.schema import TableId
     from tailrace.tables.features import Features
     from tailrace.tables.forms import Form
@@ -175,8 +175,8 @@ class LogSettings(BaseModel):
     @property
     def keeping(self) -> Keeping:
         """The same for the one who keeps the log in order."""
-        from tailrace.changelog.keeper import Keeping
-        from tailrace.changelog.retention import Policy
+        from tailrace.changelog.maintain.maintenance import Keeping
+        from tailrace.changelog.maintain.retention import Policy
 
         seal_bytes = self.seal.bytes
         if self.max_bytes is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableFailed
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.spark.connector import connector_settings, iceberg_settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tailrace.capture.postgres.catalogue import SourceTable
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import SchemaChanged, TableAhead
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import Identity

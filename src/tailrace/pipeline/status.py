@@ -17,10 +17,11 @@ from typing import Any
 from tailrace.capture.base import Lag
 from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog import consumers, lease
 from tailrace.changelog.letters import Letters, may_have_letters
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import disk_bytes
+from tailrace.changelog.maintain.retention import disk_bytes
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
 from tailrace.errors import LogUnusable, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
@@ -83,7 +84,7 @@ def measure(
 ) -> PipelineStatus:
     """The pipeline now, from what is at hand."""
     log, index = lives.log, lives.index
-    apply_pid, capture_pid = lease.held(log.path, APPLIER), lease.held(log.path)
+    apply_pid, capture_pid = log_lease.held(log.path, APPLIER), log_lease.held(log.path)
     end = max(lag.end, index.position) if lag else index.position
     return PipelineStatus(
         name=settings.name,

@@ -10,9 +10,9 @@ import functools
 
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.expected import expected
-from tailrace.changelog.keeper import Keeper
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.format.known_tables import expected
+from tailrace.changelog.maintain.maintenance import Keeper
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.holding import forget_unwanted
 from tailrace.pipeline.settings import PipelineSettings, matches, matches_message, names
 from tailrace.transforms.postgres import TransformedCapture

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.commits import Commits, Numbers
-from tailrace.changelog.merged import conform
+from tailrace.changelog.read.commit_lookup import Commits, Numbers
+from tailrace.changelog.read.merged_schema import conform
 from tailrace.errors import SourceNotReady, TailraceError, Unsupported, ValueUnfit
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch

@@ -16,10 +16,10 @@ import logging
 from collections.abc import Iterator
 from datetime import datetime
 
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.places import EARLIEST, LATEST, Place, Point
-from tailrace.changelog.published import Coming, Kind
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.format.coverage import Coming, Kind
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.offsets import EARLIEST, LATEST, Place, Point
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogGap
 from tailrace.model.position import Lsn
 from tailrace.spark.log_options import LogOptions

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.commits import Numbers
+from tailrace.changelog.read.commit_lookup import Numbers
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.spark.typed import ROW, row_values

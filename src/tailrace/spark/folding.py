@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tailrace.changelog.index import Slice
+from tailrace.changelog.read.index import Slice
 from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.change import Operation

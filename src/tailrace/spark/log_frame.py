@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from tailrace.changelog.expected import expected, expected_of
-from tailrace.changelog.merged import merged_shape
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.format.known_tables import expected, expected_of
+from tailrace.changelog.read.merged_schema import merged_shape
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogUnreachable, LogUnusable, SourceTableMissing, Unsupported
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.spark.changefeed import feed_fields, refuse_partial

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tailrace.changelog.consumers import consumer_path
-from tailrace.changelog.places import EARLIEST, END, EXAMPLES, LATEST, START, Point, parse_point
+from tailrace.changelog.read.consumers import consumer_path
+from tailrace.changelog.read.offsets import EARLIEST, END, EXAMPLES, LATEST, START, Point, parse_point
 from tailrace.errors import ConfigError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableId

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from tailrace.changelog.commits import Commits
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.commit_lookup import Commits
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogForeign
 from tailrace.model import change
 from tailrace.spark.changefeed import feed_rows

@@ -8,8 +8,8 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.changelog.places import ending_place
-from tailrace.changelog.reader import SEQ_MAX
+from tailrace.changelog.read.offsets import ending_place
+from tailrace.changelog.read.reader import SEQ_MAX
 from tailrace.errors import ConfigError
 from tailrace.spark.arrow import arrow_schema
 from tailrace.spark.log_frame import Frame

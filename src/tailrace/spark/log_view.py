@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tailrace.changelog.commits import Commits, Scale
-from tailrace.changelog.index import LogIndex, Slice
-from tailrace.changelog.merged import fits
-from tailrace.changelog.places import Place, starting_place
-from tailrace.changelog.reader import SEQ_MAX, ChangeLog
+from tailrace.changelog.read.commit_lookup import Commits, Scale
+from tailrace.changelog.read.index import LogIndex, Slice
+from tailrace.changelog.read.merged_schema import fits
+from tailrace.changelog.read.offsets import Place, starting_place
+from tailrace.changelog.read.reader import SEQ_MAX, ChangeLog
 from tailrace.errors import LogGap, LogTrimmed, SchemaChanged, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn

@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
+from tailrace.changelog.format.coverage import token
 from tailrace.changelog.letters import FOLDER, Bundle, Letters
-from tailrace.changelog.published import token
 from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit, kind_of
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn

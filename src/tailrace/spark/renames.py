@@ -12,9 +12,9 @@ import itertools
 import logging
 from collections.abc import Iterator
 
-from tailrace.changelog.index import LogIndex, Slice
-from tailrace.changelog.places import Place
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.index import LogIndex, Slice
+from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap
 from tailrace.model.schema import TableId
 from tailrace.spark.comings import ANEW_HINT

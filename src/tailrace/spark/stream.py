@@ -13,7 +13,7 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
-from tailrace.changelog.places import Place
+from tailrace.changelog.read.offsets import Place
 from tailrace.spark.plainly import plainly
 from tailrace.spark.streaming import LogStream, Offset
 

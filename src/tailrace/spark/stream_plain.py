@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from pyspark.sql.datasource import InputPartition
 
-from tailrace.changelog.places import Place
+from tailrace.changelog.read.offsets import Place
 from tailrace.spark.plainly import plainly
 from tailrace.spark.streaming import LogStream, Offset
 

@@ -23,11 +23,11 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from tailrace.changelog.consumers import Consumer
-from tailrace.changelog.places import EARLIEST, Place, refuse_past
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.waiting import rest
-from tailrace.changelog.wanted import Wanted
+from tailrace.changelog.read.commit_wait import rest
+from tailrace.changelog.read.consumers import Consumer
+from tailrace.changelog.read.offsets import EARLIEST, Place, refuse_past
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.read.table_selector import Wanted
 from tailrace.errors import LogForeign, LogUnreachable, LogUnusable, TailraceError
 from tailrace.spark.arrow import arrow_schema
 from tailrace.spark.log_frame import Frame

@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 from tailrace import failpoints
 from tailrace.capture.postgres.chunks import Chunk
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog.index import Slice
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.rows import after_position, upto_position
+from tailrace.changelog.read.index import Slice
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.read.row_steps import after_position, upto_position
 from tailrace.errors import SourceSlow, TableFailed, TailraceError, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import Lsn

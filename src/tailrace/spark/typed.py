@@ -1,7 +1,7 @@
 """Changes of one table with its columns: what a change carries first, then the table's own.
 
 The columns are those of one view over every shape that the table had when the DataFrame was made
-(`changelog/merged.py` has the rules). A row of a shape that came later and that the view cannot hold never comes in a
+(`changelog/read/merged_schema.py` has the rules). A row of a shape that came later and that the view cannot hold never comes in a
 part of itself: whoever plans stops before it, or it comes whole in a column of its own.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from tailrace.changelog.commits import Numbers
-from tailrace.changelog.merged import conform, fits, holds
+from tailrace.changelog.read.commit_lookup import Numbers
+from tailrace.changelog.read.merged_schema import conform, fits, holds
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import TableSchema

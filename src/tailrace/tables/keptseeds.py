@@ -23,7 +23,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace import failpoints
-from tailrace.changelog.published import token
+from tailrace.changelog.format.coverage import token
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.tables.deltalog import Position, data_path, own_versions

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.storage.files import LogPath
 from tailrace.storage.objects import ObjectPath
 from tests.support.logs import Diary, quick_folder

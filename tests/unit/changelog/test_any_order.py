@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.seal_writer import Sizes
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogTrimmed
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn

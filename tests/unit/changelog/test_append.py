@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, LogCorrupt, LogForeign, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.keeper import Keeping, Unsealed
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.maintain.maintenance import Keeping, Unsealed
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import LogBusy
 from tests.support.logs import Diary, inserts, read_all, seal, stored_files
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.changelog.cold import commits_path, seal_path
-from tailrace.changelog.coldread import ColdReader, Span
-from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.format.seal import commits_path, seal_path
+from tailrace.changelog.maintain.seal_writer import Sizes
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.read.sealed_rows import ColdReader, Span
 from tailrace.model import change
 from tailrace.model.mirror import Mirror
 from tailrace.storage.files import size_of

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog import consumers
-from tailrace.changelog.consumers import EXPIRE_SECONDS, TableHint, holds, leave_hints
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, held, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.maintain.retention import Policy, held, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.consumers import EXPIRE_SECONDS, TableHint, holds, leave_hints
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogTrimmed
 from tailrace.model.schema import TableId
 from tests.support.changes import SHOP
@@ -122,7 +122,7 @@ def test_a_commit_of_one_table_in_many_batches_is_taken_up_in_the_middle(diary: 
 
 KILLED = """
 import sys, time
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 for batch in ChangeLog.open(sys.argv[1]).follow(table="public.things", consumer="reader", wait_seconds=30):
     print(batch.data.column("_seq")[-1].as_py(), flush=True)
     time.sleep(0.05)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import format
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format import commit_file
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogCorrupt, LogError, LogUnusable
 from tailrace.model.batch import ChangeBatch
 from tests.support.windows import SOURCE, ids, rows_window
@@ -43,8 +43,8 @@ def with_header(data: bytes, **fields: object) -> bytes:
     size = header_bytes(data)
     stored = json.loads(data[16:size]) | fields
     text = json.dumps(stored, separators=(",", ":")).encode()
-    head = struct.pack("<8sII", format.MAGIC, len(text), zlib.crc32(text)) + text
-    return head.ljust(format.align(len(head)), b"\0") + data[format.align(size) :]
+    head = struct.pack("<8sII", commit_file.MAGIC, len(text), zlib.crc32(text)) + text
+    return head.ljust(commit_file.align(len(head)), b"\0") + data[commit_file.align(size) :]
 
 
 DAMAGES: dict[str, Damage] = {
@@ -55,13 +55,13 @@ DAMAGES: dict[str, Damage] = {
     "the first bit of the header": lambda data: flipped(data, 16),
     "a bit within the header": lambda data: flipped(data, header_bytes(data) // 2),
     "the last bit of the header": lambda data: flipped(data, header_bytes(data) - 1),
-    "the first bit of the body": lambda data: flipped(data, format.align(header_bytes(data))),
-    "a bit within the body": lambda data: flipped(data, format.align(header_bytes(data)) + 200),
+    "the first bit of the body": lambda data: flipped(data, commit_file.align(header_bytes(data))),
+    "a bit within the body": lambda data: flipped(data, commit_file.align(header_bytes(data)) + 200),
     "nothing left": lambda data: b"",
     "a few bytes left": lambda data: data[:10],
     "half the header left": lambda data: data[: header_bytes(data) // 2],
     "the header left": lambda data: data[: header_bytes(data)],
-    "half the body left": lambda data: data[: format.align(header_bytes(data)) + 200],
+    "half the body left": lambda data: data[: commit_file.align(header_bytes(data)) + 200],
     "zeros, as after a crash of the machine": lambda data: bytes(len(data)),
     "another program's file": lambda data: b"PAR1" + data[4:],
     "another log's commit": lambda data: with_header(data, log="0" * 32),

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.keeper import Keeper, Keeping, keep
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.maintain.maintenance import Keeper, Keeping, keep
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable
 from tests.support.changes import SHOP, insert
 from tests.support.disks import fill, mounted
@@ -364,8 +364,8 @@ CLOSED: dict[str, tuple[str, int, str]] = {
 AS_NOBODY = f"""
 import os, sys
 from pathlib import Path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import TailraceError
 from tests.support.windows import SOURCE
 os.setgid({NOBODY}); os.setuid({NOBODY})

@@ -82,8 +82,8 @@ def test_whatever_fails_is_told_and_costs_nothing(
 DOUBT = """
 import ctypes, sys
 from pathlib import Path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable
 from tests.support.changes import SHOP, insert
 from tests.support.failing_disk import Call, Disk

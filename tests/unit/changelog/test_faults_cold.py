@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import consumers
-from tailrace.changelog.cold import commits_path, seal_path
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.format.seal import commits_path, seal_path
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogCorrupt, LogError, LogUnusable
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, Diary, Row, in_order, inserts, quick_folder, rows_of, seal

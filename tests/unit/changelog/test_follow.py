@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema

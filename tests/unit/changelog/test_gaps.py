@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.gaps import NAME, Gap, read_gaps, record_gap
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.verify import verify
+from tailrace.changelog.format.gaps import NAME, Gap, read_gaps, record_gap
+from tailrace.changelog.maintain.verify import verify
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli import renderlog
 from tailrace.errors import LogCorrupt, LogGap
 from tailrace.model.position import Lsn

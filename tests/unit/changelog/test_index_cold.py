@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.index import LogIndex, Slice
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.schemas import Version
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.format.schemas import Version
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.index import LogIndex, Slice
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt, LogUnreachable
 from tailrace.model.position import ZERO, Lsn
 from tailrace.storage.files import LogPath

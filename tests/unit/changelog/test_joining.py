@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.changelog import cold
-from tailrace.changelog.cold import ColdIndex, Seal, commits_path
-from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.format import seal as cold
+from tailrace.changelog.format.seal import ColdIndex, Seal, commits_path
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.seal_writer import Sizes
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt
 from tailrace.model import change
 from tailrace.storage.files import LogPath

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.keeper import STOP_SECONDS_MAX, Keeper, Keeping, Unsealed, keep
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, disk_bytes
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.maintain.maintenance import STOP_SECONDS_MAX, Keeper, Keeping, Unsealed, keep
+from tailrace.changelog.maintain.retention import Policy, disk_bytes
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogBusy, LogTrimmed
 from tests.support.changes import SHOP, insert
 from tests.support.logs import OTHER, Diary, inserts, read_all, rows_of, seal, stored_files
@@ -48,7 +48,7 @@ def keeper_pids(parent: int | None = None) -> list[int]:
     above, found = parent or os.getpid(), []
     for pid in descendants(above) - {above}:
         with suppress(OSError):
-            if b"tailrace.changelog.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"tailrace.changelog.maintain.maintenance" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
@@ -230,7 +230,7 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
 
 def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from tailrace.changelog.keeper import Keeper, Keeping\n"
+        "import sys, time; from pathlib import Path; from tailrace.changelog.maintain.maintenance import Keeper, Keeping\n"
         "Keeper(Path(sys.argv[1]), Keeping(look_seconds=0.01)).start(); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(diary.path)]) as starter:

@@ -17,15 +17,15 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import lease
-from tailrace.changelog.lease import Lease
+from tailrace.changelog.write import log_lease
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import LogBusy, LogFenced
 
 LONG_SECONDS = 240.0
 HOLD = """
 import sys, time
 from pathlib import Path
-from tailrace.changelog.lease import Lease
+from tailrace.changelog.write.log_lease import Lease
 held = Lease(Path(sys.argv[1]), renew_seconds=0.05)
 print("held", flush=True)
 while not held.lost():
@@ -83,16 +83,16 @@ def seconds(act: Callable[[], object]) -> float:
 
 def test_leases_of_different_names_do_not_meet(tmp_path: Path) -> None:
     one, other = Lease(tmp_path, "owner", 0.0), Lease(tmp_path, "apply", 0.0)
-    assert lease.held(tmp_path, "owner") == lease.held(tmp_path, "apply") == os.getpid()
+    assert log_lease.held(tmp_path, "owner") == log_lease.held(tmp_path, "apply") == os.getpid()
     one.release()
-    assert lease.held(tmp_path, "owner") is None
-    assert lease.held(tmp_path, "apply") == os.getpid()
+    assert log_lease.held(tmp_path, "owner") is None
+    assert log_lease.held(tmp_path, "apply") == os.getpid()
     other.release()
 
 
 def test_nobody_holds_a_lease_that_was_never_taken(tmp_path: Path) -> None:
-    assert lease.held(tmp_path) is None
-    assert lease.holder(tmp_path) == {}
+    assert log_lease.held(tmp_path) is None
+    assert log_lease.holder(tmp_path) == {}
 
 
 def test_a_second_one_waits_and_is_then_told_who_holds_it_and_what_to_do(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_one_that_waits_gets_in_when_the_holder_lets_go(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
     taken = Lease(tmp_path, wait_seconds=0.0)
     (tmp_path / "owner.json").write_bytes(b"{")
-    assert lease.held(tmp_path) == 0
+    assert log_lease.held(tmp_path) == 0
     with pytest.raises(LogBusy):
         Lease(tmp_path, wait_seconds=0.0)
     taken.release()
@@ -131,7 +131,7 @@ def test_a_record_that_cannot_be_read_names_nobody(tmp_path: Path) -> None:
 
 def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) -> None:
     with holding_process(tmp_path) as child:
-        assert lease.held(tmp_path) == child.pid
+        assert log_lease.held(tmp_path) == child.pid
         with pytest.raises(LogBusy) as caught:
             Lease(tmp_path, wait_seconds=0.1)
         assert caught.value.fields["pid"] == child.pid
@@ -141,7 +141,7 @@ def test_the_lease_of_a_process_that_was_killed_is_free_at_once(tmp_path: Path) 
         found = Lease(tmp_path, wait_seconds=0.0)
         assert not found.forced
         found.release()
-    assert lease.held(tmp_path) is None
+    assert log_lease.held(tmp_path) is None
 
 
 def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_container_that_shares_our_kernel_is_no_other_host(tmp_path: Path) -> 
     leave_record(tmp_path, boot=boot)
     mine = Lease(tmp_path, wait_seconds=0.0)
     assert not mine.lost()
-    assert lease.held(tmp_path) == os.getpid()
+    assert log_lease.held(tmp_path) == os.getpid()
     mine.release()
 
 
@@ -169,7 +169,7 @@ def test_letting_go_twice_is_letting_go_once(tmp_path: Path) -> None:
     second = Lease(tmp_path, wait_seconds=0.0)
     first.release()
     second.check()
-    assert lease.held(tmp_path) == os.getpid()
+    assert log_lease.held(tmp_path) == os.getpid()
     second.release()
 
 
@@ -191,7 +191,7 @@ def test_another_hosts_record_that_nobody_renews_is_taken_after_a_while(tmp_path
     found = Lease(tmp_path, wait_seconds=LONG_SECONDS, expiry_seconds=0.6)
     assert time.monotonic() - began >= 0.6
     assert found.forced
-    assert lease.held(tmp_path) == os.getpid()
+    assert log_lease.held(tmp_path) == os.getpid()
     found.release()
 
 
@@ -247,7 +247,7 @@ def test_a_holder_renews_its_record_and_marks_it_when_it_lets_go(tmp_path: Path)
     assert later["token"] == first["token"]
     held.release()
     assert record_of(tmp_path)["released"] is True
-    assert lease.holder(tmp_path) == {"pid": os.getpid(), "host": first["host"]}
+    assert log_lease.holder(tmp_path) == {"pid": os.getpid(), "host": first["host"]}
 
 
 def test_a_renewal_that_the_disk_refuses_changes_nothing(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_lease_held_by_a_stopped_process_can_be_taken_over(tmp_path: Path) -> 
         with pytest.raises(LogBusy):
             Lease(tmp_path, wait_seconds=0.2)
         found = Lease(tmp_path, wait_seconds=0.0, take_over=True, renew_seconds=0.05)
-        assert lease.held(tmp_path) == os.getpid()
+        assert log_lease.held(tmp_path) == os.getpid()
         child.send_signal(signal.SIGCONT)
         said, _ = child.communicate(timeout=240)
         assert (said, child.returncode) == ("log-fenced\n", 6)
@@ -363,5 +363,5 @@ def test_of_many_that_take_it_over_at_once_exactly_one_holds_it(tmp_path: Path) 
     assert sum(not found.lost() for found in got) == 1
     for found in [first, *got]:
         found.release()
-    assert lease.held(tmp_path) is None
+    assert log_lease.held(tmp_path) is None
     assert list(tmp_path.glob(".*")) == []

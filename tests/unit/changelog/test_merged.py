@@ -10,9 +10,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.merged import conform, fits, merged_shape
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.merged_schema import conform, fits, merged_shape
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import Column, Identity, TableSchema

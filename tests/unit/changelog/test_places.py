@@ -10,12 +10,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.places import Place, ending_place, starting_place
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.trimmed import Trimmed, TrimmedTable, write_trimmed
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.trimmed import Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.offsets import Place, ending_place, starting_place
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, LogTrimmed
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.published import NAME, Coming, Kind, Published, announce, confirm, read_published
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.trimmed import Trimmed, write_trimmed
+from tailrace.changelog.format.coverage import NAME, Coming, Kind, Published, announce, confirm, read_published
+from tailrace.changelog.format.trimmed import Trimmed, write_trimmed
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId

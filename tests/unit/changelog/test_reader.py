@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogCorrupt
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO, Lsn

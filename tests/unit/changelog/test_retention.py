@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog import consumers
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, Trim, disk_bytes, held, trim
-from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.changelog.trimmed import NOTHING, Trimmed, read_trimmed, write_trimmed
+from tailrace.changelog.format.trimmed import NOTHING, Trimmed, read_trimmed, write_trimmed
+from tailrace.changelog.maintain.retention import Policy, Trim, disk_bytes, held, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogCorrupt, LogTrimmed
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tailrace.changelog.schemas import Schemas
+from tailrace.changelog.format.schemas import Schemas
 from tailrace.model.schema import TableId
 from tests.support.changes import SHOP
 

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.cold import commits_path, seal_path
-from tailrace.changelog.coldwrite import Sizes
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Limits, Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.format.seal import commits_path, seal_path
+from tailrace.changelog.maintain.seal_writer import Sizes
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogCorrupt, LogUnusable
 from tailrace.model import change
 from tailrace.model.position import Lsn

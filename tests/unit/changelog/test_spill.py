@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogCorrupt
 from tailrace.model import change
 from tailrace.model.position import Lsn

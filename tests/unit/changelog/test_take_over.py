@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogFenced
 from tailrace.pipeline.capturing import OwnLog
 from tests.support.pipelines import eventually

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import writer as writer_module
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import writer as writer_module
+from tailrace.changelog.write.log_lease import Lease
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced
 from tailrace.storage import files
 from tailrace.storage.files import LogPath

@@ -18,13 +18,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog import cold, contents, format, verify
-from tailrace.changelog.contents import Numbers
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.keeper import Keeping, keep
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.format import commit_file
+from tailrace.changelog.format import seal as cold
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.maintain import verify, verify_files
+from tailrace.changelog.maintain.maintenance import Keeping, keep
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.maintain.verify_files import Numbers
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogUnusable
 from tailrace.model import change
 from tailrace.model.schema import Column
@@ -190,7 +192,7 @@ def covered(commit: bytes, at: int) -> bool:
     """Whether a byte of a commit's file is one that something answers for: padding is not."""
     size = 16 + int(struct.unpack_from("<I", commit, 8)[0])
     header = json.loads(commit[16:size])
-    begin = format.align(size)
+    begin = commit_file.align(size)
     own = [body for body in header["bodies"] if not body["piece"]]
     return at < size or any(begin + b["at"] <= at < begin + b["at"] + b["size"] for b in own)
 
@@ -277,8 +279,8 @@ def with_header(file: Path, **fields: object) -> None:
     data = file.read_bytes()
     size = 16 + int(struct.unpack_from("<I", data, 8)[0])
     text = json.dumps(json.loads(data[16:size]) | fields, separators=(",", ":")).encode()
-    head = struct.pack("<8sII", format.MAGIC, len(text), zlib.crc32(text)) + text
-    file.write_bytes(head.ljust(format.align(len(head)), b"\0") + data[format.align(size) :])
+    head = struct.pack("<8sII", commit_file.MAGIC, len(text), zlib.crc32(text)) + text
+    file.write_bytes(head.ljust(commit_file.align(len(head)), b"\0") + data[commit_file.align(size) :])
 
 
 @pytest.mark.parametrize(
@@ -364,7 +366,7 @@ def test_numbers_that_are_not_dense_are_told_from_those_that_are() -> None:
 def test_lists_of_commits_longer_than_a_batch_are_read_piece_by_piece(
     diary: Diary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "LIST_ROWS", 3)
+    monkeypatch.setattr(verify_files, "LIST_ROWS", 3)
     for key in range(10):
         diary.commit(inserts(key))
     seal(diary.path)

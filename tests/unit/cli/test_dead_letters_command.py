@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.lease import Lease
 from tailrace.changelog.letters import Letters
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode, ValueUnfit
 from tailrace.model.batch import ChangeBatch

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import tailrace
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli import renderlog
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode

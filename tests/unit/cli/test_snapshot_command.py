@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tailrace
-from tailrace.changelog.lease import Lease
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.cli import logs
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.schema import Identity, TableId

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.applying import Applying
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import TableState

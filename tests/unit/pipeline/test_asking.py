@@ -13,8 +13,8 @@ import pytest
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import Cut
 from tailrace.capture.postgres.connect import connect
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ConfigError, LogUnusable, SourceUnreachable, TailraceError, Unsupported
 from tailrace.model.position import ZERO, Lsn

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.capture.postgres.connect import explain_text
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import (
     LOST_HINT,
     ConfigError,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline import applying as applying_module
 from tailrace.pipeline.life import TableLife

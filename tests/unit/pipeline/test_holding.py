@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog import consumers
-from tailrace.changelog.consumers import TableHint, leave_hints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.consumers import TableHint, leave_hints
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import SchemaChanged, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId

@@ -19,8 +19,8 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace import failpoints
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.position import Lsn

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.capture.postgres.chunks import Cut, Plan
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import Lsn
 from tailrace.pipeline import life as life_module
 from tailrace.pipeline.life import Ahead, Lives

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.keeper import Keeping
-from tailrace.changelog.retention import Policy
+from tailrace.changelog.maintain.maintenance import Keeping
+from tailrace.changelog.maintain.retention import Policy
 from tailrace.pipeline.document import Problem
 from tailrace.pipeline.quantities import Refused, parse_duration, parse_size
 from tailrace.pipeline.settings import LogSettings, check_settings, load_settings

@@ -10,14 +10,14 @@ from threading import Event
 
 import pytest
 
-from tailrace.changelog.cold import Seal
-from tailrace.changelog.consumers import TableHint, consumer_path, leave_hints
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.keeper import Keeping, keep
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.trimmed import Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.format.seal import Seal
+from tailrace.changelog.format.trimmed import Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.maintain.maintenance import Keeping, keep
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.consumers import TableHint, consumer_path, leave_hints
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, ExitCode, LogBusy, LogUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline import logbook

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId

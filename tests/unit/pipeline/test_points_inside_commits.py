@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn

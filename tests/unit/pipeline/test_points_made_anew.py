@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
 from tailrace.errors import ConfigError
 from tailrace.pipeline.ledger import Ledger

@@ -19,12 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.changelog.gaps import Gap, record_gap
-from tailrace.changelog.lease import Lease
+from tailrace.changelog.format.coverage import announce, confirm
+from tailrace.changelog.format.gaps import Gap, record_gap
 from tailrace.changelog.letters import Letters
-from tailrace.changelog.published import announce, confirm
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Limits, Sealer
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Limits, Sealer
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode, ForeignWrite
 from tailrace.model.position import Lsn

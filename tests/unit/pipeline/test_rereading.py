@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tailrace.capture.postgres.chunks import Cut, Plan
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
 from tailrace.errors import BaseRowMissing, ExitCode
 from tailrace.model.position import Lsn

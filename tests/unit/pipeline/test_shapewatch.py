@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.published import announce, confirm
+from tailrace.changelog.format.coverage import announce, confirm
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline import shapewatch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.sparkstart import made_scratch
 from tests.support.logs import Diary
 

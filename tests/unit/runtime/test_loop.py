@@ -11,8 +11,8 @@ import pytest
 
 from tailrace.capture.base import Stream
 from tailrace.capture.memory import MemoryCapture
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable, PositionLost, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.capture.memory import MemoryCapture
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogUnusable, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn

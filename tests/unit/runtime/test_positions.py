@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tailrace.capture.memory import MemoryCapture
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, PositionRewound, SourceUnreachable, StateForeign
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn

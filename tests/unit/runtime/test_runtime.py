@@ -14,7 +14,7 @@ import pytest
 
 from tailrace.capture.base import Stream
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import (
     AckRefused,
     ConfigError,

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import (
     ConfigError,
     SourceTableMissing,

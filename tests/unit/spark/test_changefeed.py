@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from tailrace.changelog.places import Place
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.offsets import Place
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
 from tailrace.model.schema import Identity
 from tailrace.spark.log_part import read_part

@@ -7,10 +7,10 @@ import logging
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.places import Place
-from tailrace.changelog.published import announce, confirm
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.format.coverage import announce, confirm
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.offsets import Place
 from tailrace.errors import ConfigError, LogGap
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema

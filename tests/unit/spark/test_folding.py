@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog.index import LogIndex
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.index import LogIndex
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import BaseRowMissing
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.expected import expect, expected
-from tailrace.changelog.gaps import Gap, record_gap
-from tailrace.changelog.places import Place, starting_place
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.format.gaps import Gap, record_gap
+from tailrace.changelog.format.known_tables import expect, expected
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.offsets import Place, starting_place
 from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged, SourceNotReady
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity

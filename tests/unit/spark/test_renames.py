@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from tailrace.changelog.places import Place
+from tailrace.changelog.read.offsets import Place
 from tailrace.errors import LogGap
 from tailrace.model.schema import Identity, TableId
 from tailrace.spark.log_read import LogReader

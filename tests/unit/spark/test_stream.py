@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxBytes, ReadMaxRows
 
-from tailrace.changelog.consumers import Hold, holds
-from tailrace.changelog.expected import expect
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import Policy, trim
-from tailrace.changelog.sealing import Sealer
+from tailrace.changelog.format.known_tables import expect
+from tailrace.changelog.maintain.retention import Policy, trim
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read.consumers import Hold, holds
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogForeign, SchemaChanged
 from tailrace.model.position import Lsn
 from tailrace.spark.arrow import spark_schema

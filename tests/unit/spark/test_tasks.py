@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.index import LogIndex, Slice
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.index import LogIndex, Slice
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import ZERO
 from tailrace.spark.tasks import ApplyWork, EvolveWork, advance_table, apply_changes
 from tailrace.tables.base import Cursor

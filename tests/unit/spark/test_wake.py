@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline import life
 from tailrace.pipeline.life import Lives
 from tailrace.spark.wake import Wake

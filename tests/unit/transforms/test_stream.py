@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tailrace.capture.base import Stream
 from tailrace.capture.memory import MemoryCapture, batch_of
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.writer import LogWriter
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import SourceUnreachable, TransformFailed
 from tailrace.model import change
 from tailrace.model.change import Operation

@@ -20,8 +20,8 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.commits import begin_at, blocks
-from tailrace.changelog.reader import FIRST_COMMIT, SEQ_MAX, ChangeLog
+from tailrace.changelog.read.commit_lookup import begin_at, blocks
+from tailrace.changelog.read.reader import FIRST_COMMIT, SEQ_MAX, ChangeLog
 from tailrace.errors import ConfigError, LogTrimmed, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn

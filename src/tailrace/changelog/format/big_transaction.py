@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog.format import Body, Header, Piece, commit_path, read_header
+from tailrace.changelog.format.commit_file import Body, Header, Piece, commit_path, read_header
 from tailrace.model.position import Lsn
 from tailrace.storage import files
 from tailrace.storage.files import LogPath

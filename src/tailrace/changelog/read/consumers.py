@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from types import UnionType
 from typing import Any
 
-from tailrace.changelog.wanted import Wanted
+from tailrace.changelog.read.table_selector import Wanted
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.storage import files, records

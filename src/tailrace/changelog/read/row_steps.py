@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.format import Body
-from tailrace.changelog.schemas import Version
+from tailrace.changelog.format.commit_file import Body
+from tailrace.changelog.format.schemas import Version
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace import failpoints
-from tailrace.changelog.cold import ColdFile, Group, check_file, checksum_of, damaged
-from tailrace.changelog.schemas import Version
+from tailrace.changelog.format.schemas import Version
+from tailrace.changelog.format.seal import ColdFile, Group, check_file, checksum_of, damaged
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.storage import files

@@ -1,6 +1,6 @@
 """What tables look like that are captured and have not changed yet, in `<log>/expected/<id>.json`.
 
-The log knows a table's shape from its first row on (`changelog/schemas.py`), and goes by nothing else. Until then there
+The log knows a table's shape from its first row on (`changelog/format/schemas.py`), and goes by nothing else. Until then there
 is this, for whoever asks for the columns of a quiet table: as the capture last saw it, when it started or when the
 table was made. It may be altered since; the first row tells.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from tailrace.changelog.published import token
+from tailrace.changelog.format.coverage import token
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.storage import files, records
 from tailrace.storage.files import LogPath

@@ -22,12 +22,12 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.base import SourceId
-from tailrace.changelog import format, gaps, spill
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.lease import EXPIRY_SECONDS, Lease
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.schemas import Schemas, Version
-from tailrace.changelog.spill import Spill
+from tailrace.changelog.format import big_transaction, commit_file, gaps
+from tailrace.changelog.format.big_transaction import Spill
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.format.schemas import Schemas, Version
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import EXPIRY_SECONDS, Lease
 from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
 from tailrace.given import require_instance
 from tailrace.model import change, system
@@ -40,7 +40,7 @@ from tailrace.storage.files import LogPath
 _FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
 Parts = list[bytes | pa.Buffer]
 _SEQ_PLACE = [field.name for field in change.ALWAYS].index(change.SEQ)
-_ZEROS = bytes(format.ALIGNMENT)
+_ZEROS = bytes(commit_file.ALIGNMENT)
 
 
 class LogWriter:
@@ -77,7 +77,7 @@ class LogWriter:
         self._spill: Spill | None = None
         self._swept = self._doubtful = False
 
-    def _found_durable(self) -> format.Header | None:
+    def _found_durable(self) -> commit_file.Header | None:
         """The newest commit, whole and durable: its writer may have died, or failed, before it knew that it was."""
         log = ChangeLog.open(self.path)
         newest = log.newest()
@@ -99,7 +99,7 @@ class LogWriter:
         except FileNotFoundError as error:  # swept away by one who has the next number already
             raise self._fenced() from error
 
-    def _checked(self, log: ChangeLog, newest: int) -> format.Header:
+    def _checked(self, log: ChangeLog, newest: int) -> commit_file.Header:
         """The newest commit, once every byte of it was read: the source may still have what is damaged in it."""
         try:
             last = log.header(newest)
@@ -107,7 +107,7 @@ class LogWriter:
                 log.batch(last, body)
             return last
         except LogCorrupt as error:
-            if error.message.startswith(format.DAMAGED):
+            if error.message.startswith(commit_file.DAMAGED):
                 error.hint += (
                     " If the machine has just crashed, its disk lost what it had promised to keep. Then move the "
                     f"newest commit ({commit_path(self.path, newest).name}) away and start again: what it held is "
@@ -115,7 +115,7 @@ class LogWriter:
                 )
             raise
 
-    def _sweep(self, header: format.Header) -> None:
+    def _sweep(self, header: commit_file.Header) -> None:
         """Remove what writers left that died before giving a file its name. Nobody ever read it.
 
         Not before our first commit: until the number is ours, another writer may still commit what we would remove.
@@ -124,10 +124,10 @@ class LogWriter:
             for pattern in ("hot/.*.tmp", "schemas/*/.*.tmp", ".*.tmp") if isinstance(self.path, Path) else ():
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
-            spill.sweep(self.path, header)
+            big_transaction.sweep(self.path, header)
         self._swept = True
 
-    def append(self, window: Window) -> format.Header | None:
+    def append(self, window: Window) -> commit_file.Header | None:
         """Make the window durable as the next commit, or as a piece of it if its transaction has not ended.
 
         A piece moves nothing: until the commit that finishes the transaction, the log is as if it were not there.
@@ -159,7 +159,7 @@ class LogWriter:
             except LogError:
                 self._swept = False
 
-    def _append(self, window: Window) -> format.Header | None:
+    def _append(self, window: Window) -> commit_file.Header | None:
         # The very first commit has nothing before it: it states where the log begins.
         lost = window.continues and self._spill is None  # forgotten by an append that failed
         if lost or (window.start != self.position and self.commit):
@@ -183,7 +183,7 @@ class LogWriter:
         rows = spilled.rows + window.rows
         number = self.commit + 1
         passes = window.empty and any(gap.commit == number and not gap.begun for gap in self._recorded_gaps.now())
-        header = format.Header(
+        header = commit_file.Header(
             log=self.log_id,
             commit=number,
             start=window.start,
@@ -200,14 +200,14 @@ class LogWriter:
             gaps=self._gaps + passes,
             writer=self._token,
         )
-        self._publish(header, [format.encode_header(header), *parts])
+        self._publish(header, [commit_file.encode_header(header), *parts])
         self.commit, self.position, self.next_seq = header.commit, header.end, header.next_seq
         self._announced, self._gaps = shapes, header.gaps
         if not self._swept:
             self._sweep(header)
         return header
 
-    def _publish(self, header: format.Header, parts: Parts) -> None:
+    def _publish(self, header: commit_file.Header, parts: Parts) -> None:
         path, begun = commit_path(self.path, header.commit), time.monotonic()
         aside = files.aside_of(path)
         failpoints.hit("log.before_write")
@@ -236,9 +236,11 @@ class LogWriter:
             hint="Stop one of the two writers of this log, then start again.",
         )
 
-    def _encode(self, window: Window, first_seq: int, announced: int) -> tuple[tuple[format.Body, ...], Parts, int]:
+    def _encode(
+        self, window: Window, first_seq: int, announced: int
+    ) -> tuple[tuple[commit_file.Body, ...], Parts, int]:
         """Where each batch will lie, its bytes, and how many shapes have been announced with it."""
-        bodies: list[format.Body] = []
+        bodies: list[commit_file.Body] = []
         parts: Parts = []
         fresh: list[tuple[Version, pa.RecordBatch]] = []
         at = 0
@@ -249,9 +251,9 @@ class LogWriter:
             laid = data.serialize()
             first, last = batch.ends or _ends(data)
             size = laid.size
-            padding = -size % format.ALIGNMENT
+            padding = -size % commit_file.ALIGNMENT
             bodies.append(
-                format.Body(
+                commit_file.Body(
                     version.table,
                     version.version,
                     data.num_rows,
@@ -366,7 +368,7 @@ def _identify(path: LogPath, source: SourceId) -> str:
                 path=meta,
                 hint="Restore it from a copy of the log, or set `log:` to a new folder.",
             )
-        stored = {"format": format.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
+        stored = {"format": commit_file.FORMAT, "log": uuid.uuid4().hex, "source": asdict(source)}
         with files.explained(meta):
             files.create(meta, records.encode(stored))
     log = ChangeLog.open(path)

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import cold, consumers, format
-from tailrace.changelog.cold import ColdFile, Seal, damaged, seal_path
-from tailrace.changelog.contents import Numbers, check_cold_file, check_list, is_run
-from tailrace.changelog.format import Header, commit_path, corrupt
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import disk_bytes
-from tailrace.changelog.trimmed import NOTHING, Trimmed
+from tailrace.changelog.format import commit_file
+from tailrace.changelog.format import seal as cold
+from tailrace.changelog.format.commit_file import Header, commit_path, corrupt
+from tailrace.changelog.format.seal import ColdFile, Seal, damaged, seal_path
+from tailrace.changelog.format.trimmed import NOTHING, Trimmed
+from tailrace.changelog.maintain.retention import disk_bytes
+from tailrace.changelog.maintain.verify_files import Numbers, check_cold_file, check_list, is_run
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogUnreachable, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
@@ -169,7 +171,7 @@ class _Verifier:
             self._note_error(meta, error)
         for number in sorted(self._hot_numbers(), reverse=True):
             with suppress(*_UNREADABLE):
-                found = format.read_header(commit_path(self._path, number))
+                found = commit_file.read_header(commit_path(self._path, number))
                 return ChangeLog(self._path, found.log, SourceId(kind="", system="", database="", timeline=0))
         return None
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tailrace.changelog.format import commit_path, read_header
+from tailrace.changelog.format.commit_file import commit_path, read_header
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogGap
 from tailrace.model.position import Lsn
 from tailrace.storage import files, records

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog.cold import ColdFile, Seal, commits_table
-from tailrace.changelog.format import Header
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.format.seal import ColdFile, Seal, commits_table
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogError, LogTrimmed
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn

@@ -20,22 +20,23 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from tailrace.capture.base import SourceId
-from tailrace.changelog import cold, format
-from tailrace.changelog.cold import ColdIndex, Seal
-from tailrace.changelog.coldread import ColdReader, Span
-from tailrace.changelog.consumers import EXPIRE_SECONDS, Consumer, Reached
-from tailrace.changelog.format import Body, Header, commit_path, corrupt
-from tailrace.changelog.gaps import NAME as GAPS
-from tailrace.changelog.gaps import Gap, known_gaps
-from tailrace.changelog.merged import conform, merged_shape
-from tailrace.changelog.published import NAME as PUBLISHED
-from tailrace.changelog.published import Published, read_published
-from tailrace.changelog.rows import after_position, between, restore
-from tailrace.changelog.schemas import Schemas
-from tailrace.changelog.trimmed import NAME as TRIMMED
-from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable, read_trimmed
-from tailrace.changelog.waiting import rest
-from tailrace.changelog.wanted import Wanted
+from tailrace.changelog.format import commit_file
+from tailrace.changelog.format import seal as cold
+from tailrace.changelog.format.commit_file import Body, Header, commit_path, corrupt
+from tailrace.changelog.format.coverage import NAME as PUBLISHED
+from tailrace.changelog.format.coverage import Published, read_published
+from tailrace.changelog.format.gaps import NAME as GAPS
+from tailrace.changelog.format.gaps import Gap, known_gaps
+from tailrace.changelog.format.schemas import Schemas
+from tailrace.changelog.format.seal import ColdIndex, Seal
+from tailrace.changelog.format.trimmed import NAME as TRIMMED
+from tailrace.changelog.format.trimmed import NOTHING, Trimmed, TrimmedTable, read_trimmed
+from tailrace.changelog.read.commit_wait import rest
+from tailrace.changelog.read.consumers import EXPIRE_SECONDS, Consumer, Reached
+from tailrace.changelog.read.merged_schema import conform, merged_shape
+from tailrace.changelog.read.row_steps import after_position, between, restore
+from tailrace.changelog.read.sealed_rows import ColdReader, Span
+from tailrace.changelog.read.table_selector import Wanted
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogTrimmed, LogUnusable
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
@@ -90,9 +91,9 @@ class ChangeLog:
             text = meta.read_bytes()
         try:
             stored = json.loads(text)
-            known = stored["format"] == format.FORMAT
+            known = stored["format"] == commit_file.FORMAT
             if known and "crc" in stored:  # the first logs had none
-                records.decode(text, format.FORMAT)
+                records.decode(text, commit_file.FORMAT)
             source, log_id = SourceId(**stored["source"]), stored["log"]
         except (ValueError, KeyError, TypeError) as error:
             raise LogCorrupt(
@@ -165,7 +166,7 @@ class ChangeLog:
     def _hot_header(self, commit: int) -> Header:
         path = commit_path(self.path, commit)
         try:
-            found, content = format.read_commit(path)
+            found, content = commit_file.read_commit(path)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -423,7 +424,7 @@ class ChangeLog:
         `after` is a commit's number or a position of the source; without it reading begins with the oldest row that
         is kept. `wait_seconds=None` waits for ever. Nothing is read ahead: a slow reader costs no memory, only the
         log's room. Each row comes with the version of its table's shape that it was written with; with `merged`, in
-        one shape over all versions (`changelog/merged.py` has the rules).
+        one shape over all versions (`changelog/read/merged_schema.py` has the rules).
 
         With `consumer`, the log remembers under that name how far the reader is and keeps what it has not read. A
         batch counts as read when the next one is asked for, and without `after` reading goes on there; with it the

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tailrace.changelog.trimmed import read_trimmed
+from tailrace.changelog.format.trimmed import read_trimmed
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId

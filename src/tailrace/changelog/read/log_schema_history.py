@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tailrace.changelog.reader import ChangeLog
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.evolution import Evolution
 from tailrace.model.position import Lsn

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.parquet as pq
 
-from tailrace.changelog.cold import ColdFile, Seal, check_file, commits_path, damaged
-from tailrace.changelog.schemas import Version
+from tailrace.changelog.format.schemas import Version
+from tailrace.changelog.format.seal import ColdFile, Seal, check_file, commits_path, damaged
 from tailrace.model import change
 from tailrace.model.system import SCHEMA_NUMBER
 from tailrace.storage import files

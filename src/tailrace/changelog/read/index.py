@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tailrace.changelog.cold import Seal
-from tailrace.changelog.format import Header
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.trimmed import NOTHING, Trimmed, TrimmedTable
+from tailrace.changelog.format.commit_file import Header
+from tailrace.changelog.format.seal import Seal
+from tailrace.changelog.format.trimmed import NOTHING, Trimmed, TrimmedTable
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogError
 from tailrace.model.position import ZERO, Lsn
 

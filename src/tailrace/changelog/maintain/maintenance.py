@@ -25,11 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tailrace.changelog.format import commit_path
-from tailrace.changelog.lease import WAIT_SECONDS_MAX
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.retention import ROOM, Policy, Trim, disk_bytes, trim
-from tailrace.changelog.sealing import GRACE_SECONDS, Sealed, Sealer
+from tailrace.changelog.format.commit_file import commit_path
+from tailrace.changelog.maintain.retention import ROOM, Policy, Trim, disk_bytes, trim
+from tailrace.changelog.maintain.sealer import GRACE_SECONDS, Sealed, Sealer
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import WAIT_SECONDS_MAX
 from tailrace.errors import LogBusy, LogCorrupt, LogFull, TailraceError
 from tailrace.processes import die_with_parent
 from tailrace.storage import files

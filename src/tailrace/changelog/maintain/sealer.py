@@ -27,15 +27,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tailrace import failpoints
-from tailrace.changelog import cold
-from tailrace.changelog.cold import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
-from tailrace.changelog.coldwrite import SIZES, Sizes, TableFiles
-from tailrace.changelog.format import Header, commit_path
-from tailrace.changelog.lease import Lease
-from tailrace.changelog.links import show_links, sweep_views
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.trimmed import NAME as TRIMMED
-from tailrace.changelog.trimmed import NOTHING, Trimmed
+from tailrace.changelog.format import seal as cold
+from tailrace.changelog.format.commit_file import Header, commit_path
+from tailrace.changelog.format.seal import COMMIT_COLUMNS, ColdFile, Seal, checksum_of, commits_path, seal_path
+from tailrace.changelog.format.trimmed import NAME as TRIMMED
+from tailrace.changelog.format.trimmed import NOTHING, Trimmed
+from tailrace.changelog.maintain.glob_links import show_links, sweep_views
+from tailrace.changelog.maintain.seal_writer import SIZES, Sizes, TableFiles
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import LogFull
 from tailrace.storage import files, local
 from tailrace.storage.files import LogPath

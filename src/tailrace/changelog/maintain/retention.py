@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tailrace import failpoints
-from tailrace.changelog import consumers
-from tailrace.changelog.cold import ColdFile, Seal
-from tailrace.changelog.consumers import Hold
-from tailrace.changelog.reader import ChangeLog
-from tailrace.changelog.sealing import Sealer
-from tailrace.changelog.trimmed import NAME, Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.format.seal import ColdFile, Seal
+from tailrace.changelog.format.trimmed import NAME, Trimmed, TrimmedTable, write_trimmed
+from tailrace.changelog.maintain.sealer import Sealer
+from tailrace.changelog.read import consumers
+from tailrace.changelog.read.consumers import Hold
+from tailrace.changelog.read.reader import ChangeLog
 from tailrace.storage import files
 from tailrace.storage.files import LogPath, Stamp
 from tailrace.storage.objects import ObjectPath

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from tailrace.changelog.format import commit_path
+from tailrace.changelog.format.commit_file import commit_path
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 

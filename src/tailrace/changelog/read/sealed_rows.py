@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.changelog.cold import ColdFile, CommitList, check_file, damaged
-from tailrace.changelog.rows import counted
-from tailrace.changelog.schemas import Version
+from tailrace.changelog.format.schemas import Version
+from tailrace.changelog.format.seal import ColdFile, CommitList, check_file, damaged
+from tailrace.changelog.read.row_steps import counted
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.storage import files

@@ -1,0 +1,1 @@
+"""Sealing, trimming and verifying the log."""

@@ -1,0 +1,1 @@
+"""Appending to the log, under its lease."""

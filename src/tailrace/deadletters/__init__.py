@@ -1,0 +1,1 @@
+"""Changes that a lake table cannot take: storing, classifying and converting them."""
