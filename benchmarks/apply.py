@@ -40,8 +40,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import TailraceError
 from tailrace.model.position import ZERO
-from tailrace.tables.base import Cursor
-from tailrace.tables.layout import Layout
+from tailrace.tables.location import Layout
+from tailrace.tables.port import Cursor
 
 RATE_TIMES_MIN = 0.9
 ENGINES = ("delta-rs", "spark")

@@ -31,7 +31,7 @@ from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives
 from tailrace.spark.tasks import ApplyWork, Outcome, advance_table, apply_changes
-from tailrace.tables.layout import Layout
+from tailrace.tables.location import Layout
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

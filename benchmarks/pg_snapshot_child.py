@@ -34,8 +34,8 @@ from tailrace.processes import die_with_parent
 from tailrace.spark.seeds import Seed, Seeds
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ChunkWork, load_chunk
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.port import Cursor
 from tailrace.tables.staging import StagedFile, stage
 
 TASKS = 2

@@ -44,14 +44,14 @@ BREAKS = (
     Break(
         "6",
         "the first of two quick updates of a row wins",
-        "tables/fold.py",
+        "tables/fold/fold.py",
         "    last[keys.own] = rows\n",
         "    last[keys.own[::-1]] = rows[::-1]\n",
     ),
     Break(
         "10",
         "a value that was not sent counts as null",
-        "tables/fold.py",
+        "tables/fold/fold.py",
         "        unchanged = batch.optional(change.UNCHANGED)\n        if unchanged is None:\n",
         "        unchanged = batch.optional(change.UNCHANGED)\n        if True:\n",
     ),

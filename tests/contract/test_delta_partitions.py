@@ -14,11 +14,11 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.features import Features
-from tailrace.tables.forms import PLAIN, Form, TableMode
-from tailrace.tables.layout import Place
-from tailrace.tables.rebuilding import Rebuilding, bases
+from tailrace.tables.delta.features import Features
+from tailrace.tables.delta.rebuild_table import Rebuilding, bases
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.location import Place
+from tailrace.tables.spec import PLAIN, Form, TableMode
 from tests.support.changes import SHOP, delete, insert, update
 from tests.support.engines import FEATURES, commits_of, of_delta, open_table
 from tests.support.forms import Formed, Row, ordered, tx

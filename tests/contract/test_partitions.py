@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 
 from tailrace.errors import FormChanged, TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, Identity, TableSchema
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.deltalog import file_names
-from tailrace.tables.evolving import Recast
-from tailrace.tables.forms import PLAIN, Form, TableMode
+from tailrace.tables.compaction_plan import Upkeep, remove_files
+from tailrace.tables.delta.commit_log import file_names
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.spec import PLAIN, Form, TableMode
 from tailrace.tables.staging import stage
-from tailrace.tables.upkeep import Upkeep, remove_files
 from tests.support import engines
 from tests.support.changes import (
     COMPOSITE,

@@ -23,7 +23,7 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable
 from tailrace.model.schema import TableId
-from tailrace.tables.identity import image_numbers
+from tailrace.tables.fold.row_ids import image_numbers
 
 
 class Shop:

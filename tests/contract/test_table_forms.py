@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, FormChanged, TableUnusable, ValueUnfit
 from tailrace.model.policies import POLICIES
 from tailrace.model.schema import Column, Identity, TableId
-from tailrace.tables.carrying import carry
-from tailrace.tables.evolving import Recast, no_value
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import PLAIN, Form, TableMode
-from tailrace.tables.upkeep import Upkeep
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.evolve.carry_over import carry
+from tailrace.tables.evolve.schema_plan import Recast, no_value
+from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.spec import PLAIN, Form, TableMode
 from tests.support import engines, forms
 from tests.support.changes import (
     COMPOSITE,

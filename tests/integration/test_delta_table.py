@@ -24,11 +24,11 @@ from tailrace import failpoints
 from tailrace.errors import BaseRowMissing, ForeignWrite, SchemaChanged, TableUnusable, ValueUnfit
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.tables.base import Cursor, LakeTable, Reread
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.fold import fold
-from tailrace.tables.forms import PLAIN, Form
-from tailrace.tables.paths import table_path
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.port import Cursor, LakeTable, Reread
+from tailrace.tables.spec import PLAIN, Form
+from tailrace.tables.table_paths import table_path
 from tests.support import others
 from tests.support.changes import (
     KEYLESS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psycopg
 
-from tailrace.tables.catalogs import newest_file
+from tailrace.tables.iceberg.catalogs import newest_file
 from tests.support.engines import only_iceberg
 from tests.support.pipelines import Pipeline, execute
 

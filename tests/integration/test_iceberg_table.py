@@ -20,14 +20,14 @@ import pytest
 
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.catalogs import Catalog
-from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import fold
-from tailrace.tables.forms import PLAIN, Form
-from tailrace.tables.iceberg import IcebergTable
-from tailrace.tables.iceberglog import Metadata
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.iceberg.catalogs import Catalog
+from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.table import IcebergTable
+from tailrace.tables.spec import PLAIN, Form
 from tailrace.tables.staging import FILE_BYTES
-from tailrace.tables.upkeep import Upkeep
 from tests.support import others
 from tests.support.changes import SHOP, changes, delete, insert, record_batches, table_schema, truncate, update
 from tests.support.engines import history_of, only_iceberg, open_table, partitions_of, rows_of, session, spark_rows

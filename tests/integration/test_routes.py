@@ -15,7 +15,7 @@ from tailrace.changelog.letters import Letters
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import PipelineSettings, load_settings
-from tailrace.tables.layout import Place
+from tailrace.tables.location import Place
 from tests.support.loads import LOADED_SECONDS_MAX, Local, Scene, once
 from tests.support.pipelines import Pipeline, eventually, execute
 from tests.support.thorough import thorough

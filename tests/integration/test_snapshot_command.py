@@ -20,7 +20,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
 from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
 from tailrace.spark.tasks import ChunkWork
-from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.delta.table import DeltaRsTable
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 

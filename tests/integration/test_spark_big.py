@@ -14,8 +14,8 @@ import psycopg
 import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.features import Features
+from tailrace.tables.delta.features import Features
+from tailrace.tables.delta.table import DeltaRsTable
 from tests.support.engines import only_spark, session
 from tests.support.memory import MIB, Peaks
 from tests.support.pipelines import Pipeline, execute

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tailrace.errors import TableFailed
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.fold import fold
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.spec import Form, TableMode
 from tailrace.tables.staging import StagedFile, stage
-from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import KEYLESS, SHOP, changes, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, ordered, tx

@@ -15,13 +15,13 @@ from tailrace import tables_at
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.deltalog import actions_of
-from tailrace.tables.evolving import Recast
-from tailrace.tables.features import Features
-from tailrace.tables.fold import fold
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.delta.commit_log import actions_of
+from tailrace.tables.delta.features import Features
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.fold import fold
 from tailrace.tables.staging import StagedFile, stage
-from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import SHOP, changes, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.mirrors import BIG, LOG, at, by_id, content

@@ -15,13 +15,13 @@ from deltalake import DeltaTable
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column
 from tailrace.spark.rows import is_misfit
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.evolving import Recast
-from tailrace.tables.features import PLAIN_FILES, Features
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.delta.features import PLAIN_FILES, Features
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import fold_into
 from tailrace.tables.partitions import misfits
-from tailrace.tables.upkeep import Upkeep
+from tailrace.tables.spec import Form, TableMode
 from tests.support.changes import COMPOSITE, KEYLESS, SHOP, KeylessModel, delete, insert, move, truncate, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, again, ordered, pieces, stored, story, tx

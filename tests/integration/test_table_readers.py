@@ -19,8 +19,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.tables.fold import fold
-from tailrace.tables.forms import PLAIN, Form, TableMode
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.spec import PLAIN, Form, TableMode
 from tests.support.changes import COMPOSITE, changes, delete, insert, record_batches, table_schema, update
 from tests.support.engines import only_spark, open_table, session
 from tests.support.forms import Account, Formed, ordered, pieces, stored, story

@@ -14,8 +14,8 @@ from tailrace import failpoints
 from tailrace.errors import ForeignWrite
 from tailrace.pipeline import tending
 from tailrace.pipeline.report import TableState
-from tailrace.tables.deltalog import position_of
-from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
+from tailrace.tables.compaction_plan import FILES_MIN, Tended, Upkeep
+from tailrace.tables.delta.commit_log import position_of
 from tests.support.changes import insert, table_schema
 from tests.support.loads import Scene, life
 from tests.support.mirrors import BIG, LOG, ROWS, Mirror, at, by_id

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.tables.fold import UPSERT, Folded
+from tailrace.tables.fold.fold import UPSERT, Folded
 
 Row = dict[str, Any]
 

@@ -26,13 +26,13 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.tables.catalogs import Catalog, CatalogKind, local_path, newest_file
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.features import Features
-from tailrace.tables.forms import DELETED, ICEBERG_DELETED, PLAIN, Form
-from tailrace.tables.iceberg import DATA, STAGED, IcebergTable
-from tailrace.tables.iceberglog import Metadata
-from tailrace.tables.layout import Place
+from tailrace.tables.delta.features import Features
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.iceberg.catalogs import Catalog, CatalogKind, local_path, newest_file
+from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.table import DATA, STAGED, IcebergTable
+from tailrace.tables.location import Place
+from tailrace.tables.spec import DELETED, ICEBERG_DELETED, PLAIN, Form
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

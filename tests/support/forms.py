@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.tables.base import Applied, Cursor, LakeTable
-from tailrace.tables.formed import fold_into, loaded
-from tailrace.tables.forms import Form, Origin
+from tailrace.tables.fold.by_mode import fold_into, loaded
+from tailrace.tables.port import Applied, Cursor, LakeTable
+from tailrace.tables.spec import Form, Origin
 from tailrace.tables.staging import stage
 from tests.support import engines
 from tests.support.changes import SHOP, Change, Model, changes, record_batches

@@ -7,8 +7,8 @@ from typing import Any
 
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.tables.base import Applied, Cursor, Reread
-from tailrace.tables.fold import fold
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.port import Applied, Cursor, Reread
 from tests.support.changes import SHOP, Change, changes, record_batches
 from tests.support.engines import commits_of, open_table, rows_of
 

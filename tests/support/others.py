@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 from deltalake import DeltaTable, write_deltalake
 
-from tailrace.tables.catalogs import local_path
-from tailrace.tables.deltalog import file_names
+from tailrace.tables.delta.commit_log import file_names
+from tailrace.tables.iceberg.catalogs import local_path
 from tests.support.engines import IS_ICEBERG, history_of, metadata_file, metadata_of, others_session
 
 Act = Callable[[Path], None]

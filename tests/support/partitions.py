@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
-from tailrace.tables.deltalog import file_names
+from tailrace.tables.delta.commit_log import file_names
 from tests.support import engines
 from tests.support.engines import FEATURES, IS_ICEBERG
 from tests.support.forms import Formed

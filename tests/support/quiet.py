@@ -30,11 +30,11 @@ from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
 from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.formed import loaded
-from tailrace.tables.forms import Origin
-from tailrace.tables.layout import Place
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.fold.by_mode import loaded
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
+from tailrace.tables.spec import Origin
 from tailrace.tables.staging import stage
 from tests.support.changes import SHOP, Change, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, iceberg_table, rows_of, spark_engine

@@ -45,8 +45,8 @@ from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
 from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table, as_ours
 from tailrace.spark.wake import Wake
-from tailrace.tables.delta import UNCOMMITTED
-from tailrace.tables.forms import TableMode
+from tailrace.tables.delta.table import UNCOMMITTED
+from tailrace.tables.spec import TableMode
 from tailrace.tables.staging import discard
 
 log = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from tailrace.pipeline.loads import Load, Shared
 from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.spark.seeds import LoadMode, Seed, Wish
-from tailrace.tables.base import Cursor
-from tailrace.tables.paths import anothers, meet
+from tailrace.tables.port import Cursor
+from tailrace.tables.table_paths import anothers, meet
 
 log = logging.getLogger(__name__)
 

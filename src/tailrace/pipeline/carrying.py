@@ -18,9 +18,9 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.life import ROWS_PER_APPLY_MAX, Lives, Stretch, TableLife
 from tailrace.pipeline.loads import Load, was_changed
-from tailrace.tables.carrying import carry
-from tailrace.tables.evolving import Recast
-from tailrace.tables.forms import TableMode
+from tailrace.tables.evolve.carry_over import carry
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.spec import TableMode
 
 Take = Callable[[TableLife, Stretch], None]
 """Makes one commit of a table that stands still, or raises why not."""

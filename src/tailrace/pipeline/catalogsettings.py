@@ -13,7 +13,7 @@ from tailrace.pipeline.setting_values import refusal, refuse
 
 if TYPE_CHECKING:
     # Importing it costs an import of pyarrow, which `tailrace check` has no use for.
-    from tailrace.tables.catalogs import Catalog
+    from tailrace.tables.iceberg.catalogs import Catalog
 
 EXAMPLES = {
     "tables.catalog": "`catalog: {type: hadoop}`; there are hadoop, rest and jdbc",
@@ -61,7 +61,7 @@ class CatalogSettings(BaseModel):
 
     def catalog(self, root: Path) -> Catalog:
         """The same, as tables know it."""
-        from tailrace.tables.catalogs import Catalog
+        from tailrace.tables.iceberg.catalogs import Catalog
 
         secrets = {"jdbc.password": self.secret_password, "token": self.secret_token, **self.properties}
         plain = {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None}

@@ -12,7 +12,7 @@ from contextlib import suppress
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
-from tailrace.tables.refusals import not_loaded, put_back
+from tailrace.tables.position_errors import not_loaded, put_back
 
 LOOK_SECONDS = 30.0
 

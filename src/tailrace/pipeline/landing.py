@@ -29,10 +29,10 @@ from tailrace.pipeline.loads import Load
 from tailrace.spark.load_letters import refuse_too_many
 from tailrace.spark.seeds import LoadMode, Seed
 from tailrace.spark.tasks import LandWork, Outcome, RefreshWork, land_table, refresh_table
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.forms import Origin, TableMode
-from tailrace.tables.iceberg import IcebergTable
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.iceberg.table import IcebergTable
+from tailrace.tables.port import Cursor
+from tailrace.tables.spec import Origin, TableMode
 from tailrace.tables.staging import StagedFile
 
 log = logging.getLogger(__name__)

@@ -27,12 +27,12 @@ from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little, stops_at_another
 from tailrace.spark.seeds import Seed, Seeds
-from tailrace.tables.base import Cursor
-from tailrace.tables.evolving import Recast, Refresh, Step, ValueOf, no_value, plan
-from tailrace.tables.layout import Layout, Place
-from tailrace.tables.paths import anothers
-from tailrace.tables.refusals import not_loaded, put_back
-from tailrace.tables.shapes import RELOAD_HINT
+from tailrace.tables.evolve.schema_plan import Recast, Refresh, Step, ValueOf, no_value, plan
+from tailrace.tables.location import Layout, Place
+from tailrace.tables.port import Cursor
+from tailrace.tables.position_errors import not_loaded, put_back
+from tailrace.tables.schema_errors import RELOAD_HINT
+from tailrace.tables.table_paths import anothers
 
 log = logging.getLogger(__name__)
 

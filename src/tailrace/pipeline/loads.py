@@ -17,7 +17,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk
-from tailrace.tables.forms import Origin
+from tailrace.tables.spec import Origin
 
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 LOOK_SECONDS = 0.3

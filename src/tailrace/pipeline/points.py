@@ -20,9 +20,9 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.ledger import Absence, Ledger, Point
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, load_settings
-from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
-from tailrace.tables.layout import Layout
-from tailrace.tables.versions import files_at, needs_connector
+from tailrace.tables.delta.versions import files_at, needs_connector
+from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog
+from tailrace.tables.location import Layout
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

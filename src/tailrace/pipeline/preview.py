@@ -17,12 +17,12 @@ from tailrace.pipeline.report import TableEvolution, TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.wiring import open_source_of
-from tailrace.tables.carrying import carry
-from tailrace.tables.evolving import Recast, Refresh, ValueOf, column_of, plan
-from tailrace.tables.formed import recast_into
-from tailrace.tables.forms import Form, TableMode
-from tailrace.tables.recast import lay_out
-from tailrace.tables.shapes import RELOAD_HINT
+from tailrace.tables.evolve.carry_over import carry
+from tailrace.tables.evolve.recast_columns import lay_out
+from tailrace.tables.evolve.schema_plan import Recast, Refresh, ValueOf, column_of, plan
+from tailrace.tables.fold.by_mode import recast_into
+from tailrace.tables.schema_errors import RELOAD_HINT
+from tailrace.tables.spec import Form, TableMode
 
 COMPARED, ADDED_AGAIN = "keep the past, and write what differs", "keep the past, and add every row as `read`"
 """How a load lands in a table that keeps the past."""

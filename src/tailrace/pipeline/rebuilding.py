@@ -34,11 +34,11 @@ from tailrace.pipeline.wiring import open_source
 from tailrace.spark.remaking import DeltaMaker, Maker, Making
 from tailrace.spark.tasks import ApplyWork
 from tailrace.storage import files
-from tailrace.tables.base import Cursor
-from tailrace.tables.keptseeds import KeptSeeds
-from tailrace.tables.layout import Place
-from tailrace.tables.rebuilding import Base, bases_with
-from tailrace.tables.refusals import refuse_form
+from tailrace.tables.delta.load_snapshots import KeptSeeds
+from tailrace.tables.delta.rebuild_table import Base, bases_with
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
+from tailrace.tables.position_errors import refuse_form
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

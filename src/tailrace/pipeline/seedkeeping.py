@@ -15,10 +15,10 @@ from deltalake.exceptions import DeltaError
 
 from tailrace.errors import TailraceError
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.tables.iceberglog import Metadata
-from tailrace.tables.keptseeds import KeptSeed, KeptSeeds
-from tailrace.tables.layout import Layout, Place
-from tailrace.tables.rebuilding import bases
+from tailrace.tables.delta.load_snapshots import KeptSeed, KeptSeeds
+from tailrace.tables.delta.rebuild_table import bases
+from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.location import Layout, Place
 from tailrace.tables.staging import StagedFile
 
 log = logging.getLogger(__name__)

@@ -67,9 +67,9 @@ if TYPE_CHECKING:
     # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
     from tailrace.changelog.maintain.maintenance import Keeping
     from tailrace.model.schema import TableId
-    from tailrace.tables.features import Features
-    from tailrace.tables.forms import Form
-    from tailrace.tables.layout import Layout
+    from tailrace.tables.delta.features import Features
+    from tailrace.tables.location import Layout
+    from tailrace.tables.spec import Form
 
 SEALS_PER_MAX_BYTES = 8
 """Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
@@ -328,7 +328,7 @@ class TablesSettings(BaseModel):
             yield ("rules", glob), rule
 
     def _features_of(self, table: TableId) -> Features:
-        from tailrace.tables.features import Features
+        from tailrace.tables.delta.features import Features
 
         rule = self._rule_of(table)
         return Features(
@@ -338,7 +338,7 @@ class TablesSettings(BaseModel):
 
     def form_of(self, table: TableId) -> Form:
         """The last pattern that matches decides; what it does not say, and without one, is as for all."""
-        from tailrace.tables.forms import DELETED, ICEBERG_DELETED, Form, TableMode
+        from tailrace.tables.spec import DELETED, ICEBERG_DELETED, Form, TableMode
 
         rule = self._rule_of(table)
         mode = rule.mode or self.mode
@@ -374,7 +374,7 @@ class TablesSettings(BaseModel):
     @property
     def layout(self) -> Layout:
         """Where each table lies, and what it is."""
-        from tailrace.tables.layout import Layout
+        from tailrace.tables.location import Layout
 
         return Layout(
             root=self.path,

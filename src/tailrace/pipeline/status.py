@@ -39,7 +39,7 @@ from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.wiring import open_source, open_source_of
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
-from tailrace.tables.base import Cursor
+from tailrace.tables.port import Cursor
 
 APPLIER = "applier"
 """The lease of the one process that applies."""

@@ -17,7 +17,7 @@ from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.settings import UpkeepSettings
 from tailrace.spark.tasks import Outcome, TendWork, tend_table
-from tailrace.tables.upkeep import Upkeep
+from tailrace.tables.compaction_plan import Upkeep
 
 log = logging.getLogger(__name__)
 

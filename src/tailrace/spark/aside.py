@@ -25,9 +25,9 @@ from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.spark.setting_aside import LETTERS_MAX, Step, all_held, keep_letters, refuse_too_many, sifted_by
 from tailrace.spark.tasks import ApplyWork, as_ours, read_again
-from tailrace.tables.fold import Flags
-from tailrace.tables.identity import Ints
-from tailrace.tables.lookup import answers_to
+from tailrace.tables.delta.key_lookup import answers_to
+from tailrace.tables.fold.fold import Flags
+from tailrace.tables.fold.row_ids import Ints
 from tailrace.tables.sifting import Holds, Sifted
 
 ASKED = "-asked.parquet"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pyspark
 
 from tailrace.errors import Unsupported
-from tailrace.tables.catalogs import SPARK_CATALOG, Catalog
+from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog
 
 CONNECTORS = {"4.1": "io.delta:delta-spark_4.1_2.13:4.4.0", "4.2": "io.delta:delta-spark_4.2_2.13:4.4.0"}
 """By the line of Spark that each was built for and tested with; another line refuses it in the middle of a merge."""

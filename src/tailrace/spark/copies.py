@@ -10,7 +10,7 @@ from pyspark.sql import functions as f
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing
 from tailrace.model.schema import TableSchema
 from tailrace.spark.frames import bits, named
-from tailrace.tables.fold import DELETE
+from tailrace.tables.fold.fold import DELETE
 
 
 def without(

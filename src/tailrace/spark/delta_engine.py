@@ -23,19 +23,19 @@ from tailrace.spark.frames import table_at
 from tailrace.spark.guard import guard, was_overtaken
 from tailrace.spark.merging import MergedTable
 from tailrace.spark.rows import no_rows, recast_rows, refuse_misfit_rows
-from tailrace.tables.base import Applied, Cursor
-from tailrace.tables.delta import DeltaRsTable, Opened
-from tailrace.tables.deltalog import Position, Written, app_id, made_by, make_durable
-from tailrace.tables.evolving import Recast
-from tailrace.tables.features import PLAIN_FILES, Features, features_of
-from tailrace.tables.folder import SCRATCH, find_folder, unreadable
-from tailrace.tables.formed import recast_into
-from tailrace.tables.forms import PLAIN, Form, Origin, TableMode
+from tailrace.tables.compaction_plan import Tended, Upkeep, rows_per_file
+from tailrace.tables.delta.commit_log import Position, Written, app_id, made_by, make_durable
+from tailrace.tables.delta.features import PLAIN_FILES, Features, features_of
+from tailrace.tables.delta.table import DeltaRsTable, Opened
+from tailrace.tables.evolve.recast_columns import kept_columns, lay_out, only_adds, only_names
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import recast_into
 from tailrace.tables.limits import refuse_names, refuse_spark_names
-from tailrace.tables.recast import kept_columns, lay_out, only_adds, only_names
-from tailrace.tables.refusals import elsewhere, not_loaded
+from tailrace.tables.port import Applied, Cursor
+from tailrace.tables.position_errors import elsewhere, not_loaded
+from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
 from tailrace.tables.staging import FILE_BYTES, StagedFile
-from tailrace.tables.upkeep import Tended, Upkeep, rows_per_file
+from tailrace.tables.table_folder import SCRATCH, find_folder, unreadable
 
 _ROWS_PER_FILE = "spark.sql.files.maxRecordsPerFile"
 

@@ -50,10 +50,10 @@ from tailrace.spark.tasks import (
     refreshed,
     tend_table,
 )
-from tailrace.tables.base import Applied
-from tailrace.tables.catalogs import Catalog
-from tailrace.tables.fold import key_ordinals
-from tailrace.tables.layout import Place
+from tailrace.tables.fold.fold import key_ordinals
+from tailrace.tables.iceberg.catalogs import Catalog
+from tailrace.tables.location import Place
+from tailrace.tables.port import Applied
 
 TABLES_AT_ONCE_MAX = 4
 """Tables whose jobs are under way side by side."""

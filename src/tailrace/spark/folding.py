@@ -34,17 +34,17 @@ from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
 from tailrace.spark.aside import Aside, sift_aside
 from tailrace.spark.tasks import ApplyWork, as_ours, change_batches
-from tailrace.tables.fingerprints import Prints, PrintSet, image_prints, key_prints
-from tailrace.tables.fold import UPSERT, Ended, Folded, folded_schema, key_ordinals
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import TableMode
-from tailrace.tables.history import LATEST, latest_times
-from tailrace.tables.identity import key_numbers
+from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.fold.fold import UPSERT, Ended, Folded, folded_schema, key_ordinals
+from tailrace.tables.fold.row_hashes import Prints, PrintSet, image_prints, key_prints
+from tailrace.tables.fold.row_ids import key_numbers
+from tailrace.tables.fold.row_versions import LATEST, latest_times
 from tailrace.tables.limits import refuse_far_dates
 from tailrace.tables.partitions import partition_texts, refuse_misfits
 from tailrace.tables.sifting import has_unfit, unfit_cause
 from tailrace.tables.sifting_images import split_updates
-from tailrace.tables.weighing import Weight, weigh
+from tailrace.tables.size_estimate import Weight, weigh
+from tailrace.tables.spec import TableMode
 
 ROWS_AT_ONCE_MAX = 1 << 18
 """Changes that one task folds."""

@@ -1,6 +1,6 @@
 """What a table's form asks of Spark's connector: how its rows are merged, and how they differ from what a load read.
 
-The rows are those that `tables/formed.py` makes, of the lake table's own shape. Nothing here runs a job.
+The rows are those that `tables/fold/by_mode.py` makes, of the lake table's own shape. Nothing here runs a job.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.spark.arrow import spark_schema
 from tailrace.spark.frames import all_of, bits, merge_statement, named, own_columns, quoted
-from tailrace.tables.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
-from tailrace.tables.forms import CURRENT, VALID_FROM, VALID_TO, Form, TableMode
-from tailrace.tables.refresh import Keeping
+from tailrace.tables.delta.diff import Keeping
+from tailrace.tables.fold.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
+from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, Form, TableMode
 
 BACK = "back"
 """Beside the rows of a difference: whether a row that goes comes again, changed."""

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.fold import DELETE, UPSERT, key_ordinals
+from tailrace.tables.fold.fold import DELETE, UPSERT, key_ordinals
 
 
 def quoted(name: str) -> str:

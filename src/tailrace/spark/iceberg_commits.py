@@ -25,11 +25,11 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql import SparkSession
 
-from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
-from tailrace.tables.deltalog import Written, fsync
-from tailrace.tables.iceberg import DATA
-from tailrace.tables.iceberglog import TOKEN, Metadata
-from tailrace.tables.icebergshape import Field, Parting, Spec, parting, partition_json, schema_json
+from tailrace.tables.delta.commit_log import Written, fsync
+from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog, local_path
+from tailrace.tables.iceberg.commit_log import TOKEN, Metadata
+from tailrace.tables.iceberg.schema_mapping import Field, Parting, Spec, parting, partition_json, schema_json
+from tailrace.tables.iceberg.table import DATA
 
 _MAIN = "main"
 _COUNTS = ("added-data-files", "deleted-data-files", "added-files-size")

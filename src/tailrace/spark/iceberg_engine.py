@@ -1,9 +1,9 @@
 """Iceberg tables written by Spark's connector, merge-on-read: a row that changes is struck out where it lies.
 
-The position stands in the summary of each snapshot (`tables/iceberglog.py`), and a commit is a compare-and-swap
+The position stands in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-swap
 (`spark/iceberg_commits.py`): what Spark writes is staged where no reader sees it, and published only if nobody else has
 committed since the table was looked at. Commits without rows, and those of files that tasks have written, need no
-staging. Everything that is known of the table without Java is asked of `tables/iceberg.py`.
+staging. Everything that is known of the table without Java is asked of `tables/iceberg/table.py`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from tailrace.spark.frames import named, quoted
 from tailrace.spark.iceberg_commits import Commits, NewFile, Overtaken, linked
 from tailrace.spark.merging import MergedTable
 from tailrace.spark.rows import recast_rows, refuse_misfit_rows
-from tailrace.tables.base import Applied, Cursor
-from tailrace.tables.catalogs import SPARK_CATALOG, Catalog, local_path
-from tailrace.tables.deltalog import Position, Written
-from tailrace.tables.evolving import Recast
-from tailrace.tables.folder import SCRATCH, unreadable
-from tailrace.tables.formed import loaded, recast_into
-from tailrace.tables.forms import PLAIN, Form, Origin
-from tailrace.tables.iceberg import STAGED, IcebergTable, OpenedIceberg
-from tailrace.tables.iceberglog import LANDED, TOKEN, Metadata, Properties, Summary, landed_as, said_of
-from tailrace.tables.icebergshape import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
+from tailrace.tables.compaction_plan import FILES_MIN, Tended, Upkeep
+from tailrace.tables.delta.commit_log import Position, Written
+from tailrace.tables.evolve.recast_columns import kept_columns, lay_out
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import loaded, recast_into
+from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog, local_path
+from tailrace.tables.iceberg.commit_log import LANDED, TOKEN, Metadata, Properties, Summary, landed_as, said_of
+from tailrace.tables.iceberg.schema_mapping import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
+from tailrace.tables.iceberg.table import STAGED, IcebergTable, OpenedIceberg
 from tailrace.tables.partitions import values_of
-from tailrace.tables.recast import kept_columns, lay_out
-from tailrace.tables.refusals import elsewhere
+from tailrace.tables.port import Applied, Cursor
+from tailrace.tables.position_errors import elsewhere
+from tailrace.tables.spec import PLAIN, Form, Origin
 from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
-from tailrace.tables.upkeep import FILES_MIN, Tended, Upkeep
+from tailrace.tables.table_folder import SCRATCH, unreadable
 
 _SAID = "spark.sql.iceberg.snapshot-property."
 _STAGES = "spark.wap.id"

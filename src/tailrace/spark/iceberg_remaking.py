@@ -33,17 +33,17 @@ from tailrace.spark.folding import fold_stretch
 from tailrace.spark.iceberg_engine import PROPERTIES, SparkIcebergTable
 from tailrace.spark.remaking import REMOVED, Making, Taken, refuse_to_read
 from tailrace.spark.tasks import ApplyWork, change_batches
-from tailrace.tables.base import Cursor
-from tailrace.tables.catalogs import Catalog
-from tailrace.tables.deltalog import fsync
-from tailrace.tables.evolving import Recast
-from tailrace.tables.folder import unreadable
-from tailrace.tables.iceberg import METADATA, REBUILT
-from tailrace.tables.iceberglog import Metadata
-from tailrace.tables.keptseeds import KeptSeed, origin_of
-from tailrace.tables.layout import Place
-from tailrace.tables.linking import link_files
-from tailrace.tables.rebuilding import Base
+from tailrace.tables.delta.commit_log import fsync
+from tailrace.tables.delta.hardlinks import link_files
+from tailrace.tables.delta.load_snapshots import KeptSeed, origin_of
+from tailrace.tables.delta.rebuild_table import Base
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.iceberg.catalogs import Catalog
+from tailrace.tables.iceberg.commit_log import Metadata
+from tailrace.tables.iceberg.table import METADATA, REBUILT
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
+from tailrace.tables.table_folder import unreadable
 
 UNFINISHED = "unfinished"
 """The mark."""

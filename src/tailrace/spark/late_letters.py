@@ -31,15 +31,15 @@ from tailrace.spark.folding import FoldedFiles, write_folded
 from tailrace.spark.setting_aside import letter_value
 from tailrace.spark.tasks import Outcome, as_ours
 from tailrace.storage.files import LogPath
-from tailrace.tables.base import Cursor
-from tailrace.tables.fold import Folded
-from tailrace.tables.formed import fold_into, loaded
-from tailrace.tables.forms import Origin, TableMode
-from tailrace.tables.layout import Place
-from tailrace.tables.merge import whole_rows
+from tailrace.tables.fold.by_mode import fold_into, loaded
+from tailrace.tables.fold.fold import Folded
+from tailrace.tables.fold.whole_rows import whole_rows
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
 from tailrace.tables.refitting import Refitted, at_rest, refit
 from tailrace.tables.sifting import unfit_cause
 from tailrace.tables.sifting_images import EACH_HINT, IMAGE_HINT, bad_rows
+from tailrace.tables.spec import Origin, TableMode
 
 _RESHAPED = "the table has other columns by now, and what the row has in them is not known"
 

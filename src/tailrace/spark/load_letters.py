@@ -19,10 +19,10 @@ from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.spark.setting_aside import LETTERS_MAX
-from tailrace.tables.forms import Form, Origin, TableMode
 from tailrace.tables.limits import unholdable
 from tailrace.tables.sifting import REPLAY_HINT, unfit_cause
 from tailrace.tables.sifting_images import EACH_HINT, IMAGE_HINT
+from tailrace.tables.spec import Form, Origin, TableMode
 
 NO_TRANSACTION = 0
 """Of rows that were read: every snapshot has seen it."""

@@ -36,15 +36,15 @@ from tailrace.spark.folding import ROWS_AT_ONCE_MAX, FoldedFiles, file_fields, w
 from tailrace.spark.forming import BACK, difference, in_partitions, merge_for, timed
 from tailrace.spark.frames import all_of, as_table, named, own_columns
 from tailrace.spark.rows import no_rows, refuse_misfit_rows, staged_rows
-from tailrace.tables.base import Applied, Cursor, Reread
-from tailrace.tables.deltalog import REPLACE_HINT, Position, Written
-from tailrace.tables.fold import DELETE, MARK, UPSERT, Ended, Folded, key_ordinals
-from tailrace.tables.folder import unreadable
-from tailrace.tables.formed import compared, keeping
-from tailrace.tables.forms import CURRENT, Form, Origin, TableMode
-from tailrace.tables.history import ended_after
-from tailrace.tables.refusals import overtaken, refuse_elsewhere, refuse_other_letters
+from tailrace.tables.delta.commit_log import REPLACE_HINT, Position, Written
+from tailrace.tables.fold.by_mode import compared, keeping
+from tailrace.tables.fold.fold import DELETE, MARK, UPSERT, Ended, Folded, key_ordinals
+from tailrace.tables.fold.row_versions import ended_after
+from tailrace.tables.port import Applied, Cursor, Reread
+from tailrace.tables.position_errors import overtaken, refuse_elsewhere, refuse_other_letters
+from tailrace.tables.spec import CURRENT, Form, Origin, TableMode
 from tailrace.tables.staging import StagedFile
+from tailrace.tables.table_folder import unreadable
 
 BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
 """Rows of a batch whose keys Spark may hand around, through the driver. It goes by the size of files, which says little

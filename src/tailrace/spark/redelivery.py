@@ -35,15 +35,15 @@ from tailrace.spark.setting_aside import dead_keys
 from tailrace.spark.tasks import Outcome, as_ours, read_rows
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
-from tailrace.tables.base import Cursor
-from tailrace.tables.fold import key_ordinals
-from tailrace.tables.forms import TableMode
-from tailrace.tables.identity import key_numbers
-from tailrace.tables.layout import Place
+from tailrace.tables.delta.key_lookup import answers_to
+from tailrace.tables.fold.fold import key_ordinals
+from tailrace.tables.fold.row_ids import key_numbers
+from tailrace.tables.fold.whole_rows import rows_to_put
 from tailrace.tables.limits import unholdable
-from tailrace.tables.lookup import answers_to
-from tailrace.tables.merge import rows_to_put
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
 from tailrace.tables.sifting import REPLAY_HINT
+from tailrace.tables.spec import TableMode
 
 NAME = "reread.rows"
 _META = b"tailrace"

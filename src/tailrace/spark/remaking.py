@@ -15,12 +15,12 @@ from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, TableUnusable
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.spark.tasks import ApplyWork, changes_of
-from tailrace.tables.base import Cursor
-from tailrace.tables.evolving import Recast
-from tailrace.tables.formed import fold_into
-from tailrace.tables.layout import Place
-from tailrace.tables.rebuilding import Base, Rebuilding
-from tailrace.tables.versions import files_at, needs_connector
+from tailrace.tables.delta.rebuild_table import Base, Rebuilding
+from tailrace.tables.delta.versions import files_at, needs_connector
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
 
 REMOVED = "files of it were removed"
 

@@ -19,8 +19,8 @@ from pyspark.sql import functions as f
 from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.arrow import spark_schema
 from tailrace.spark.frames import named
+from tailrace.tables.evolve.recast_columns import Laid
 from tailrace.tables.partitions import DAY_MICROS, DAYS, NULL_FOLDER, misfit, room_for, values_of
-from tailrace.tables.recast import Laid
 from tailrace.tables.staging import StagedFile
 
 

@@ -37,7 +37,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
-from tailrace.tables.forms import PLAIN, Form
+from tailrace.tables.spec import PLAIN, Form
 from tailrace.tables.staging import StagedFile
 
 FOLDER = "seed"

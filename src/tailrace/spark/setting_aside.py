@@ -20,14 +20,14 @@ from tailrace.errors import BaseRowMissing, DeadLettersFull, TransformFailed, Va
 from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
 from tailrace.storage.files import LogPath
-from tailrace.tables.base import Applied, Cursor, MendedTable, Reread
-from tailrace.tables.fold import Flags, key_ordinals
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import Form, TableMode
-from tailrace.tables.history import LATEST, latest_times
-from tailrace.tables.identity import one_array
+from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.fold.fold import Flags, key_ordinals
+from tailrace.tables.fold.row_ids import one_array
+from tailrace.tables.fold.row_versions import LATEST, latest_times
+from tailrace.tables.port import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.sifting import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept, sift_versions
 from tailrace.tables.sifting_images import DeadImages, sift_each, sift_images
+from tailrace.tables.spec import Form, TableMode
 from tailrace.transforms.shape import is_touched
 
 LETTERS_MAX = 10_000

@@ -35,15 +35,15 @@ from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.spark.setting_aside import Done, Step, apply_with_letters
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
-from tailrace.tables.base import Cursor, LakeTable
-from tailrace.tables.evolving import Recast
-from tailrace.tables.formed import loaded
-from tailrace.tables.forms import NOWHERE, PLAIN, Form, Origin
-from tailrace.tables.layout import Place
-from tailrace.tables.shapes import unusable
+from tailrace.tables.compaction_plan import Tended, Upkeep
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import loaded
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor, LakeTable
+from tailrace.tables.schema_errors import unusable
+from tailrace.tables.size_estimate import weigh
+from tailrace.tables.spec import NOWHERE, PLAIN, Form, Origin
 from tailrace.tables.staging import FILE_BYTES, StagedFile, stage
-from tailrace.tables.upkeep import Tended, Upkeep
-from tailrace.tables.weighing import weigh
 
 PROGRESS_SECONDS = 0.5
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2

@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.identity import image_numbers
-from tailrace.tables.paths import NAME_BYTES_MAX
+from tailrace.tables.fold.row_ids import image_numbers
+from tailrace.tables.table_paths import NAME_BYTES_MAX
 
 Texts = dict[str, str | None]
 """The values of one partition as Delta's log has them, by column."""

@@ -22,9 +22,9 @@ import pyarrow as pa
 from tailrace.model import change
 from tailrace.model.evolution import AtRest, Kind, evolve
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.carrying import carries
-from tailrace.tables.evolving import ValueOf, column_of, is_wider
-from tailrace.tables.identity import one_array
+from tailrace.tables.evolve.carry_over import carries
+from tailrace.tables.evolve.schema_plan import ValueOf, column_of, is_wider
+from tailrace.tables.fold.row_ids import one_array
 
 _LEAVES_ROWS = (Kind.DROP, Kind.RENAME, Kind.NULLABILITY, Kind.DEFAULT)
 """What leaves the other columns of rows at rest as they were."""

@@ -25,9 +25,9 @@ import pyarrow.compute as pc
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.tables.evolving import ValueOf, no_value
-from tailrace.tables.fold import Flags, as_type, fold, old_unfit, own_unfit
-from tailrace.tables.identity import Ints, image_numbers, one_array
+from tailrace.tables.evolve.schema_plan import ValueOf, no_value
+from tailrace.tables.fold.fold import Flags, as_type, fold, old_unfit, own_unfit
+from tailrace.tables.fold.row_ids import Ints, image_numbers, one_array
 from tailrace.tables.limits import unholdable
 from tailrace.tables.refitting import at_rest
 from tailrace.tables.sifting import NO_SEQS, Sifted, unfit_cause, unfit_rows

@@ -25,12 +25,12 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from tailrace.model.schema import TableSchema
-from tailrace.tables.deltalog import file_names, named_since, newest_commit_ns, sync_folders
-from tailrace.tables.folder import existing_folder, find_folder, is_partition, make_folder, unreadable
-from tailrace.tables.icebergshape import file_fields
+from tailrace.tables.delta.commit_log import file_names, named_since, newest_commit_ns, sync_folders
+from tailrace.tables.iceberg.schema_mapping import file_fields
 from tailrace.tables.limits import own_batches, refuse_names
 from tailrace.tables.partitions import Partition, Texts, apart, folder_of, inside, refuse_misfits
-from tailrace.tables.stats import FloatBounds, delta_stats, footer_columns
+from tailrace.tables.statistics import FloatBounds, delta_stats, footer_columns
+from tailrace.tables.table_folder import existing_folder, find_folder, is_partition, make_folder, unreadable
 
 FILE_BYTES = 128 << 20
 """The size of file that is aimed at where nobody says another."""

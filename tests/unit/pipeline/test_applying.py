@@ -13,7 +13,7 @@ from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
 from tailrace.spark.seeds import Hold
-from tailrace.tables.layout import Place
+from tailrace.tables.location import Place
 from tests.support.changes import SHOP
 from tests.support.logs import Diary
 

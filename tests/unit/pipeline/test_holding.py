@@ -22,8 +22,8 @@ from tailrace.pipeline.holding import Holding, forget_unwanted
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
-from tailrace.tables.base import Cursor
-from tailrace.tables.layout import Layout, Place
+from tailrace.tables.location import Layout, Place
+from tailrace.tables.port import Cursor
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, STEP, THIRD, Diary, inserts, quick_folder, seal
 

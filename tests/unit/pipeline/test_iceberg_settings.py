@@ -8,7 +8,7 @@ import pytest
 
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
-from tailrace.tables.catalogs import Catalog
+from tailrace.tables.iceberg.catalogs import Catalog
 
 FILE = """\
 name: shop

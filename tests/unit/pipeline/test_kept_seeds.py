@@ -25,7 +25,7 @@ from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.position import Lsn
 from tailrace.spark.seeds import Seeds
-from tailrace.tables.keptseeds import KeptSeed, KeptSeeds
+from tailrace.tables.delta.load_snapshots import KeptSeed, KeptSeeds
 from tests.support.changes import KEYLESS, delete, insert, move, update
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet
 

@@ -15,7 +15,7 @@ from tailrace.pipeline.life import Ahead, Lives
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.spark.seeds import Seed
-from tailrace.tables.layout import Layout
+from tailrace.tables.location import Layout
 from tests.support.changes import SHOP, insert
 from tests.support.logs import Diary, inserts
 from tests.support.quiet import Quiet

@@ -16,8 +16,8 @@ from tailrace.pipeline.ledger import Absence
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
-from tailrace.tables.base import Cursor
-from tailrace.tables.layout import Layout, Place
+from tailrace.tables.location import Layout, Place
+from tailrace.tables.port import Cursor
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, quick_folder
 

@@ -16,8 +16,8 @@ from tailrace.pipeline.carrying import stretch_to
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.spark.tasks import ApplyWork, apply_changes
-from tailrace.tables.forms import Form, TableMode
-from tailrace.tables.layout import Layout, Place
+from tailrace.tables.location import Layout, Place
+from tailrace.tables.spec import Form, TableMode
 from tests.support.changes import SHOP, insert
 from tests.support.logs import WIDER, Diary, inserts
 from tests.support.windows import window

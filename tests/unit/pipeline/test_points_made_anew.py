@@ -16,7 +16,7 @@ from tailrace.pipeline.ledger import Ledger
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.points import TablesAt, find_point
 from tailrace.pipeline.report import TableState
-from tailrace.tables.layout import Place
+from tailrace.tables.location import Place
 from tests.support.changes import SHOP, insert
 from tests.support.quiet import THINGS, Quiet
 

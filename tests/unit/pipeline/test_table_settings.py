@@ -12,8 +12,8 @@ from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import TableId
 from tailrace.pipeline.setting_values import MetadataName
 from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
-from tailrace.tables.features import Features
-from tailrace.tables.forms import METADATA, PLAIN, Form, TableMode
+from tailrace.tables.delta.features import Features
+from tailrace.tables.spec import METADATA, PLAIN, Form, TableMode
 
 FILE = """\
 name: shop

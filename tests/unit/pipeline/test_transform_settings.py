@@ -11,7 +11,7 @@ from tailrace.errors import ConfigError, TableUnusable
 from tailrace.model.schema import TableId
 from tailrace.pipeline.document import Problem
 from tailrace.pipeline.settings import check_settings, load_settings
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.spec import Form, TableMode
 from tailrace.transforms.rules import KINDS, Set
 
 FRAME = """\

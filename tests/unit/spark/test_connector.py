@@ -16,7 +16,7 @@ from tailrace.spark.connector import (
     connector_settings,
     iceberg_settings,
 )
-from tailrace.tables.catalogs import Catalog
+from tailrace.tables.iceberg.catalogs import Catalog
 
 PACKAGES, EXTENSIONS = "spark.jars.packages", "spark.sql.extensions"
 

@@ -29,10 +29,10 @@ from tailrace.model.schema import TableSchema
 from tailrace.spark import folding
 from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.tasks import ApplyWork
-from tailrace.tables.base import Cursor
-from tailrace.tables.fold import DELETE, UPSERT, Folded, folded_schema
-from tailrace.tables.forms import PLAIN, Form
-from tailrace.tables.layout import Place
+from tailrace.tables.fold.fold import DELETE, UPSERT, Folded, folded_schema
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
+from tailrace.tables.spec import PLAIN, Form
 from tests.support.changes import (
     KEYLESS,
     SHOP,

@@ -22,9 +22,9 @@ from tailrace.spark.aside import KeepWork, keep_aside
 from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.setting_aside import Step, sifted_by
 from tailrace.spark.tasks import ApplyWork, changes_of
-from tailrace.tables.fold import Folded
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.fold.fold import Folded
+from tailrace.tables.spec import Form, TableMode
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet

@@ -31,11 +31,11 @@ from tailrace.model.schema import Column, TableSchema
 from tailrace.spark.late_letters import LateWork, StageLateWork, deliver_late, stage_late
 from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.tasks import EvolveWork, Outcome, advance_table
-from tailrace.tables.carrying import carry
-from tailrace.tables.evolving import Recast, no_value, plan
-from tailrace.tables.fold import fold
-from tailrace.tables.forms import Form, Origin, TableMode
-from tailrace.tables.upkeep import Upkeep
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.evolve.carry_over import carry
+from tailrace.tables.evolve.schema_plan import Recast, no_value, plan
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.spec import Form, Origin, TableMode
 from tests.support.changes import KEYLESS, changes, delete, insert, record_batches, update
 from tests.support.engines import FORMAT, IS_SPARK, not_spark, spark_engine
 from tests.support.quiet import FULL, THINGS, Quiet

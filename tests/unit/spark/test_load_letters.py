@@ -17,7 +17,7 @@ from tailrace.model.position import Lsn
 from tailrace.spark import load_letters
 from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.seeds import Seeds, StagedChunk
-from tailrace.tables.forms import Form, Origin
+from tailrace.tables.spec import Form, Origin
 from tests.support.changes import SHOP, delete, insert, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 

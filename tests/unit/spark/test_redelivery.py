@@ -14,7 +14,7 @@ from tailrace.model import change
 from tailrace.model.position import ZERO
 from tailrace.spark.load_letters import LoadLetters
 from tailrace.spark.redelivery import DeliverWork, RereadWork, _keep, deliver_letters
-from tailrace.tables.forms import Form, Origin, TableMode
+from tailrace.tables.spec import Form, Origin, TableMode
 from tests.support.changes import SHOP, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 

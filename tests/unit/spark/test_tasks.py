@@ -13,10 +13,10 @@ from tailrace.changelog.read.index import LogIndex, Slice
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import ZERO
 from tailrace.spark.tasks import ApplyWork, EvolveWork, advance_table, apply_changes
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.evolving import Recast
-from tailrace.tables.layout import Place
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.location import Place
+from tailrace.tables.port import Cursor
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, seal
 

@@ -13,7 +13,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline import life
 from tailrace.pipeline.life import Lives
 from tailrace.spark.wake import Wake
-from tailrace.tables.layout import Layout
+from tailrace.tables.location import Layout
 from tests.support.logs import Diary, inserts
 from tests.support.pipelines import eventually
 

@@ -12,9 +12,9 @@ import pytest
 from tailrace.errors import SchemaChanged
 from tailrace.model.policies import POLICIES, Policies, Policy
 from tailrace.model.schema import TableSchema
-from tailrace.tables.carrying import carries, carry
-from tailrace.tables.evolving import Recast, Refresh, plan
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.evolve.carry_over import carries, carry
+from tailrace.tables.evolve.schema_plan import Recast, Refresh, plan
+from tailrace.tables.spec import Form, TableMode
 from tests.unit.tables.test_evolving import ID, OLD, A, B, shape, value_of
 
 HISTORY, APPEND, MARKED = Form(mode=TableMode.HISTORY), Form(mode=TableMode.APPEND), Form(soft_delete=True)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tailrace.errors import TableUnusable
-from tailrace.tables.catalogs import Catalog, local_path, newest_file
+from tailrace.tables.iceberg.catalogs import Catalog, local_path, newest_file
 
 
 def write(folder: Path, number: int, *, ending: str = ".metadata.json", hint: int | None = None) -> Path:

@@ -14,15 +14,15 @@ from deltalake import DeltaTable
 from tailrace import failpoints
 from tailrace.errors import BaseRowMissing, ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
-from tailrace.tables import deltalog
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import UNCOMMITTED, DeltaRsTable
-from tailrace.tables.evolving import Recast
-from tailrace.tables.features import Features
-from tailrace.tables.formed import fold_into
-from tailrace.tables.forms import Form, TableMode
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.delta import commit_log
+from tailrace.tables.delta.features import Features
+from tailrace.tables.delta.table import UNCOMMITTED, DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import fold_into
+from tailrace.tables.port import Cursor
+from tailrace.tables.spec import Form, TableMode
 from tailrace.tables.staging import discard
-from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import SHOP, Change, changes, insert, record_batches, table_schema, update
 
 WIDER = table_schema({"id": pa.int64(), "name": pa.string(), "big": pa.string(), "n": pa.int64()})
@@ -98,7 +98,7 @@ def test_a_start_reads_no_commit_to_find_what_was_left(tmp_path: Path, monkeypat
     kept = Kept(tmp_path / "t")
     for n in range(1, 6):
         kept.apply(insert(n, name="x"))
-    monkeypatch.setattr(deltalog._Commit, "read", None)
+    monkeypatch.setattr(commit_log._Commit, "read", None)
     assert sum(discard(kept.path, prefix, last=True) for prefix in UNCOMMITTED) == 0
     monkeypatch.undo()
     stray = tmp_path / "t" / "part-exchange-0-000.parquet"
@@ -112,13 +112,13 @@ def test_every_commit_of_a_recast_is_pushed_to_the_disk(tmp_path: Path, monkeypa
     naive = table_schema({"id": pa.int64(), "t": pa.timestamp("us")})
     table = DeltaRsTable(tmp_path / "t", "log")
     table.load(zoned, record_batches(zoned, [{"id": 1, "t": 5}]), at(0))
-    synced, fsync = list[str](), deltalog.fsync
+    synced, fsync = list[str](), commit_log.fsync
 
     def noted(path: Path) -> None:
         synced.append(path.name)
         fsync(path)
 
-    monkeypatch.setattr(deltalog, "fsync", noted)
+    monkeypatch.setattr(commit_log, "fsync", noted)
     table.evolve(Recast(schema=naive), at(0))
     newest = table.version()
     assert newest == 2, "the feature, and the rows"

@@ -15,9 +15,9 @@ from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.policies import POLICIES, Policies, Policy
 from tailrace.model.position import Lsn
 from tailrace.model.schema import MARK, Column, Identity, TableId, TableSchema
-from tailrace.tables.base import Cursor
-from tailrace.tables.evolving import Recast, Refresh, is_narrower, is_wider, plan
-from tailrace.tables.fold import fold
+from tailrace.tables.evolve.schema_plan import Recast, Refresh, is_narrower, is_wider, plan
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.port import Cursor
 from tailrace.tables.staging import stage
 from tests.support import others
 from tests.support.changes import changes, delete, insert, record_batches, truncate, update

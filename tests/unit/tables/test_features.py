@@ -10,13 +10,13 @@ import pytest
 from deltalake import DeltaTable, TableFeatures
 
 from tailrace.errors import ForeignWrite, TableUnusable
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.deltalog import vector_file
-from tailrace.tables.featured import live_files
-from tailrace.tables.features import Features
-from tailrace.tables.fold import fold
+from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tables.delta.commit_log import vector_file
+from tailrace.tables.delta.features import Features
+from tailrace.tables.delta.raw_commit import live_files
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.fold.fold import fold
 from tailrace.tables.staging import StagedFile, stage
-from tailrace.tables.upkeep import Upkeep
 from tests.support.changes import SHOP, changes, record_batches, table_schema, update
 from tests.support.mirrors import LOG, ROWS, at, by_id, content
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.tables.fingerprints import PrintSet, image_prints, key_prints
-from tailrace.tables.identity import image_numbers, key_numbers
+from tailrace.tables.fold.row_hashes import PrintSet, image_prints, key_prints
+from tailrace.tables.fold.row_ids import image_numbers, key_numbers
 
 VALUES: dict[pa.DataType, list[Any]] = {
     pa.bool_(): [None, True, False],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Identity, TableSchema
-from tailrace.tables.fold import DELETE, UPSERT, Folded, fold, folded_schema
+from tailrace.tables.fold.fold import DELETE, UPSERT, Folded, fold, folded_schema
 from tests.support.changes import (
     KEYLESS,
     SHOP,

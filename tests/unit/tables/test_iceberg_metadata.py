@@ -14,12 +14,11 @@ import pytest
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
-from tailrace.tables.base import Cursor
-from tailrace.tables.catalogs import Catalog
-from tailrace.tables.deltalog import Position
-from tailrace.tables.iceberg import IcebergTable
-from tailrace.tables.iceberglog import OWNER, Metadata, said_of
-from tailrace.tables.icebergshape import (
+from tailrace.tables.delta.commit_log import Position
+from tailrace.tables.evolve.recast_columns import Laid
+from tailrace.tables.iceberg.catalogs import Catalog
+from tailrace.tables.iceberg.commit_log import OWNER, Metadata, said_of
+from tailrace.tables.iceberg.schema_mapping import (
     Field,
     Spec,
     are_same,
@@ -31,7 +30,8 @@ from tailrace.tables.icebergshape import (
     partition_json,
     refuse_iceberg_names,
 )
-from tailrace.tables.recast import Laid
+from tailrace.tables.iceberg.table import IcebergTable
+from tailrace.tables.port import Cursor
 from tests.support.changes import SHOP, table_schema
 
 CURSOR = Cursor(seq=7, commit=1, position=Lsn(160), load="a-load")

@@ -18,11 +18,11 @@ from tailrace import failpoints
 from tailrace.errors import ForeignWrite, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.fold import fold
-from tailrace.tables.paths import table_path
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.port import Cursor
 from tailrace.tables.staging import StagedFile, discard, stage
+from tailrace.tables.table_paths import table_path
 from tests.support.changes import SHOP, changes, insert, record_batches, table_schema, update
 
 LOG = "a-log"

@@ -21,12 +21,12 @@ from deltalake import DeltaTable
 from tailrace.errors import TableUnusable
 from tailrace.model.schema import Column
 from tailrace.tables import staging
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.deltalog import actions_of, file_names
-from tailrace.tables.evolving import Recast
-from tailrace.tables.forms import PLAIN, Form, TableMode
+from tailrace.tables.compaction_plan import Upkeep, remove_files
+from tailrace.tables.delta.commit_log import actions_of, file_names
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.spec import PLAIN, Form, TableMode
 from tailrace.tables.staging import discard, stage
-from tailrace.tables.upkeep import Upkeep, remove_files
 from tests.support.changes import KEYLESS, SHOP, delete, insert, record_batches, table_schema, truncate, update
 from tests.support.forms import Formed, again, ordered, tx
 

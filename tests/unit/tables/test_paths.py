@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tailrace.errors import TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.paths import table_path
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.port import Cursor
+from tailrace.tables.table_paths import table_path
 from tests.support.changes import SHOP, record_batches
 
 ROOT = Path("/lake")

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite, SchemaChanged, TableUnusable, Unsupported
 from tailrace.model.position import Lsn
-from tailrace.tables.base import Applied, Cursor
-from tailrace.tables.fold import fold
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.port import Applied, Cursor
 from tailrace.tables.staging import StagedFile, stage
 from tests.support import others
 from tests.support.changes import KEYLESS, SHOP, changes, delete, record_batches, table_schema, update

@@ -17,8 +17,8 @@ from urllib.parse import parse_qsl
 import pytest
 
 from tailrace.errors import TableUnusable
-from tailrace.tables import restcatalog
-from tailrace.tables.catalogs import Catalog
+from tailrace.tables.iceberg import rest_catalog
+from tailrace.tables.iceberg.catalogs import Catalog
 
 CREDENTIAL = "us:s3cret"
 FORM = {"grant_type": "client_credentials", "client_id": "us", "client_secret": "s3cret", "scope": "catalog"}
@@ -88,7 +88,7 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(restcatalog, "_tokens", {})  # another may have had the same port
+    monkeypatch.setattr(rest_catalog, "_tokens", {})  # another may have had the same port
     with Server().listening() as found:
         yield found
 
@@ -119,7 +119,7 @@ def test_a_credential_is_given_for_a_token_which_serves_for_all_that_is_asked(se
 def test_a_token_is_got_anew_before_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.expires_in = 100
     now = monotonic()
-    monkeypatch.setattr(restcatalog, "monotonic", lambda: now)
+    monkeypatch.setattr(rest_catalog, "monotonic", lambda: now)
     look(server, credential=CREDENTIAL)
     now += 89
     look(server, credential=CREDENTIAL)
@@ -132,9 +132,9 @@ def test_a_token_is_got_anew_before_its_end(server: Server, monkeypatch: pytest.
 def test_a_token_without_an_end_is_used_for_an_hour(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.expires_in = None
     now = monotonic()
-    monkeypatch.setattr(restcatalog, "monotonic", lambda: now)
+    monkeypatch.setattr(rest_catalog, "monotonic", lambda: now)
     look(server, credential=CREDENTIAL)
-    now += restcatalog.TOKEN_SECONDS - 61
+    now += rest_catalog.TOKEN_SECONDS - 61
     look(server, credential=CREDENTIAL)
     assert len(server.forms) == 1
     now += 2

@@ -16,10 +16,10 @@ from tailrace.errors import BaseRowMissing, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableSchema
 from tailrace.tables import staging
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.evolving import Recast
-from tailrace.tables.fold import fold
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.fold import fold
+from tailrace.tables.port import Cursor
 from tailrace.tables.staging import stage
 from tests.support.changes import SHOP, Change, changes, delete, insert, record_batches, table_schema, truncate, update
 

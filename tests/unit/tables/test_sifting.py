@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.tables import identity
-from tailrace.tables.fold import Flags, fold, key_ordinals
+from tailrace.tables.fold import row_ids
+from tailrace.tables.fold.fold import Flags, fold, key_ordinals
 from tailrace.tables.sifting import DeadKeys, Sifted, sift, sift_versions
 from tests.support.changes import (
     COMPOSITE,
@@ -324,7 +324,7 @@ def test_keys_that_need_wide_offsets_are_told_apart_alike(monkeypatch: pytest.Mo
     named = table_schema({"id": pa.string(), "big": pa.string(), "n": pa.int64()})
     story = [update("a", unfit=BAD), update("b", n=1), update("a", unchanged=BIG, n=2), *move("c", "d", unchanged=BIG)]
     plain = sifted(*story, schema=named)
-    monkeypatch.setattr(identity, "_OFFSETS_32_BYTES_MAX", 0)
+    monkeypatch.setattr(row_ids, "_OFFSETS_32_BYTES_MAX", 0)
     wide = sifted(*story, schema=named)
     assert (seqs(plain.letters), seqs(plain.changes)) == (seqs(wide.letters), seqs(wide.changes))
     assert seqs(wide.letters) == [0, 2]

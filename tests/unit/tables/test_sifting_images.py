@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
-from tailrace.tables.fold import fold
+from tailrace.tables.fold.fold import fold
 from tailrace.tables.sifting import Sifted
 from tailrace.tables.sifting_images import DeadImages, sift_each, sift_images
 from tests.support.changes import KEYLESS, SHOP, Change, KeylessModel, changes, delete, insert, truncate, update

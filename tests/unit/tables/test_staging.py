@@ -23,10 +23,10 @@ from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.tables import staging
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.paths import table_path
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.port import Cursor
 from tailrace.tables.staging import StagedFile, discard, stage
+from tailrace.tables.table_paths import table_path
 from tests.support.changes import SHOP, record_batches, table_schema
 
 LOG = "a-log"

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.model.position import Lsn
-from tailrace.tables.base import Cursor
-from tailrace.tables.delta import DeltaRsTable
+from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tables.port import Cursor
 from tailrace.tables.staging import StagedFile, stage
 from tests.support.changes import record_batches, table_schema
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.tables.delta import DeltaRsTable
-from tailrace.tables.upkeep import FILES_MIN, STEPS, TELLING_ROWS_MIN, rows_per_file, to_join
+from tailrace.tables.compaction_plan import FILES_MIN, STEPS, TELLING_ROWS_MIN, rows_per_file, to_join
+from tailrace.tables.delta.table import DeltaRsTable
 from tests.support.changes import SHOP, record_batches
 from tests.support.mirrors import LOG, at
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tailrace.errors import TableUnusable
-from tailrace.tables.versions import files_at
+from tailrace.tables.delta.versions import files_at
 from tests.support.changes import SHOP, insert, truncate
 from tests.support.mirrors import ROWS, Mirror
 

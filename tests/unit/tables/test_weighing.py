@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from tailrace.tables.size_estimate import SAMPLE_ROWS, Weight, weigh
 from tailrace.tables.staging import stage
-from tailrace.tables.weighing import SAMPLE_ROWS, Weight, weigh
 from tests.support.changes import SHOP, changes, delete, insert, record_batches, table_schema, update
 
 WORDS = "the same words again and again " * 4

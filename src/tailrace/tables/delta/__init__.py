@@ -1,0 +1,1 @@
+"""Delta tables, written without Spark."""

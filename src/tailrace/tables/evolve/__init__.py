@@ -1,0 +1,1 @@
+"""What a schema change at the source does to a lake table."""

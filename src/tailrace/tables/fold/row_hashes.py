@@ -1,0 +1,131 @@
+"""Rows as 128-bit numbers, to tell the rows of one scan among those of another without holding either.
+
+Two rows that are the same have the same number; two that are not have it with a chance of 2^-128, which is less
+than that of a memory error nobody notices. What is the same is what `identity` says, image and key alike. Numbers
+of different seeds have nothing to do with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tailrace.kernels import kernel
+from tailrace.tables.fold.row_ids import Ints, float_bits, integer_bits
+
+Prints = npt.NDArray[np.uint64]
+"""Two columns: the halves of the number."""
+
+_WORD = 8
+
+
+def image_prints(columns: Sequence[Any], seed: int) -> Prints:
+    """One number per row, by everything it holds."""
+    return _prints(columns, seed, signed_zero=True)
+
+
+def key_prints(columns: Sequence[Any], seed: int) -> Prints:
+    """One number per row, by key."""
+    return _prints(columns, seed, signed_zero=False)
+
+
+class PrintSet:
+    """Numbers to look others up in: 16 bytes each, and 24 more for a moment while it is made."""
+
+    def __init__(self, prints: Prints) -> None:
+        order = np.argsort(prints[:, 0])
+        self._first, self._second = prints[order, 0], prints[order, 1]
+        same = np.flatnonzero(np.append(True, self._first[1:] != self._first[:-1]))
+        self._run = int(np.diff(np.append(same, self._first.size)).max()) if self._first.size else 0
+
+    def __len__(self) -> int:
+        return int(self._first.size)
+
+    def find(self, prints: Prints) -> Ints:
+        """Where each number stands in the set; -1 if it does not."""
+        found = np.full(len(prints), -1, np.int64)
+        order = np.argsort(prints[:, 0])  # asked in order, neighbours lie close in memory
+        start = np.empty(len(prints), np.int64)
+        start[order] = np.searchsorted(self._first, prints[order, 0])
+        for step in range(self._run):
+            at = np.minimum(start + step, len(self) - 1)
+            hit = (self._first[at] == prints[:, 0]) & (self._second[at] == prints[:, 1])
+            found[hit] = at[hit]
+        return found
+
+
+def _prints(columns: Sequence[Any], seed: int, *, signed_zero: bool) -> Prints:
+    state = np.empty((len(columns[0]), 2), np.uint64)
+    state[:, 0], state[:, 1] = seed & 0xFFFF_FFFF_FFFF_FFFF, seed >> 64
+    for column in columns:
+        _absorb_column(column, state, signed_zero)
+    return state
+
+
+def _absorb_column(column: Any, state: Prints, signed_zero: bool) -> None:
+    if isinstance(column, pa.ChunkedArray):
+        start = 0
+        for chunk in column.chunks:
+            _absorb_column(chunk, state[start : start + len(chunk)], signed_zero)
+            start += len(chunk)
+        return
+    if not len(column):
+        return
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    _absorb(*_bytes(column, signed_zero), valid, state)
+
+
+def _bytes(column: Any, signed_zero: bool) -> tuple[Any, Ints]:
+    """Each value's bytes: all of them, and where each begins and ends."""
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_binary(kind):
+        offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+        return _data(column.buffers()[2]), offsets.astype(np.int64)
+    if pa.types.is_list(kind):
+        elements = _prints([column.values], 0, signed_zero=signed_zero)
+        return elements.reshape(-1).view(np.uint8), column.offsets.to_numpy().astype(np.int64) * 2 * _WORD
+    if pa.types.is_decimal(kind):
+        size = kind.byte_width
+        return _data(column.buffers()[1]), (column.offset + np.arange(len(column) + 1)) * size
+    if pa.types.is_boolean(kind):
+        column = column.cast(pa.int8())
+    bits = float_bits(column, signed_zero) if pa.types.is_floating(kind) else integer_bits(column)
+    if bits is None:
+        raise TypeError(f"a table has no columns of the type {kind}")
+    return bits.view(np.uint8), np.arange(len(column) + 1) * _WORD
+
+
+def _data(buffer: Any) -> Any:
+    return np.empty(0, np.uint8) if buffer is None else np.frombuffer(buffer, np.uint8)
+
+
+@kernel
+def _absorb(data: npt.NDArray[np.uint8], offsets: Ints, valid: npt.NDArray[np.bool_], state: Prints) -> None:
+    """Mix each value's length and bytes, eight at a time, into its row's number, as MurmurHash3 does."""
+    first, second = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
+    for row in range(valid.size):
+        a, b = state[row, 0], state[row, 1]
+        start, stop = (offsets[row], offsets[row + 1]) if valid[row] else (0, -1)
+        word = np.uint64(stop - start)
+        while True:
+            mixed = word * first
+            mixed = ((mixed << np.uint64(31)) | (mixed >> np.uint64(33))) * second
+            a ^= mixed
+            a = ((a << np.uint64(27)) | (a >> np.uint64(37))) + b
+            a = a * np.uint64(5) + np.uint64(0x52DCE729)
+            mixed = word * second
+            mixed = ((mixed << np.uint64(33)) | (mixed >> np.uint64(31))) * first
+            b ^= mixed
+            b = ((b << np.uint64(31)) | (b >> np.uint64(33))) + a
+            b = b * np.uint64(5) + np.uint64(0x38495AB5)
+            if start >= stop:
+                break
+            word = np.uint64(0)
+            for place in range(min(8, stop - start)):
+                word |= np.uint64(data[start + place]) << np.uint64(8 * place)
+            start += 8
+        state[row, 0], state[row, 1] = a, b

@@ -1,0 +1,1 @@
+"""What an Iceberg table says of itself, read without Spark."""

@@ -1,0 +1,86 @@
+"""What a table of any format says to whoever would go on from where it does not stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailrace.errors import ForeignWrite, FormChanged, SchemaChanged, TableUnusable
+from tailrace.model.schema import TableSchema
+from tailrace.tables.delta.commit_log import REPLACE_HINT, Position
+from tailrace.tables.port import Cursor
+from tailrace.tables.spec import Form
+
+ONE_APPLIER = "Stop the other process that applies to it; only one `tailrace run` or `tailrace apply` may."
+_GONE_HINT = (
+    "Was its folder moved away? Put it back and run `tailrace retry FILE TABLE`: it goes on from where it stood. Where "
+    "there is none, that command has the table loaded."
+)
+_FORM_HINT = "Set it back as it was, or have all that the table holds replaced: `tailrace snapshot FILE TABLE`."
+
+
+def refuse_elsewhere(path: Path, position: Position, schema: TableSchema, expected: Cursor) -> None:
+    """Refuse to go on from another position, or with rows of another shape."""
+    if position.cursor != expected:
+        raise elsewhere(path, position.cursor, expected)
+    if not position.schema.same_rows(schema):
+        raise SchemaChanged("the table was loaded with other columns", table=schema.table, path=path, hint=REPLACE_HINT)
+
+
+def elsewhere(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
+    """What an apply that starts from another position is told."""
+    return ForeignWrite(
+        "the table is not where this apply starts from",
+        path=path,
+        expected_seq=expected.seq,
+        found_seq=here.seq,
+        hint=ONE_APPLIER,
+    )
+
+
+def overtaken(path: Path) -> ForeignWrite:
+    """What a commit is told that came second."""
+    return ForeignWrite("someone else committed to the table at the same time", path=path, hint=ONE_APPLIER)
+
+
+def refuse_other_letters(path: Path, position: Position, after: str | None) -> None:
+    """Refuse to add what letters hold to a table that others have been added to since it was looked at."""
+    if position.late != after:
+        raise overtaken(path)
+
+
+def refuse_form(path: Path, asked: Form, position: Position) -> None:
+    """Refuse a table that was made in another form than the settings ask for."""
+    if not asked.alike(position.form, position.schema):
+        raise FormChanged(
+            "the table was made in another form than the settings ask for",
+            path=path,
+            made=position.form.described,
+            asked=asked.described,
+            hint=_FORM_HINT,
+        )
+
+
+def strangers(path: Path, log: str | None) -> ForeignWrite:
+    """What a load is told whose place is taken."""
+    return ForeignWrite(
+        "a table that this change log did not make already stands here",
+        path=path,
+        **({"log": log} if log else {}),
+        hint="Move it away, or choose another `tables.path` or `tables.names`.",
+    )
+
+
+def put_back(path: Path, here: Cursor, expected: Cursor) -> ForeignWrite:
+    """What is told of a table that was further already."""
+    return ForeignWrite(
+        "the table was put back to an older state",
+        path=path,
+        expected_seq=expected.seq,
+        found_seq=here.seq,
+        hint="Was its folder restored from a copy? `tailrace retry FILE TABLE` goes on from there, with the log.",
+    )
+
+
+def not_loaded(path: Path) -> TableUnusable:
+    """What whoever goes on is told where there is nothing to go on from."""
+    return TableUnusable("there is no table here to go on from", path=path, hint=_GONE_HINT)
