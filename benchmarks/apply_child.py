@@ -30,8 +30,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import Lives
-from tailrace.spark.tasks import ApplyWork, Outcome, advance_table, apply_changes
 from tailrace.tables.location import Layout
+from tailrace.tasks.work import ApplyWork, Outcome, advance_table, apply_changes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -31,12 +31,12 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.processes import die_with_parent
-from tailrace.spark.seeds import Seed, Seeds
 from tailrace.spark.session import Jvm
-from tailrace.spark.tasks import ChunkWork, load_chunk
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.port import Cursor
 from tailrace.tables.staging import StagedFile, stage
+from tailrace.tasks.load_store import Seed, Seeds
+from tailrace.tasks.work import ChunkWork, load_chunk
 
 TASKS = 2
 SECONDS_MAX = 900.0

@@ -19,7 +19,7 @@ from psycopg import sql
 
 from tailrace.capture.postgres.chunks import Cut
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.spark.seeds import Seeds
+from tailrace.tasks.load_store import Seeds
 from tests.support.pipelines import Pipeline, eventually, execute
 
 KILLS = int(os.environ.get("TAILRACE_LOAD_KILLS", "0"))

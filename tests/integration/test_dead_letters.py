@@ -17,10 +17,10 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.store import Letters
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
-from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters, reread_letters
+from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters, reread_letters
 from tests.support.loads import Local, Scene, life, wait_for_state
 from tests.support.pipelines import eventually, execute
 
@@ -132,7 +132,7 @@ def test_a_partial_change_of_a_row_that_the_table_lacks_is_read_again_at_a_repla
 
 DELIVER = """
 import pickle, sys
-from tailrace.spark.redelivery import deliver_letters
+from tailrace.tasks.replay_rows import deliver_letters
 deliver_letters(pickle.load(open(sys.argv[1], "rb")))
 """
 

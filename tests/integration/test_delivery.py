@@ -24,9 +24,9 @@ from tailrace.errors import ForeignWrite
 from tailrace.model import change
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
-from tailrace.spark.tasks import ApplyWork, Outcome, advance_table
 from tailrace.tables.port import Cursor
 from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
+from tailrace.tasks.work import ApplyWork, Outcome, advance_table
 from tests.support.changes import COMPOSITE, KEYLESS, KeylessModel, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, commits_of, open_table, place_of, rows_of, spark_engine
 from tests.support.forms import READ_AT, Account, Tx, ordered, steps_with, story

@@ -24,7 +24,7 @@ from tailrace.pipeline import landing
 from tailrace.pipeline.carrying import carry_to
 from tailrace.pipeline.preview import ADDED_AGAIN, COMPARED, preview
 from tailrace.pipeline.report import TableEvolution, TableState
-from tailrace.spark.tasks import Outcome, RefreshWork
+from tailrace.tasks.work import Outcome, RefreshWork
 from tests.integration.test_evolution import SETTLED_SECONDS_MAX, run, settled
 from tests.support.loads import Local, Scene, life, wait_for_state
 from tests.support.pipelines import eventually, execute, lose_the_slot

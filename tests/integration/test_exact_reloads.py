@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tailrace.pipeline.report import TableState
-from tailrace.spark.tasks import ChunkWork
+from tailrace.tasks.work import ChunkWork
 from tests.integration.test_modes import EVERY, make, rows
 from tests.support.loads import Local, Scene, life, wait_for_state
 from tests.support.pipelines import eventually, execute

@@ -11,9 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.spark import redelivery
-from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters
-from tailrace.spark.tasks import advance_table
+from tailrace.tasks import replay_rows
+from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters
+from tailrace.tasks.work import advance_table
 from tests.support.changes import SHOP, insert, move, update
 from tests.support.engines import only_iceberg, spark_engine
 from tests.support.quiet import Quiet
@@ -42,7 +42,7 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     assert numbers(quiet) == {1: 0, 2: 2, 3: 0, 4: 3}
     asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    redelivery._keep(asked, now, [1], {})
+    replay_rows._keep(asked, now, [1], {})
     deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
     (done,) = spark_engine().run(deliver_letters, [deliver])
     assert (done.error, done.rows, done.letters) == (None, 1, 3)

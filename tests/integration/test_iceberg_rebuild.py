@@ -30,9 +30,9 @@ from tailrace.errors import (
 )
 from tailrace.model.position import Lsn
 from tailrace.pipeline.rebuilding import Rebuilt, rebuild
-from tailrace.spark.seeds import Seeds
 from tailrace.tables.compaction_plan import Upkeep
 from tailrace.tables.delta.load_snapshots import KeptSeeds
+from tailrace.tasks.load_store import Seeds
 from tests.support.changes import KEYLESS, delete, insert, move, update
 from tests.support.engines import history_of, iceberg_table, metadata_of, only_iceberg, session
 from tests.support.logs import WIDER

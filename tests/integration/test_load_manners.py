@@ -21,7 +21,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline import filewatch, loading
 from tailrace.pipeline.report import TableState, TableStatus
 from tailrace.pipeline.status import measure
-from tailrace.spark.tasks import ChunkWork
+from tailrace.tasks.work import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 

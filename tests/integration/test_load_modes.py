@@ -18,8 +18,8 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
-from tailrace.spark.tasks import ChunkWork
 from tailrace.storage.files import LogPath
+from tailrace.tasks.work import ChunkWork
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.logs import seal
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute, lose_the_slot, wait_for_free_slots

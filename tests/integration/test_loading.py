@@ -26,8 +26,8 @@ from tailrace.pipeline.landing import start_of
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
-from tailrace.spark.seeds import LoadMode, Seed, Seeds, Wish
-from tailrace.spark.tasks import ChunkWork
+from tailrace.tasks.load_store import LoadMode, Seed, Seeds, Wish
+from tailrace.tasks.work import ChunkWork
 from tests.integration.conftest import server_version
 from tests.support.failover import Copy, copy_of, wait_for_replay
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state

@@ -14,7 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tailrace.pipeline.report import TableState
-from tailrace.spark.tasks import ChunkWork
+from tailrace.tasks.work import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import COME_SECONDS_MAX, Pipeline, eventually, execute
 from tests.support.thorough import thorough

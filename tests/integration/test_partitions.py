@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.store import Letters
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tests.support.loads import Local, Scene, life, wait_for_state

@@ -11,8 +11,8 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 
-from tailrace.changelog.letters import Letters
 from tailrace.changelog.read.reader import ChangeLog
+from tailrace.deadletters.store import Letters
 from tailrace.model.schema import TableId
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.tables.location import Place

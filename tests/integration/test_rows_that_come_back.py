@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.store import Letters
 from tailrace.model.schema import TableId
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import read_status

@@ -18,9 +18,9 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline import loading
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
-from tailrace.spark.seeds import Hold, LoadMode, Seeds, Wish
-from tailrace.spark.tasks import ChunkWork
 from tailrace.tables.delta.table import DeltaRsTable
+from tailrace.tasks.load_store import Hold, LoadMode, Seeds, Wish
+from tailrace.tasks.work import ChunkWork
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 

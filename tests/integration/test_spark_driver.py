@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tailrace.spark.merging import BROADCAST_ROWS_MAX
-from tailrace.spark.tasks import advance_table
 from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
+from tailrace.tasks.work import advance_table
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, record_batches, truncate, update
 from tests.support.engines import only_spark, open_table, session, spark_engine
 from tests.unit.spark.test_folding import START, stretch

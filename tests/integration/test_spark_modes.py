@@ -14,10 +14,10 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.spark import redelivery
-from tailrace.spark.folding import FoldedFiles
-from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters
-from tailrace.spark.tasks import advance_table
+from tailrace.tasks import replay_rows
+from tailrace.tasks.fold_files import FoldedFiles
+from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters
+from tailrace.tasks.work import advance_table
 from tests.support.changes import SHOP, move, update
 from tests.support.engines import only_spark, spark_engine
 from tests.support.pipelines import Pipeline, execute
@@ -192,7 +192,7 @@ def test_what_cannot_be_taken_is_set_aside_and_put_right_by_spark(tmp_path: Path
     assert quiet.ns() == {1: 0, 2: 2, 3: 0, 4: 3}
     asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
-    redelivery._keep(asked, now, [1], {})
+    replay_rows._keep(asked, now, [1], {})
     deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
     (done,) = spark_engine().run(deliver_letters, [deliver])
     assert (done.error, done.rows, done.letters, done.again) == (None, 1, 0, False)
@@ -210,9 +210,9 @@ def test_a_version_that_was_missing_is_put_in_by_spark_once(tmp_path: Path) -> N
     asked = RereadWork(log=work.log, shape=SHOP, expected=quiet.cursor, reader=SnapshotReader("", None, None))
     now = pa.Table.from_pylist([{"id": 1, "name": "now", "big": "y", "n": 7}], pa.schema(SHOP.row_fields()))
     deliver = DeliverWork(log=work.log, place=work.place, shape=SHOP, expected=quiet.cursor)
-    redelivery._keep(asked, now, [1], {})
+    replay_rows._keep(asked, now, [1], {})
     with spark_engine()._table(work.place).scratch() as scratch:
-        staged = redelivery.stage_letters(redelivery.StageWork(work=deliver, path=scratch / "ready.parquet"))
+        staged = replay_rows.stage_letters(replay_rows.StageWork(work=deliver, path=scratch / "ready.parquet"))
         assert isinstance(staged, FoldedFiles)
         spark_engine()._table(work.place).put_files(SHOP, staged, quiet.cursor)  # and then it died
     (done,) = spark_engine().run(deliver_letters, [deliver])

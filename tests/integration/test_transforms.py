@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.changelog.letters import Letters
 from tailrace.changelog.read.reader import ChangeLog
+from tailrace.deadletters.store import Letters
 from tailrace.errors import RuleInvalid, TransformFailed
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capturing import Capturing

@@ -32,7 +32,7 @@ from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
 from tailrace.pipeline.wiring import open_source, open_source_of
 from tailrace.runtime import loop
-from tailrace.spark.tasks import ChunkWork, Outcome
+from tailrace.tasks.work import ChunkWork, Outcome
 from tests.support.engines import IS_SPARK, engine_lines, spark_engine
 from tests.support.pipelines import COME_SECONDS_MAX, Pipeline, eventually
 

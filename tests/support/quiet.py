@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.changelog.letters import Bundle, Letters
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import Lease
+from tailrace.deadletters.store import Bundle, Letters
 from tailrace.model import change
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
@@ -28,14 +28,14 @@ from tailrace.pipeline.life import Lives
 from tailrace.pipeline.seedkeeping import SeedKeeping
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
-from tailrace.spark.seeds import Seeds, StagedChunk
-from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.fold.by_mode import loaded
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
 from tailrace.tables.spec import Origin
 from tailrace.tables.staging import stage
+from tailrace.tasks.load_store import Seeds, StagedChunk
+from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome, advance_table
 from tests.support.changes import SHOP, Change, record_batches
 from tests.support.engines import IS_ICEBERG, IS_SPARK, iceberg_table, rows_of, spark_engine
 from tests.support.logs import STEP, Diary

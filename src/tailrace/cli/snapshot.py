@@ -11,7 +11,7 @@ from tailrace.errors import ConfigError, ExitCode
 from tailrace.pipeline import asking
 from tailrace.pipeline.asking import Asked
 from tailrace.pipeline.settings import PipelineSettings
-from tailrace.spark.seeds import Hold, LoadMode
+from tailrace.tasks.load_store import Hold, LoadMode
 
 
 def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:

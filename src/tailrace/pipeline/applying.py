@@ -43,11 +43,11 @@ from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
 from tailrace.spark.driving import SparkEngine
 from tailrace.spark.session import Jvm
-from tailrace.spark.tasks import ApplyWork, EvolveWork, Outcome, advance_table, as_ours
 from tailrace.spark.wake import Wake
 from tailrace.tables.delta.table import UNCOMMITTED
 from tailrace.tables.spec import TableMode
 from tailrace.tables.staging import discard
+from tailrace.tasks.work import ApplyWork, EvolveWork, Outcome, advance_table, as_ours
 
 log = logging.getLogger(__name__)
 

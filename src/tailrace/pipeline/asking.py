@@ -23,7 +23,7 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings, matches
 from tailrace.pipeline.status import APPLIER, read_note
 from tailrace.pipeline.wiring import open_source_of
-from tailrace.spark.seeds import Hold, LoadMode, Seed, Seeds, Wish
+from tailrace.tasks.load_store import Hold, LoadMode, Seed, Seeds, Wish
 
 LOCK_SECONDS_MAX = 5
 """To wait for a table that somebody alters."""

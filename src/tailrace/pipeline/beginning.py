@@ -18,7 +18,7 @@ from tailrace import failpoints
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.store import Letters
 from tailrace.errors import SourceTableMissing, TableFailed, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version
 from tailrace.model.position import ZERO
@@ -30,9 +30,9 @@ from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load, Shared
 from tailrace.pipeline.report import LoadStatus, TableState
 from tailrace.pipeline.settings import LoadSettings
-from tailrace.spark.seeds import LoadMode, Seed, Wish
 from tailrace.tables.port import Cursor
 from tailrace.tables.table_paths import anothers, meet
+from tailrace.tasks.load_store import LoadMode, Seed, Wish
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tailrace.changelog.letters import (
+from tailrace.changelog.read.reader import ChangeLog
+from tailrace.changelog.write import log_lease
+from tailrace.deadletters.store import (
     CAUSE,
     CAUSE_CODE,
     CAUSE_FIELDS,
@@ -21,8 +23,6 @@ from tailrace.changelog.letters import (
     Letters,
     tables_with_letters,
 )
-from tailrace.changelog.read.reader import ChangeLog
-from tailrace.changelog.write import log_lease
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.model import change
 from tailrace.model.event import python_values

@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.changelog.letters import CAUSE, Letters
-from tailrace.changelog.letters import Origin as LettersOrigin
+from tailrace.deadletters.store import CAUSE, Letters
+from tailrace.deadletters.store import Origin as LettersOrigin
 from tailrace.errors import (
     ForeignWrite,
     FormChanged,
@@ -26,14 +26,14 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.loads import Load
-from tailrace.spark.load_letters import refuse_too_many
-from tailrace.spark.seeds import LoadMode, Seed
-from tailrace.spark.tasks import LandWork, Outcome, RefreshWork, land_table, refresh_table
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.iceberg.table import IcebergTable
 from tailrace.tables.port import Cursor
 from tailrace.tables.spec import Origin, TableMode
 from tailrace.tables.staging import StagedFile
+from tailrace.tasks.load_dead_letters import refuse_too_many
+from tailrace.tasks.load_store import LoadMode, Seed
+from tailrace.tasks.work import LandWork, Outcome, RefreshWork, land_table, refresh_table
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,13 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
 from tailrace.pipeline.standing import refuse_ahead, refuse_lost_identity, saw_too_little, stops_at_another
-from tailrace.spark.seeds import Seed, Seeds
 from tailrace.tables.evolve.schema_plan import Recast, Refresh, Step, ValueOf, no_value, plan
 from tailrace.tables.location import Layout, Place
 from tailrace.tables.port import Cursor
 from tailrace.tables.position_errors import not_loaded, put_back
 from tailrace.tables.schema_errors import RELOAD_HINT
 from tailrace.tables.table_paths import anothers
+from tailrace.tasks.load_store import Seed, Seeds
 
 log = logging.getLogger(__name__)
 

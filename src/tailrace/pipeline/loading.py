@@ -48,8 +48,8 @@ from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.shapewatch import ShapeWatch
 from tailrace.pipeline.throttle import PROBE_SECONDS, Throttle
 from tailrace.pipeline.waits import Waits
-from tailrace.spark.seeds import Hold, Seed
 from tailrace.tables.staging import discard
+from tailrace.tasks.load_store import Hold, Seed
 
 log = logging.getLogger(__name__)
 

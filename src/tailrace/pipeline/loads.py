@@ -16,8 +16,8 @@ from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState
-from tailrace.spark.seeds import Hold, LoadMode, Seed, StagedChunk
 from tailrace.tables.spec import Origin
+from tailrace.tasks.load_store import Hold, LoadMode, Seed, StagedChunk
 
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.5, 15.0
 LOOK_SECONDS = 0.3

@@ -18,9 +18,9 @@ from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.loads import LOOK_SECONDS, Load, Shared, UnderWay
 from tailrace.pipeline.settings import LoadSettings
 from tailrace.pipeline.throttle import Throttle
-from tailrace.spark.tasks import ChunkWork, load_chunk
 from tailrace.storage.files import LogPath
 from tailrace.tables.staging import discard
+from tailrace.tasks.work import ChunkWork, load_chunk
 
 Failed = Callable[[Load, Chunk, TailraceError, Shared | None], None]
 """Told of a chunk that is still to be read, why it was not, and the exported snapshot it was read in if it was."""

@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tailrace.changelog.letters import Letters
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.consumers import TableHint
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.read.row_steps import upto_position
 from tailrace.changelog.write.log_lease import Lease
+from tailrace.deadletters.store import Letters
 from tailrace.errors import LOAD_ANEW_HINT, ConfigError, LogBusy, LogTrimmed, SchemaChanged
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
@@ -31,14 +31,14 @@ from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import APPLIER, NOTE, known_tables
 from tailrace.pipeline.wiring import open_source
-from tailrace.spark.remaking import DeltaMaker, Maker, Making
-from tailrace.spark.tasks import ApplyWork
 from tailrace.storage import files
 from tailrace.tables.delta.load_snapshots import KeptSeeds
 from tailrace.tables.delta.rebuild_table import Base, bases_with
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
 from tailrace.tables.position_errors import refuse_form
+from tailrace.tasks.rebuild_backend import DeltaMaker, Maker, Making
+from tailrace.tasks.work import ApplyWork
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

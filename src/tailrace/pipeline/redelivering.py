@@ -13,16 +13,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.letters import Letters, tables_with_letters
 from tailrace.changelog.write import log_lease
+from tailrace.deadletters.store import Letters, tables_with_letters
 from tailrace.errors import Remedy, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
-from tailrace.spark.late_letters import LateWork, deliver_late
-from tailrace.spark.redelivery import DeliverWork, RereadWork, deliver_letters, reread_letters
-from tailrace.spark.tasks import Outcome
+from tailrace.tasks.replay_changes import LateWork, deliver_late
+from tailrace.tasks.replay_rows import DeliverWork, RereadWork, deliver_letters, reread_letters
+from tailrace.tasks.work import Outcome
 
 log = logging.getLogger(__name__)
 

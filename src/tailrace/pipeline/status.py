@@ -17,11 +17,11 @@ from typing import Any
 from tailrace.capture.base import Lag
 from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
-from tailrace.changelog.letters import Letters, may_have_letters
 from tailrace.changelog.maintain.retention import disk_bytes
 from tailrace.changelog.read import consumers
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease
+from tailrace.deadletters.store import Letters, may_have_letters
 from tailrace.errors import LogUnusable, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId

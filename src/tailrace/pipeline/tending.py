@@ -16,8 +16,8 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.landing import Run, run_one
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.settings import UpkeepSettings
-from tailrace.spark.tasks import Outcome, TendWork, tend_table
 from tailrace.tables.compaction_plan import Upkeep
+from tailrace.tasks.work import Outcome, TendWork, tend_table
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace.capture.postgres.warm import warm_kernels as warm_capture
+from tailrace.deadletters.keyed import DeadKeys, sift
 from tailrace.model import change
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.fold.by_mode import fold_into
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.sifting import DeadKeys, sift
 from tailrace.tables.spec import Form, TableMode
 from tailrace.transforms.hashing import hmac_sha256, sha256
 

@@ -22,19 +22,23 @@ from py4j.protocol import Py4JNetworkError
 from pyspark.sql import DataFrame, SparkSession
 
 from tailrace import failpoints
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.store import Letters
 from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.schema import TableId
-from tailrace.spark.aside import ASKED, MISSING, KeepWork, keep_aside
 from tailrace.spark.delta_engine import SparkDeltaTable
-from tailrace.spark.folding import FoldedFiles, fold_stretch
 from tailrace.spark.iceberg_engine import SparkIcebergTable
-from tailrace.spark.late_letters import LateWork, StageLateWork, deliver_late, end_late, stage_late
 from tailrace.spark.merging import Given
-from tailrace.spark.redelivery import DeliverWork, StageWork, deliver_letters, stage_letters
-from tailrace.spark.setting_aside import NOT_TAKEN
-from tailrace.spark.tasks import (
+from tailrace.tables.fold.fold import key_ordinals
+from tailrace.tables.iceberg.catalogs import Catalog
+from tailrace.tables.location import Place
+from tailrace.tables.port import Applied
+from tailrace.tasks.dead_letters import NOT_TAKEN
+from tailrace.tasks.fold_files import FoldedFiles, fold_stretch
+from tailrace.tasks.fold_rejects import ASKED, MISSING, KeepWork, keep_aside
+from tailrace.tasks.replay_changes import LateWork, StageLateWork, deliver_late, end_late, stage_late
+from tailrace.tasks.replay_rows import DeliverWork, StageWork, deliver_letters, stage_letters
+from tailrace.tasks.work import (
     ApplyWork,
     EvolveWork,
     LandWork,
@@ -50,10 +54,6 @@ from tailrace.spark.tasks import (
     refreshed,
     tend_table,
 )
-from tailrace.tables.fold.fold import key_ordinals
-from tailrace.tables.iceberg.catalogs import Catalog
-from tailrace.tables.location import Place
-from tailrace.tables.port import Applied
 
 TABLES_AT_ONCE_MAX = 4
 """Tables whose jobs are under way side by side."""

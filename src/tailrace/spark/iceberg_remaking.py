@@ -1,4 +1,4 @@
-"""An Iceberg table made anew beside itself by Spark, and swapped in: the port of `spark/remaking.py`.
+"""An Iceberg table made anew beside itself by Spark, and swapped in: the port of `tasks/rebuild_backend.py`.
 
 The new table lies in a folder of its own below the table's, `rebuilt/<id>/table`, and is listed in no catalog but that
 folder. It begins as a copy of the table's metadata as of one snapshot: no file is copied, for metadata names files by
@@ -29,10 +29,7 @@ from pyspark.sql import DataFrame, SparkSession
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite
 from tailrace.model import change
-from tailrace.spark.folding import fold_stretch
 from tailrace.spark.iceberg_engine import PROPERTIES, SparkIcebergTable
-from tailrace.spark.remaking import REMOVED, Making, Taken, refuse_to_read
-from tailrace.spark.tasks import ApplyWork, change_batches
 from tailrace.tables.delta.commit_log import fsync
 from tailrace.tables.delta.hardlinks import link_files
 from tailrace.tables.delta.load_snapshots import KeptSeed, origin_of
@@ -44,6 +41,9 @@ from tailrace.tables.iceberg.table import METADATA, REBUILT
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
 from tailrace.tables.table_folder import unreadable
+from tailrace.tasks.fold_files import fold_stretch
+from tailrace.tasks.rebuild_backend import REMOVED, Making, Taken, refuse_to_read
+from tailrace.tasks.work import ApplyWork, change_batches
 
 UNFINISHED = "unfinished"
 """The mark."""

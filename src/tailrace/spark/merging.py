@@ -32,7 +32,6 @@ from tailrace.model.schema import Column, TableId, TableSchema
 from tailrace.spark.arrow import spark_schema
 from tailrace.spark.connector import TABLE_SETTINGS
 from tailrace.spark.copies import without
-from tailrace.spark.folding import ROWS_AT_ONCE_MAX, FoldedFiles, file_fields, write_folded
 from tailrace.spark.forming import BACK, difference, in_partitions, merge_for, timed
 from tailrace.spark.frames import all_of, as_table, named, own_columns
 from tailrace.spark.rows import no_rows, refuse_misfit_rows, staged_rows
@@ -45,6 +44,7 @@ from tailrace.tables.position_errors import overtaken, refuse_elsewhere, refuse_
 from tailrace.tables.spec import CURRENT, Form, Origin, TableMode
 from tailrace.tables.staging import StagedFile
 from tailrace.tables.table_folder import unreadable
+from tailrace.tasks.fold_files import ROWS_AT_ONCE_MAX, FoldedFiles, file_fields, write_folded
 
 BROADCAST_ROWS_MAX = ROWS_AT_ONCE_MAX
 """Rows of a batch whose keys Spark may hand around, through the driver. It goes by the size of files, which says little

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.letters import Letters
 from tailrace.changelog.write.log_lease import Lease
 from tailrace.cli.main import main
+from tailrace.deadletters.store import Letters
 from tailrace.errors import ExitCode, ValueUnfit
 from tailrace.model.batch import ChangeBatch
 from tailrace.pipeline.status import APPLIER, NOTE

@@ -18,7 +18,7 @@ from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
 from tailrace.pipeline.status import APPLIER
-from tailrace.spark.seeds import Hold, LoadMode, Seeds
+from tailrace.tasks.load_store import Hold, LoadMode, Seeds
 from tests.support.logs import OTHER, Diary, inserts
 
 SETTINGS = """\

@@ -12,8 +12,8 @@ from tailrace.pipeline.applying import Applying
 from tailrace.pipeline.life import TableLife
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.settings import load_settings
-from tailrace.spark.seeds import Hold
 from tailrace.tables.location import Place
+from tailrace.tasks.load_store import Hold
 from tests.support.changes import SHOP
 from tests.support.logs import Diary
 

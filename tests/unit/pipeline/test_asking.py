@@ -23,10 +23,10 @@ from tailrace.pipeline import asking
 from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER, NOTE
 from tailrace.pipeline.wiring import open_source
-from tailrace.spark.seeds import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.port import Cursor
 from tailrace.tables.table_paths import table_path
+from tailrace.tasks.load_store import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
 from tests.support.databases import database
 from tests.support.logs import Diary
 

@@ -20,7 +20,7 @@ from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.tending import Tending
 from tailrace.pipeline.wiring import open_source
-from tailrace.spark.tasks import ApplyWork, Outcome, apply_changes
+from tailrace.tasks.work import ApplyWork, Outcome, apply_changes
 from tests.support.changes import insert
 from tests.support.loads import Local
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet

@@ -24,8 +24,8 @@ from tailrace.changelog.maintain.sealer import Limits, Sealer
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.position import Lsn
-from tailrace.spark.seeds import Seeds
 from tailrace.tables.delta.load_snapshots import KeptSeed, KeptSeeds
+from tailrace.tasks.load_store import Seeds
 from tests.support.changes import KEYLESS, delete, insert, move, update
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet
 

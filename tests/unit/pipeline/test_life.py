@@ -14,8 +14,8 @@ from tailrace.pipeline import life as life_module
 from tailrace.pipeline.life import Ahead, Lives
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
-from tailrace.spark.seeds import Seed
 from tailrace.tables.location import Layout
+from tailrace.tasks.load_store import Seed
 from tests.support.changes import SHOP, insert
 from tests.support.logs import Diary, inserts
 from tests.support.quiet import Quiet

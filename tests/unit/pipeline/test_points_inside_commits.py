@@ -15,9 +15,9 @@ from tailrace.model.position import Lsn
 from tailrace.pipeline.carrying import stretch_to
 from tailrace.pipeline.life import Lives, TableLife
 from tailrace.pipeline.report import TableState
-from tailrace.spark.tasks import ApplyWork, apply_changes
 from tailrace.tables.location import Layout, Place
 from tailrace.tables.spec import Form, TableMode
+from tailrace.tasks.work import ApplyWork, apply_changes
 from tests.support.changes import SHOP, insert
 from tests.support.logs import WIDER, Diary, inserts
 from tests.support.windows import window

@@ -21,16 +21,16 @@ from deltalake import DeltaTable
 
 from tailrace.changelog.format.coverage import announce, confirm
 from tailrace.changelog.format.gaps import Gap, record_gap
-from tailrace.changelog.letters import Letters
 from tailrace.changelog.maintain.retention import Policy, trim
 from tailrace.changelog.maintain.sealer import Limits, Sealer
 from tailrace.changelog.write.log_lease import Lease
 from tailrace.cli.main import main
+from tailrace.deadletters.store import Letters
 from tailrace.errors import ExitCode, ForeignWrite
 from tailrace.model.position import Lsn
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import APPLIER, leave_note, read_status
-from tailrace.spark.seeds import Seeds
+from tailrace.tasks.load_store import Seeds
 from tests.support.changes import KEYLESS, SHOP, delete, insert, move, update
 from tests.support.logs import WIDER
 from tests.support.quiet import FULL, NARROW, THINGS, Quiet

@@ -29,8 +29,8 @@ from tailrace.pipeline.loads import Load
 from tailrace.pipeline.noting import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.wiring import open_source
-from tailrace.spark.seeds import REMEMBERED_SECONDS, Seed, Seeds, Wish
-from tailrace.spark.tasks import Outcome
+from tailrace.tasks.load_store import REMEMBERED_SECONDS, Seed, Seeds, Wish
+from tailrace.tasks.work import Outcome
 from tests.support.changes import SHOP, insert, update
 from tests.support.loads import Local
 from tests.support.quiet import THINGS, Quiet

@@ -10,9 +10,9 @@ import pytest
 from tailrace import failpoints
 from tailrace.errors import TableUnusable
 from tailrace.pipeline.tending import PAUSE_SECONDS_MIN, pause_after
-from tailrace.spark.tasks import Outcome, TendWork, tend_table
 from tailrace.tables.compaction_plan import FILES_MIN, Upkeep
 from tailrace.tables.location import Place
+from tailrace.tasks.work import Outcome, TendWork, tend_table
 from tests.support.changes import SHOP, insert
 from tests.support.mirrors import LOG, Mirror, at
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.spark.aside import ASKED, MISSING, Noting
+from tailrace.tasks.fold_rejects import ASKED, MISSING, Noting
 
 KEYS = pa.table({"id": pa.array([3, 1, 2], pa.int16()), "shop": ["a", "b", "c"]})
 

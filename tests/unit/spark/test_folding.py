@@ -26,13 +26,13 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import BaseRowMissing
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
-from tailrace.spark import folding
-from tailrace.spark.folding import FoldedFiles, fold_stretch
-from tailrace.spark.tasks import ApplyWork
 from tailrace.tables.fold.fold import DELETE, UPSERT, Folded, folded_schema
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
 from tailrace.tables.spec import PLAIN, Form
+from tailrace.tasks import fold_files
+from tailrace.tasks.fold_files import FoldedFiles, fold_stretch
+from tailrace.tasks.work import ApplyWork
 from tests.support.changes import (
     KEYLESS,
     SHOP,
@@ -100,7 +100,7 @@ def stretch(
 def in_pieces_of(rows: int) -> Iterator[None]:
     """Changes are dealt out so few at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folding, "BATCH_ROWS_MAX", rows)
+        patch.setattr(fold_files, "BATCH_ROWS_MAX", rows)
         yield
 
 

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.store import Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, ValueUnfit
 from tailrace.model.schema import TableSchema
-from tailrace.spark import folding, setting_aside
-from tailrace.spark.aside import KeepWork, keep_aside
-from tailrace.spark.folding import FoldedFiles, fold_stretch
-from tailrace.spark.setting_aside import Step, sifted_by
-from tailrace.spark.tasks import ApplyWork, changes_of
 from tailrace.tables.fold.by_mode import fold_into
 from tailrace.tables.fold.fold import Folded
 from tailrace.tables.spec import Form, TableMode
+from tailrace.tasks import dead_letters, fold_files
+from tailrace.tasks.dead_letters import Step, sifted_by
+from tailrace.tasks.fold_files import FoldedFiles, fold_stretch
+from tailrace.tasks.fold_rejects import KeepWork, keep_aside
+from tailrace.tasks.work import ApplyWork, changes_of
 from tests.support.changes import KEYLESS, SHOP, Change, Model, delete, insert, truncate, update
 from tests.support.logs import quick_folder
 from tests.support.quiet import THINGS, Quiet
@@ -104,7 +104,7 @@ def test_partitions_that_the_key_names_are_told_while_they_are_few(
     commits = [rows[:3], rows[3:], [delete({"id": 0, "name": "c"})]]
     work = stretch(tmp_path, shape, commits, Form(partition_by=("name",)))
     assert fold_stretch(work, tmp_path / "scratch", here, 3).partitions == {"name": frozenset("abc")}
-    monkeypatch.setattr(folding, "PARTITIONS_MAX", 2)
+    monkeypatch.setattr(fold_files, "PARTITIONS_MAX", 2)
     for rows_max in (3, 100):
         scratch = tmp_path / f"scratch-{rows_max}"
         scratch.mkdir()
@@ -213,7 +213,7 @@ def pending(quiet: Quiet, changes: list[Change], size: int, schema: TableSchema 
 
 
 def test_too_many_in_all_tasks_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting_aside, "LETTERS_MAX", 3)
+    monkeypatch.setattr(dead_letters, "LETTERS_MAX", 3)
     quiet = Quiet(tmp_path, on_bad_row="dead-letter")
     quiet.load([{"id": key, "name": "n", "big": "x", "n": 0} for key in range(6)])
     work = pending(quiet, [update(key, unfit=BAD) for key in range(6)], 2)

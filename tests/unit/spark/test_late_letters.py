@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.letters import CAUSE, Bundle, Letters
-from tailrace.changelog.letters import Origin as LettersOrigin
+from tailrace.deadletters.store import CAUSE, Bundle, Letters
+from tailrace.deadletters.store import Origin as LettersOrigin
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model import change
 from tailrace.model.change import unfit_by_rule
@@ -28,14 +28,14 @@ from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableSchema
-from tailrace.spark.late_letters import LateWork, StageLateWork, deliver_late, stage_late
-from tailrace.spark.load_letters import LoadLetters
-from tailrace.spark.tasks import EvolveWork, Outcome, advance_table
 from tailrace.tables.compaction_plan import Upkeep
 from tailrace.tables.evolve.carry_over import carry
 from tailrace.tables.evolve.schema_plan import Recast, no_value, plan
 from tailrace.tables.fold.fold import fold
 from tailrace.tables.spec import Form, Origin, TableMode
+from tailrace.tasks.load_dead_letters import LoadLetters
+from tailrace.tasks.replay_changes import LateWork, StageLateWork, deliver_late, stage_late
+from tailrace.tasks.work import EvolveWork, Outcome, advance_table
 from tests.support.changes import KEYLESS, changes, delete, insert, record_batches, update
 from tests.support.engines import FORMAT, IS_SPARK, not_spark, spark_engine
 from tests.support.quiet import FULL, THINGS, Quiet
@@ -292,7 +292,7 @@ def test_what_the_source_has_in_a_row_now_is_not_guessed(tmp_path: Path) -> None
 
 LATE = """
 import pickle, sys
-from tailrace.spark.late_letters import deliver_late
+from tailrace.tasks.replay_changes import deliver_late
 deliver_late(pickle.load(open(sys.argv[1], "rb")))
 """
 PLACES = ["letters.promised", "table.before_commit", "table.after_commit", "letters.delivered"]

@@ -9,15 +9,15 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.letters import Bundle, Letters
 from tailrace.cli.main import main
+from tailrace.deadletters.store import Bundle, Letters
 from tailrace.errors import DeadLettersFull, ExitCode
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.spark import load_letters
-from tailrace.spark.load_letters import LoadLetters
-from tailrace.spark.seeds import Seeds, StagedChunk
 from tailrace.tables.spec import Form, Origin
+from tailrace.tasks import load_dead_letters
+from tailrace.tasks.load_dead_letters import LoadLetters
+from tailrace.tasks.load_store import Seeds, StagedChunk
 from tests.support.changes import SHOP, delete, insert, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 
@@ -80,7 +80,7 @@ def test_what_the_table_cannot_be_partitioned_by_is_a_letter_too() -> None:
 
 
 def test_more_than_a_person_could_look_at_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_letters, "LETTERS_MAX", 1)
+    monkeypatch.setattr(load_dead_letters, "LETTERS_MAX", 1)
     with pytest.raises(DeadLettersFull, match="more rows of the table do not fit"):
         aside({"id": 1}, {"id": 2}, bad=(1, 2))
 

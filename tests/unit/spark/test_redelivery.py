@@ -7,14 +7,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace.capture.postgres.snapshot import SnapshotReader
-from tailrace.changelog.letters import Bundle, Letters
-from tailrace.changelog.letters import Origin as LetterOrigin
+from tailrace.deadletters.store import Bundle, Letters
+from tailrace.deadletters.store import Origin as LetterOrigin
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.position import ZERO
-from tailrace.spark.load_letters import LoadLetters
-from tailrace.spark.redelivery import DeliverWork, RereadWork, _keep, deliver_letters
 from tailrace.tables.spec import Form, Origin, TableMode
+from tailrace.tasks.load_dead_letters import LoadLetters
+from tailrace.tasks.replay_rows import DeliverWork, RereadWork, _keep, deliver_letters
 from tests.support.changes import SHOP, record_batches, update
 from tests.support.quiet import THINGS, Quiet
 

@@ -10,9 +10,9 @@ from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, Plan
 from tailrace.capture.postgres.snapshot import Noted
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
-from tailrace.spark import seeds as seeds_module
-from tailrace.spark.seeds import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
 from tailrace.tables.staging import StagedFile
+from tailrace.tasks import load_store as seeds_module
+from tailrace.tasks.load_store import FOLDER, Hold, LoadMode, Seed, Seeds, StagedChunk, Wish
 from tests.support.changes import SHOP
 
 ORDERS, DOTTED = TableId("public", "orders"), TableId("a.b", "c")

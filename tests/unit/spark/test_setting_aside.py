@@ -12,11 +12,11 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tailrace.changelog.letters import CAUSE_CODE, Letters, tables_with_letters
+from tailrace.deadletters.store import CAUSE_CODE, Letters, tables_with_letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, LogCorrupt, ValueUnfit
 from tailrace.model.change import unfit_by_rule
 from tailrace.pipeline.status import deadletters_open
-from tailrace.spark import setting_aside
+from tailrace.tasks import dead_letters
 from tests.support.changes import KEYLESS, SHOP, Change, arrival, delete, insert, move, truncate, update
 from tests.support.engines import FORMAT, IS_ICEBERG, IS_SPARK, not_spark
 from tests.support.quiet import THINGS, Quiet
@@ -246,7 +246,7 @@ def test_a_list_beside_whoever_applies_looks_again_at_what_is_removed_meanwhile(
 
 @not_spark  # whose tasks know nothing of another limit
 def test_too_many_letters_stop_the_table(quiet: Quiet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setting_aside, "LETTERS_MAX", 2)
+    monkeypatch.setattr(dead_letters, "LETTERS_MAX", 2)
     quiet.commit(update(1, unfit=BAD), update(2, unfit=BAD))
     quiet.apply()
     quiet.commit(update(3, unfit=BAD))

@@ -12,11 +12,11 @@ import pytest
 from tailrace.changelog.read.index import LogIndex, Slice
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import ZERO
-from tailrace.spark.tasks import ApplyWork, EvolveWork, advance_table, apply_changes
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
+from tailrace.tasks.work import ApplyWork, EvolveWork, advance_table, apply_changes
 from tests.support.changes import SHOP
 from tests.support.logs import Diary, inserts, seal
 

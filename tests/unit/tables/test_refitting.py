@@ -11,10 +11,10 @@ import pyarrow as pa
 import pytest
 
 from tailrace.capture.postgres import values
+from tailrace.deadletters.conversion import at_rest, refit
 from tailrace.model import change
 from tailrace.model.change import unfit_by_rule
 from tailrace.model.schema import Column, TableSchema
-from tailrace.tables.refitting import at_rest, refit
 from tests.support.changes import Change, changes, insert, table_schema, update
 
 OLD = table_schema({"id": pa.int64(), "v": pa.decimal128(10, 2), "t": pa.string()})

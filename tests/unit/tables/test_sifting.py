@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.deadletters.keyed import DeadKeys, Sifted, sift, sift_versions
 from tailrace.errors import BaseRowMissing, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold import row_ids
 from tailrace.tables.fold.fold import Flags, fold, key_ordinals
-from tailrace.tables.sifting import DeadKeys, Sifted, sift, sift_versions
 from tests.support.changes import (
     COMPOSITE,
     SHOP,

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.deadletters.keyed import Sifted
+from tailrace.deadletters.keyless import DeadImages, sift_each, sift_images
 from tailrace.errors import ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import TableSchema
 from tailrace.tables.fold.fold import fold
-from tailrace.tables.sifting import Sifted
-from tailrace.tables.sifting_images import DeadImages, sift_each, sift_images
 from tests.support.changes import KEYLESS, SHOP, Change, KeylessModel, changes, delete, insert, truncate, update
 
 BAD = "bad"

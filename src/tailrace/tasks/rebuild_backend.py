@@ -14,13 +14,13 @@ from typing import NoReturn, Protocol
 from tailrace.errors import LOAD_ANEW_HINT, BaseRowMissing, TableUnusable
 from tailrace.model import change
 from tailrace.model.schema import TableId
-from tailrace.spark.tasks import ApplyWork, changes_of
 from tailrace.tables.delta.rebuild_table import Base, Rebuilding
 from tailrace.tables.delta.versions import files_at, needs_connector
 from tailrace.tables.evolve.schema_plan import Recast
 from tailrace.tables.fold.by_mode import fold_into
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
+from tailrace.tasks.work import ApplyWork, changes_of
 
 REMOVED = "files of it were removed"
 

@@ -22,24 +22,24 @@ import numpy as np
 import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.changelog.letters import CAUSE, Bundle, Letters
+from tailrace.deadletters.conversion import Refitted, at_rest, refit
+from tailrace.deadletters.keyed import unfit_cause
+from tailrace.deadletters.keyless import EACH_HINT, IMAGE_HINT, bad_rows
+from tailrace.deadletters.store import CAUSE, Bundle, Letters
 from tailrace.errors import TailraceError, ValueUnfit
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.spark.folding import FoldedFiles, write_folded
-from tailrace.spark.setting_aside import letter_value
-from tailrace.spark.tasks import Outcome, as_ours
 from tailrace.storage.files import LogPath
 from tailrace.tables.fold.by_mode import fold_into, loaded
 from tailrace.tables.fold.fold import Folded
 from tailrace.tables.fold.whole_rows import whole_rows
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
-from tailrace.tables.refitting import Refitted, at_rest, refit
-from tailrace.tables.sifting import unfit_cause
-from tailrace.tables.sifting_images import EACH_HINT, IMAGE_HINT, bad_rows
 from tailrace.tables.spec import Origin, TableMode
+from tailrace.tasks.dead_letters import letter_value
+from tailrace.tasks.fold_files import FoldedFiles, write_folded
+from tailrace.tasks.work import Outcome, as_ours
 
 _RESHAPED = "the table has other columns by now, and what the row has in them is not known"
 

@@ -15,7 +15,9 @@ import pyarrow as pa
 
 from tailrace import failpoints
 from tailrace.capture.postgres import values
-from tailrace.changelog.letters import Bundle, Letters
+from tailrace.deadletters.keyed import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept, sift_versions
+from tailrace.deadletters.keyless import DeadImages, sift_each, sift_images
+from tailrace.deadletters.store import Bundle, Letters
 from tailrace.errors import BaseRowMissing, DeadLettersFull, TransformFailed, ValueUnfit
 from tailrace.model import change
 from tailrace.model.schema import Column, TableSchema
@@ -25,8 +27,6 @@ from tailrace.tables.fold.fold import Flags, key_ordinals
 from tailrace.tables.fold.row_ids import one_array
 from tailrace.tables.fold.row_versions import LATEST, latest_times
 from tailrace.tables.port import Applied, Cursor, MendedTable, Reread
-from tailrace.tables.sifting import DeadKeys, Holds, Sifted, has_unfit, sift, sift_kept, sift_versions
-from tailrace.tables.sifting_images import DeadImages, sift_each, sift_images
 from tailrace.tables.spec import Form, TableMode
 from tailrace.transforms.shape import is_touched
 

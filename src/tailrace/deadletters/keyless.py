@@ -22,6 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tailrace.deadletters.conversion import at_rest
+from tailrace.deadletters.keyed import NO_SEQS, Sifted, unfit_cause, unfit_rows
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
@@ -29,8 +31,6 @@ from tailrace.tables.evolve.schema_plan import ValueOf, no_value
 from tailrace.tables.fold.fold import Flags, as_type, fold, old_unfit, own_unfit
 from tailrace.tables.fold.row_ids import Ints, image_numbers, one_array
 from tailrace.tables.limits import unholdable
-from tailrace.tables.refitting import at_rest
-from tailrace.tables.sifting import NO_SEQS, Sifted, unfit_cause, unfit_rows
 
 EACH_HINT = (
     "Mend the row at the source: that comes as a change of its own. Then drop the letter: `tailrace dead-letters FILE "

@@ -30,9 +30,6 @@ from tailrace.errors import SourceSlow, TableFailed, TailraceError, TransformFai
 from tailrace.model import change
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.spark.load_letters import LoadLetters
-from tailrace.spark.seeds import Seeds, StagedChunk
-from tailrace.spark.setting_aside import Done, Step, apply_with_letters
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.compaction_plan import Tended, Upkeep
@@ -44,6 +41,9 @@ from tailrace.tables.schema_errors import unusable
 from tailrace.tables.size_estimate import weigh
 from tailrace.tables.spec import NOWHERE, PLAIN, Form, Origin
 from tailrace.tables.staging import FILE_BYTES, StagedFile, stage
+from tailrace.tasks.dead_letters import Done, Step, apply_with_letters
+from tailrace.tasks.load_dead_letters import LoadLetters
+from tailrace.tasks.load_store import Seeds, StagedChunk
 
 PROGRESS_SECONDS = 0.5
 SEEN_SECONDS_MAX, SEEN_PAUSE_SECONDS = 20.0, 0.2

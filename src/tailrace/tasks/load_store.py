@@ -31,7 +31,7 @@ import pyarrow as pa
 from tailrace.capture.postgres.chunks import Plan
 from tailrace.capture.postgres.snapshot import Noted
 from tailrace.changelog.format.coverage import token
-from tailrace.changelog.letters import Bundle, encoded_letters, read_letters
+from tailrace.deadletters.store import Bundle, encoded_letters, read_letters
 from tailrace.errors import ConfigError
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema

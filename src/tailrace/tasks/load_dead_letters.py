@@ -12,17 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.changelog.letters import with_causes
+from tailrace.deadletters.keyed import REPLAY_HINT, unfit_cause
+from tailrace.deadletters.keyless import EACH_HINT, IMAGE_HINT
+from tailrace.deadletters.store import with_causes
 from tailrace.errors import DeadLettersFull, TailraceError
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.spark.setting_aside import LETTERS_MAX
 from tailrace.tables.limits import unholdable
-from tailrace.tables.sifting import REPLAY_HINT, unfit_cause
-from tailrace.tables.sifting_images import EACH_HINT, IMAGE_HINT
 from tailrace.tables.spec import Form, Origin, TableMode
+from tailrace.tasks.dead_letters import LETTERS_MAX
 
 NO_TRANSACTION = 0
 """Of rows that were read: every snapshot has seen it."""

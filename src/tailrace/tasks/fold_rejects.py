@@ -20,15 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tailrace.changelog.letters import Letters
+from tailrace.deadletters.keyed import Holds, Sifted
+from tailrace.deadletters.store import Letters
 from tailrace.errors import TailraceError
 from tailrace.model import change
-from tailrace.spark.setting_aside import LETTERS_MAX, Step, all_held, keep_letters, refuse_too_many, sifted_by
-from tailrace.spark.tasks import ApplyWork, as_ours, read_again
 from tailrace.tables.delta.key_lookup import answers_to
 from tailrace.tables.fold.fold import Flags
 from tailrace.tables.fold.row_ids import Ints
-from tailrace.tables.sifting import Holds, Sifted
+from tailrace.tasks.dead_letters import LETTERS_MAX, Step, all_held, keep_letters, refuse_too_many, sifted_by
+from tailrace.tasks.work import ApplyWork, as_ours, read_again
 
 ASKED = "-asked.parquet"
 """How the names of files end, in which keys are that a task has taken for held: columns `k0…kN`, in the key's order."""

@@ -25,14 +25,12 @@ import pyarrow.compute as pc
 from tailrace import failpoints
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.changelog.format.coverage import token
-from tailrace.changelog.letters import FOLDER, Bundle, Letters
+from tailrace.deadletters.keyed import REPLAY_HINT
+from tailrace.deadletters.store import FOLDER, Bundle, Letters
 from tailrace.errors import BaseRowMissing, TailraceError, TransformFailed, ValueUnfit, kind_of
 from tailrace.model import change
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.spark.folding import FoldedFiles, write_folded
-from tailrace.spark.setting_aside import dead_keys
-from tailrace.spark.tasks import Outcome, as_ours, read_rows
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.delta.key_lookup import answers_to
@@ -42,8 +40,10 @@ from tailrace.tables.fold.whole_rows import rows_to_put
 from tailrace.tables.limits import unholdable
 from tailrace.tables.location import Place
 from tailrace.tables.port import Cursor
-from tailrace.tables.sifting import REPLAY_HINT
 from tailrace.tables.spec import TableMode
+from tailrace.tasks.dead_letters import dead_keys
+from tailrace.tasks.fold_files import FoldedFiles, write_folded
+from tailrace.tasks.work import Outcome, as_ours, read_rows
 
 NAME = "reread.rows"
 _META = b"tailrace"

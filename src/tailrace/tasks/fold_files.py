@@ -28,12 +28,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tailrace.changelog.read.index import Slice
+from tailrace.deadletters.keyed import has_unfit, unfit_cause
+from tailrace.deadletters.keyless import split_updates
 from tailrace.errors import TailraceError
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.spark.aside import Aside, sift_aside
-from tailrace.spark.tasks import ApplyWork, as_ours, change_batches
 from tailrace.tables.fold.by_mode import fold_into
 from tailrace.tables.fold.fold import UPSERT, Ended, Folded, folded_schema, key_ordinals
 from tailrace.tables.fold.row_hashes import Prints, PrintSet, image_prints, key_prints
@@ -41,10 +41,10 @@ from tailrace.tables.fold.row_ids import key_numbers
 from tailrace.tables.fold.row_versions import LATEST, latest_times
 from tailrace.tables.limits import refuse_far_dates
 from tailrace.tables.partitions import partition_texts, refuse_misfits
-from tailrace.tables.sifting import has_unfit, unfit_cause
-from tailrace.tables.sifting_images import split_updates
 from tailrace.tables.size_estimate import Weight, weigh
 from tailrace.tables.spec import TableMode
+from tailrace.tasks.fold_rejects import Aside, sift_aside
+from tailrace.tasks.work import ApplyWork, as_ours, change_batches
 
 ROWS_AT_ONCE_MAX = 1 << 18
 """Changes that one task folds."""
