@@ -141,9 +141,9 @@ class WithSpark:
     """and with Spark's connector, in one Spark."""
 
     def __init__(self) -> None:
-        from tailrace.spark.connector import connector_settings
-        from tailrace.spark.driving import SparkEngine
-        from tailrace.spark.session import Jvm
+        from tailrace.spark.session.connectors import connector_settings
+        from tailrace.spark.session.session import Jvm
+        from tailrace.spark.writers.engine import SparkEngine
 
         scratch = Path(tempfile.mkdtemp(prefix="tailrace-bench-spark-"))
         jvm = Jvm("bench", scratch, scratch / "spark.log", settings=connector_settings({}))

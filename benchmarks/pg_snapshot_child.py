@@ -31,7 +31,7 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.processes import die_with_parent
-from tailrace.spark.session import Jvm
+from tailrace.spark.session.session import Jvm
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.port import Cursor
 from tailrace.tables.staging import StagedFile, stage

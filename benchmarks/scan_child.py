@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812  # everybody's name for it
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.spark.java import find_java
+from tailrace.spark.session.java import find_java
 
 
 def main() -> int:

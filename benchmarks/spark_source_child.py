@@ -19,10 +19,10 @@ from benchmarks.bare_source import BareSource
 from benchmarks.scan_child import java_version, open_session
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.offsets import Place
-from tailrace.spark.log_frame import look
-from tailrace.spark.log_options import LogOptions
-from tailrace.spark.log_part import read_part
-from tailrace.spark.log_view import LogView
+from tailrace.spark.datasource.log.log_options import LogOptions
+from tailrace.spark.datasource.log.log_part import read_part
+from tailrace.spark.datasource.log.log_plan import LogView
+from tailrace.spark.datasource.log.log_schema import look
 
 SECONDS_MAX = 600
 

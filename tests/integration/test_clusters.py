@@ -19,7 +19,7 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
-from tailrace.spark.session import Jvm
+from tailrace.spark.session.session import Jvm
 from tests.support.clusters import Cluster, cluster_environment, spark_program, standalone
 from tests.support.engines import IS_SPARK
 from tests.support.logs import Diary, inserts, seal

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.spark.java import find_java
+from tailrace.spark.session.java import find_java
 from tests.support.logs import Diary, inserts
 from tests.support.pipelines import execute
 

@@ -19,7 +19,7 @@ from pyspark.find_spark_home import _find_spark_home
 
 from tailrace.changelog.format.known_tables import expect
 from tailrace.model.schema import TableId
-from tailrace.spark.java import find_java
+from tailrace.spark.session.java import find_java
 from tests.support.changes import table_schema
 from tests.support.logs import Diary
 

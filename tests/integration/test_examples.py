@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.spark.java import find_java
+from tailrace.spark.session.java import find_java
 from tests.support.engines import IS_SPARK
 
 ROOT = Path(__file__).parents[2]

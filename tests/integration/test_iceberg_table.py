@@ -98,7 +98,7 @@ def at_point(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, act: Callab
 def test_a_commit_made_before_ours_is_published_fails_ours(
     shop: Mirror, monkeypatch: pytest.MonkeyPatch, meanwhile: others.Act
 ) -> None:
-    from tailrace.spark.iceberg_commits import Commits
+    from tailrace.spark.writers.iceberg_commits import Commits
 
     shop.apply(insert(9))
     before = history_of(metadata_of(shop))
@@ -114,7 +114,7 @@ def test_a_commit_made_before_ours_is_published_fails_ours(
 
 
 def test_two_appliers_of_one_log_one_wins(shop: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tailrace.spark.iceberg_commits import Commits
+    from tailrace.spark.writers.iceberg_commits import Commits
 
     at_point(monkeypatch, Commits, "publish", lambda: shop.apply(update(1, big="winner")))
     with pytest.raises(ForeignWrite):
@@ -260,7 +260,7 @@ def test_small_files_are_joined_and_old_snapshots_go(shop: Mirror) -> None:
 
 def used(catalog: Catalog, folder: Path) -> Metadata:
     """A table through its first life: made, changed, refused, evolved, loaded anew."""
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+    from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     table = SparkIcebergTable(session(), folder, LOG, catalog)
     assert table.cursor() is None
@@ -326,7 +326,7 @@ def test_a_server_may_be_the_catalog(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_server_that_wants_a_token_gives_one_to_both_sides_for_a_credential(tmp_path: Path) -> None:
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+    from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     folder, given = tmp_path / "lake" / "public" / "t", {"credential": "us:s3cret", "header.X-Key": "s3cret"}
     with rest_catalog(session(), tmp_path / "rest.db", "us:s3cret") as uri:
@@ -345,8 +345,8 @@ def test_a_server_that_wants_a_token_gives_one_to_both_sides_for_a_credential(tm
 
 def assert_second_is_refused(catalog: Catalog, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The catalog itself refuses what does not follow what was looked at."""
-    from tailrace.spark.iceberg_commits import Commits
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+    from tailrace.spark.writers.iceberg_commits import Commits
+    from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     table = SparkIcebergTable(session(), folder, LOG, catalog)
     shape = table.shape()
@@ -367,7 +367,7 @@ def assert_second_is_refused(catalog: Catalog, folder: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_server_follows_a_table_through_other_partitions(tmp_path: Path, version: Literal[2, 3]) -> None:
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+    from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     folder = tmp_path / "lake" / "public" / "t"
     with rest_catalog(session(), tmp_path / "rest.db") as uri:

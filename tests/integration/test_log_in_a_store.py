@@ -29,10 +29,10 @@ from tailrace.changelog.write.log_lease import Lease
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogBusy, LogFenced, LogTrimmed, LogUnreachable, LogUnusable
 from tailrace.pipeline.settings import load_settings
-from tailrace.spark.arrow import spark_schema
-from tailrace.spark.log_frame import look
-from tailrace.spark.log_options import LogOptions
-from tailrace.spark.stream import LogStreamReader
+from tailrace.spark.datasource.log.log_options import LogOptions
+from tailrace.spark.datasource.log.log_schema import look
+from tailrace.spark.datasource.log.stream import LogStreamReader
+from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.storage import objects
 from tailrace.storage.files import place
 from tailrace.storage.objects import ObjectPath

@@ -24,8 +24,8 @@ from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
 from tailrace.pipeline.ledger import Ledger
-from tailrace.spark.java import find_java
-from tailrace.spark.session import Jvm
+from tailrace.spark.session.java import find_java
+from tailrace.spark.session.session import Jvm
 from tests.support import typecases
 from tests.support.loads import Scene, life
 from tests.support.pipelines import execute

@@ -15,7 +15,7 @@ from tailrace.errors import ConfigError, SourceRefused
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capturing import Capturing
 from tailrace.pipeline.settings import load_settings
-from tailrace.spark.option_values import in_options
+from tailrace.spark.datasource.option_values import in_options
 from tests.support.pipelines import Pipeline, eventually, execute
 
 SLOT_IS_MADE = "select from pg_stat_activity where datname = current_database() and query like 'CREATE_REPLICATION%'"

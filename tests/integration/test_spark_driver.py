@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.spark.merging import BROADCAST_ROWS_MAX
+from tailrace.spark.writers.merge_table import BROADCAST_ROWS_MAX
 from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
 from tailrace.tasks.work import advance_table
 from tests.support.changes import KEYLESS, SHOP, Change, delete, insert, move, record_batches, truncate, update

@@ -27,7 +27,7 @@ FILE_BYTES = 64 << 10
 
 
 def test_the_connector_writes_files_of_about_the_size_aimed_at(tmp_path: Path) -> None:
-    from tailrace.spark.delta_engine import SparkDeltaTable
+    from tailrace.spark.writers.delta_writer import SparkDeltaTable
 
     rows = [{"id": i, "name": f"{i * 7919 % 99991}", "big": f"{i * 104729}" * 20, "n": i} for i in range(30_000)]
     table = SparkDeltaTable(session(), tmp_path / "t", LOG, file_bytes=FILE_BYTES)

@@ -14,7 +14,7 @@ from deltalake import DeltaTable
 
 from tailrace.errors import TableUnusable, ValueUnfit
 from tailrace.model.schema import Column
-from tailrace.spark.rows import is_misfit
+from tailrace.spark.writers.staged_rows import is_misfit
 from tailrace.tables.compaction_plan import Upkeep
 from tailrace.tables.delta.features import PLAIN_FILES, Features
 from tailrace.tables.delta.table import DeltaRsTable

@@ -19,7 +19,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 import tailrace
 from tailrace.changelog.read import consumers
 from tailrace.model.schema import Identity
-from tailrace.spark.session import Jvm
+from tailrace.spark.session.session import Jvm
 from tests.support.changes import SHOP, delete, insert, truncate, update
 from tests.support.logs import OTHER, WIDER, Diary, inserts, rich, seal
 from tests.support.pipelines import descendants, eventually, execute

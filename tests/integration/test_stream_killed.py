@@ -18,7 +18,7 @@ import psycopg
 import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.spark.java import find_java
+from tailrace.spark.session.java import find_java
 from tests.support.pipelines import descendants, eventually, execute
 from tests.support.stores import ENVIRONMENT, s3_server
 from tests.support.thorough import thorough

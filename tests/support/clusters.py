@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pyspark.find_spark_home import _find_spark_home
 
-from tailrace.spark.java import find_java
+from tailrace.spark.session.java import find_java
 from tests.support.pipelines import eventually, group_members
 
 START_SECONDS_MAX = 180.0

@@ -37,9 +37,9 @@ from tailrace.tables.spec import DELETED, ICEBERG_DELETED, PLAIN, Form
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from tailrace.spark.delta_engine import SparkDeltaTable
-    from tailrace.spark.driving import SparkEngine
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+    from tailrace.spark.writers.delta_writer import SparkDeltaTable
+    from tailrace.spark.writers.engine import SparkEngine
+    from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     AnyTable = DeltaRsTable | SparkDeltaTable | SparkIcebergTable
 
@@ -87,10 +87,10 @@ def open_table(path: Path, log_id: str, form: Form = PLAIN, features: Features =
     if not IS_SPARK:
         return DeltaRsTable(path, log_id, form)
     if IS_ICEBERG:
-        from tailrace.spark.iceberg_engine import SparkIcebergTable
+        from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
         return SparkIcebergTable(session(), path, log_id, catalog_of(path), form)
-    from tailrace.spark.delta_engine import SparkDeltaTable
+    from tailrace.spark.writers.delta_writer import SparkDeltaTable
 
     return SparkDeltaTable(session(), path, log_id, form, features)
 
@@ -105,7 +105,7 @@ def place_of(path: Path, log_id: str, form: Form = PLAIN) -> Place:
 
 def iceberg_table(place: Place) -> SparkIcebergTable:
     """An Iceberg table of a pipeline's."""
-    from tailrace.spark.iceberg_engine import SparkIcebergTable
+    from tailrace.spark.writers.iceberg_writer import SparkIcebergTable
 
     assert place.catalog is not None
     return SparkIcebergTable(session(), place.path, place.log_id, place.catalog, place.form)
@@ -243,7 +243,7 @@ def engine_lines() -> str:
 @functools.cache
 def spark_engine() -> SparkEngine:
     """What does the work of its tables."""
-    from tailrace.spark.driving import SparkEngine
+    from tailrace.spark.writers.engine import SparkEngine
 
     return SparkEngine(session(), Catalog(kind="hadoop", root=Path("/")) if IS_ICEBERG else None)
 
@@ -251,8 +251,8 @@ def spark_engine() -> SparkEngine:
 @functools.cache
 def session() -> SparkSession:
     """One Spark with the connector for the whole process."""
-    from tailrace.spark.connector import connector_settings, iceberg_settings
-    from tailrace.spark.session import Jvm
+    from tailrace.spark.session.connectors import connector_settings, iceberg_settings
+    from tailrace.spark.session.session import Jvm
 
     scratch = _scratch()
     settings = {} if IS_ICEBERG else connector_settings({})

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tailrace.changelog.read.offsets import Place
-from tailrace.spark.log_frame import Frame, look
-from tailrace.spark.log_options import LogOptions
-from tailrace.spark.log_part import read_part
-from tailrace.spark.log_view import LogPart, LogView
+from tailrace.spark.datasource.log.log_options import LogOptions
+from tailrace.spark.datasource.log.log_part import read_part
+from tailrace.spark.datasource.log.log_plan import LogPart, LogView
+from tailrace.spark.datasource.log.log_schema import Frame, look
 from tailrace.storage.files import LogPath
 
 Rows = list[dict[str, Any]]

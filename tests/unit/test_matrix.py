@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.spark.connector import CONNECTORS, ICEBERG_CONNECTORS
+from tailrace.spark.session.connectors import CONNECTORS, ICEBERG_CONNECTORS
 from tools import engines, matrix
 from tools.engines import FAILED, PASSED, SKIPPED
 

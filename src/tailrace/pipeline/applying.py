@@ -41,9 +41,9 @@ from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.sparkstart import made_scratch, spark_log, start_jvm
 from tailrace.pipeline.status import read_note
 from tailrace.pipeline.tending import Tending
-from tailrace.spark.driving import SparkEngine
-from tailrace.spark.session import Jvm
-from tailrace.spark.wake import Wake
+from tailrace.spark.session.session import Jvm
+from tailrace.spark.session.wakeup import Wake
+from tailrace.spark.writers.engine import SparkEngine
 from tailrace.tables.delta.table import UNCOMMITTED
 from tailrace.tables.spec import TableMode
 from tailrace.tables.staging import discard

@@ -37,7 +37,7 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.pipeline.child import CaptureChild
 from tailrace.pipeline.report import PipelineStatus, error_to_json
 from tailrace.pipeline.settings import PipelineSettings
-from tailrace.spark.option_values import in_options
+from tailrace.spark.datasource.option_values import in_options
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 

@@ -15,20 +15,20 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.types import StructType
 
 from tailrace.errors import ConfigError, TailraceError, Unsupported
-from tailrace.spark.arrow import spark_schema
-from tailrace.spark.log_frame import Frame, look
-from tailrace.spark.log_options import LOG_HINT, LogOptions, is_of_log
-from tailrace.spark.log_read import LogReader
-from tailrace.spark.option_values import in_options, refused
-from tailrace.spark.plainly import plainly
-from tailrace.spark.stream_plain import PlainStreamReader
-from tailrace.spark.streaming import RefusedStream
-from tailrace.spark.table_patterns import TablePattern
+from tailrace.spark.datasource.log.log_options import LOG_HINT, LogOptions, is_of_log
+from tailrace.spark.datasource.log.log_read import LogReader
+from tailrace.spark.datasource.log.log_schema import Frame, look
+from tailrace.spark.datasource.log.log_stream import RefusedStream
+from tailrace.spark.datasource.log.stream_41 import PlainStreamReader
+from tailrace.spark.datasource.option_values import in_options, refused
+from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.table_patterns import TablePattern
+from tailrace.spark.session.arrow_types import spark_schema
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from tailrace.spark.streaming import Capture
+    from tailrace.spark.datasource.log.log_stream import Capture
 
 FORMAT = "cdc"
 
@@ -50,8 +50,8 @@ class CdcSource(DataSource):
     def _columns(self) -> StructType:
         if not is_of_log(self.options):
             # The database's own code is loaded by those who read it: a task over a log has no use for it.
-            from tailrace.spark.read import snapshot_schema
-            from tailrace.spark.read_options import ReadOptions
+            from tailrace.spark.datasource.table.table_options import ReadOptions
+            from tailrace.spark.datasource.table.table_read import snapshot_schema
 
             return snapshot_schema(ReadOptions.parse(self.options))
         options = LogOptions.parse(self.options)
@@ -63,8 +63,8 @@ class CdcSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         if not is_of_log(self.options):
-            from tailrace.spark.read import CdcReader
-            from tailrace.spark.read_options import ReadOptions
+            from tailrace.spark.datasource.table.table_options import ReadOptions
+            from tailrace.spark.datasource.table.table_read import CdcReader
 
             return CdcReader(ReadOptions.parse(self.options), schema)
         with plainly:
@@ -91,7 +91,7 @@ class CdcSource(DataSource):
 def _stream_reader(options: LogOptions) -> Callable[[Frame, StructType, Capture | None], DataSourceStreamReader]:
     """Spark 4.1, which Iceberg tables need, cannot be told how much to read at once, and has all else."""
     try:
-        from tailrace.spark.stream import LogStreamReader
+        from tailrace.spark.datasource.log.stream import LogStreamReader
     except ModuleNotFoundError as exc:
         if not (exc.name or "").startswith("pyspark."):
             raise

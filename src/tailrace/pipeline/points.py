@@ -166,8 +166,8 @@ def _in_parts(table: TableId) -> str:
 
 def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -> DataFrame:
     """Of an Iceberg table, whose connector the session must have."""
-    from tailrace.spark.connector import catalog_settings
-    from tailrace.spark.frames import quoted
+    from tailrace.spark.session.connectors import catalog_settings
+    from tailrace.spark.writers.frames import quoted
 
     for name, value in catalog_settings(catalog).items():
         spark.conf.set(name, value)
@@ -176,8 +176,8 @@ def _snapshot(spark: SparkSession, catalog: Catalog, path: Path, version: int) -
 
 
 def _frame(spark: SparkSession, path: Path, version: int) -> DataFrame:
-    from tailrace.spark.arrow import spark_schema
-    from tailrace.spark.rows import no_rows, with_partitions
+    from tailrace.spark.session.arrow_types import spark_schema
+    from tailrace.spark.writers.staged_rows import no_rows, with_partitions
 
     if needs_connector(path, version):
         return spark.read.format("delta").option("versionAsOf", version).load(str(path.absolute()))

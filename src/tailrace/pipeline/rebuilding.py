@@ -117,7 +117,7 @@ def _maker(settings: PipelineSettings, log: ChangeLog, table: TableId, spark: Sp
         return
     # Spark is slow to import, and a Delta table does without it.
     from tailrace.pipeline.sparkstart import SparkAtNeed
-    from tailrace.spark.iceberg_remaking import IcebergMaker
+    from tailrace.spark.writers.iceberg_rebuild import IcebergMaker
 
     with SparkAtNeed(settings, log, spark) as session:
         yield IcebergMaker(place, session.get)

@@ -14,8 +14,8 @@ from pyspark.sql import SparkSession
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableFailed
 from tailrace.pipeline.settings import PipelineSettings
-from tailrace.spark.connector import connector_settings, iceberg_settings
-from tailrace.spark.session import Jvm
+from tailrace.spark.session.connectors import connector_settings, iceberg_settings
+from tailrace.spark.session.session import Jvm
 from tailrace.storage import files
 
 

@@ -44,7 +44,7 @@ class Place:
 
     def open(self) -> DeltaRsTable:
         """The Delta table, whether it is there or not. What needs no rows is the same for every engine; with another
-        than delta-rs, work that changes rows is done by `spark/driving.py`."""
+        than delta-rs, work that changes rows is done by `spark/writers/engine.py`."""
         assert self.catalog is None, "an Iceberg table's commits are made by Spark"
         features = self.features if self.engine == "spark" else None
         return DeltaRsTable(self.path, self.log_id, self.form, features, self.file_bytes)

@@ -27,7 +27,7 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.beside import MARK, Beside, claim, for_a_stream, settings_of
 from tailrace.pipeline.datasource import CdcSource, capture_of
 from tailrace.pipeline.settings import matches
-from tailrace.spark.log_options import LogOptions
+from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.storage import objects
 from tailrace.storage.objects import ObjectPath
 from tests.support.stores import ENVIRONMENT

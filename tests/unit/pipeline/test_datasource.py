@@ -19,11 +19,11 @@ import pyspark_cdc
 import tailrace
 from tailrace.errors import ConfigError, LogUnreachable, TailraceError, Unsupported
 from tailrace.pipeline.datasource import CdcSource
-from tailrace.spark.log_read import LogReader
-from tailrace.spark.plainly import plainly
-from tailrace.spark.read import CdcReader
-from tailrace.spark.stream import LogStreamReader
-from tailrace.spark.stream_plain import PlainStreamReader
+from tailrace.spark.datasource.log.log_read import LogReader
+from tailrace.spark.datasource.log.stream import LogStreamReader
+from tailrace.spark.datasource.log.stream_41 import PlainStreamReader
+from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.table.table_read import CdcReader
 from tailrace.storage import objects
 from tests.support.logs import Diary, inserts, quick_folder
 from tests.support.stores import ENVIRONMENT
@@ -153,7 +153,7 @@ def test_what_is_for_streams_is_refused_for_reads(log: str, options: dict[str, s
 def test_a_spark_without_admission_control_streams_and_only_limits_are_refused(
     log: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "tailrace.spark.stream", raising=False)
+    monkeypatch.delitem(sys.modules, "tailrace.spark.datasource.log.stream", raising=False)
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)  # as with Spark 4.1
     made = source(log=log, table="public.things")
     assert isinstance(made.streamReader(made.schema()), PlainStreamReader)

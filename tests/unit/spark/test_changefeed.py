@@ -15,8 +15,8 @@ from tailrace.changelog.read.offsets import Place
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import SourceNotReady, Unsupported, ValueUnfit
 from tailrace.model.schema import Identity
-from tailrace.spark.log_part import read_part
-from tailrace.spark.log_view import LogView
+from tailrace.spark.datasource.log.log_part import read_part
+from tailrace.spark.datasource.log.log_plan import LogView
 from tests.support.changes import SHOP, Change, delete, insert, move, table_schema, truncate, update
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.logs import KEYLESS_OTHER, Diary, seal

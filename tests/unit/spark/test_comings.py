@@ -14,8 +14,8 @@ from tailrace.changelog.read.offsets import Place
 from tailrace.errors import ConfigError, LogGap
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.spark.log_read import LogReader
-from tailrace.spark.log_view import LogView
+from tailrace.spark.datasource.log.log_plan import LogView
+from tailrace.spark.datasource.log.log_read import LogReader
 from tailrace.storage.files import LogPath
 from tests.support.changes import SHOP
 from tests.support.frames import Rows, frame, rows_of_parts, steps, stream

@@ -9,7 +9,7 @@ import pyspark
 import pytest
 
 from tailrace.errors import Unsupported
-from tailrace.spark.connector import (
+from tailrace.spark.session.connectors import (
     CONNECTORS,
     ICEBERG_CONNECTORS,
     catalog_settings,

@@ -11,8 +11,8 @@ import pytest
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.spark.log_options import LogOptions, Shape, is_of_log
-from tailrace.spark.read_options import ReadOptions
+from tailrace.spark.datasource.log.log_options import LogOptions, Shape, is_of_log
+from tailrace.spark.datasource.table.table_options import ReadOptions
 from tailrace.storage.objects import ObjectPath
 
 ONE = {"log": "/log", "table": "public.t"}

@@ -18,8 +18,8 @@ from tailrace.changelog.read.offsets import Place, starting_place
 from tailrace.errors import ConfigError, LogGap, LogTrimmed, LogUnusable, SchemaChanged, SourceNotReady
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity
-from tailrace.spark.log_read import LogReader
-from tailrace.spark.log_view import LogView
+from tailrace.spark.datasource.log.log_plan import LogView
+from tailrace.spark.datasource.log.log_read import LogReader
 from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, delete, insert, move
 from tests.support.frames import frame, rows_of_parts, steps, stream

@@ -18,12 +18,12 @@ from tailrace.changelog.read.consumers import Hold, holds
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError, LogForeign, SchemaChanged
 from tailrace.model.position import Lsn
-from tailrace.spark.arrow import spark_schema
-from tailrace.spark.log_frame import look
-from tailrace.spark.log_options import LogOptions
-from tailrace.spark.stream import LogStreamReader
-from tailrace.spark.stream_plain import PlainStreamReader
-from tailrace.spark.streaming import LogStream, Offset
+from tailrace.spark.datasource.log.log_options import LogOptions
+from tailrace.spark.datasource.log.log_schema import look
+from tailrace.spark.datasource.log.log_stream import LogStream, Offset
+from tailrace.spark.datasource.log.stream import LogStreamReader
+from tailrace.spark.datasource.log.stream_41 import PlainStreamReader
+from tailrace.spark.session.arrow_types import spark_schema
 from tailrace.storage.objects import ObjectPath
 from tests.support.changes import SHOP, insert
 from tests.support.frames import frame

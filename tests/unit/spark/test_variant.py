@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql.variant_utils import VariantUtils
 
 from tailrace.errors import ValueUnfit
-from tailrace.spark.variant import VALUE_BYTES_MAX, objects
+from tailrace.spark.datasource.log.variant_rows import VALUE_BYTES_MAX, objects
 
 NOON = dt.datetime(2026, 1, 2, 12, 0, 0, 7)
 COLUMNS: dict[str, tuple[list[Any], pa.DataType]] = {

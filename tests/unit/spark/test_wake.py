@@ -12,7 +12,7 @@ import pytest
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline import life
 from tailrace.pipeline.life import Lives
-from tailrace.spark.wake import Wake
+from tailrace.spark.session.wakeup import Wake
 from tailrace.tables.location import Layout
 from tests.support.logs import Diary, inserts
 from tests.support.pipelines import eventually

@@ -1,5 +1,5 @@
 """What a lake table can be made anew from; and a Delta table made anew beside itself, or where it was, and swapped in.
-(An Iceberg table: `spark/iceberg_remaking.py`.)
+(An Iceberg table: `spark/writers/iceberg_rebuild.py`.)
 
 What must stay true: until the one commit that swaps, the table is not touched, and after it the table is the new one
 with its position. Data files are shared, not copied: a version, or a kept seed, is made again by links to its files,

@@ -1,0 +1,42 @@
+"""`spark.readStream.format("cdc")`: the commits of a change log as micro-batches, as large as the query says.
+
+Spark says where it is when it asks how far to go, since 4.2. (`stream_plain.py` is for those before.)
+"""
+
+from __future__ import annotations
+
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from tailrace.changelog.read.offsets import Place
+from tailrace.spark.datasource.log.log_stream import LogStream, Offset
+from tailrace.spark.datasource.plain_errors import plainly
+
+
+class LogStreamReader(LogStream, SupportsTriggerAvailableNow):
+    """The log, for a Spark with admission control."""
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
+        with plainly:
+            return self._latest(start, limited=not isinstance(limit, ReadAllAvailable))
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        options = self._frame.options
+        if options.rows_max is not None:
+            return ReadMaxRows(options.rows_max)
+        return ReadAllAvailable() if options.bytes_max is None else ReadMaxBytes(options.bytes_max)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        with plainly:
+            view = self._opened()
+            if self._capture is not None:
+                self._capture.catch_up()
+            self._target = view.newest()
+
+    def reportLatestOffset(self) -> Offset:
+        return self._offset(Place(self._opened().newest()))

@@ -1,0 +1,234 @@
+"""`spark.read.format("cdc")` of a database: a table as a DataFrame, read in parallel and as of one moment.
+
+The table is cut into chunks, and every task reads its own in one exported snapshot, which a process beside Spark holds
+(`holder.py`). So the rows are those of one moment, however long the read takes and whatever is written meanwhile.
+Types are those of a load. Nothing is written to the source, and a read needs no right but SELECT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.types import StructType
+
+from tailrace.capture.postgres.catalogue import Catalogue
+from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, find_leaves, plan_table
+from tailrace.capture.postgres.condition import refuse_condition
+from tailrace.capture.postgres.connect import connect, explain
+from tailrace.errors import ConfigError, SourceRefused, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
+from tailrace.model.schema import TableSchema
+from tailrace.spark.datasource.option_values import in_options
+from tailrace.spark.datasource.plain_errors import plainly
+from tailrace.spark.datasource.table.snapshot_holder import Held, hold_snapshot
+from tailrace.spark.datasource.table.table_options import ANEW, ReadOptions, ReadPart
+from tailrace.spark.session.arrow_types import arrow_schema, spark_schema
+
+PLANS_MAX = 5
+"""Of one read, where the table is rewritten again and again while it is planned."""
+
+
+def snapshot_schema(options: ReadOptions) -> StructType:
+    """The columns of a read."""
+    with _told(options), connect(options.url) as connection:
+        return _spark_schema(_look(connection, options))
+
+
+class CdcReader(DataSourceReader):
+    """Plain data only: Spark pickles it before it has planned, and runs its methods in other processes.
+
+    It takes no filters: Spark 4.3 plans once for a DataFrame, and would read the next query of it, whatever that asks
+    for, with the filters of the one before.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[InputPartition]:
+        options = self._options
+        with plainly, _told(options):
+            for _ in range(PLANS_MAX):
+                with connect(options.url) as connection:
+                    schema = _look(connection, options)
+                    _refuse_other(schema, self._schema)
+                    leaves, chunks = _plan(connection, schema, options)
+                    # A rewrite in between is noticed: a snapshot does not keep what a TRUNCATE has removed.
+                    held = hold_snapshot(
+                        options.url, seconds_max=options.snapshot_seconds, idle_seconds=options.idle_seconds
+                    )
+                    try:
+                        if _files(_leaves(connection, schema)) == _files(leaves):
+                            return self._parts(schema, chunks, held)
+                    except TailraceError:
+                        held.end()
+                        raise
+                    held.end()
+            raise SourceRewritten(
+                "the table is rewritten again and again while a read of it is planned",
+                table=options.table,
+                hint="Read it when nobody truncates, rewrites or alters it.",
+            )
+
+    def _parts(self, schema: TableSchema, chunks: Sequence[Chunk], held: Held) -> list[InputPartition]:
+        options = self._options
+        count = -(-sum(chunk.bytes for chunk in chunks) // options.chunk_bytes)
+        return [
+            InputPartition(
+                ReadPart(
+                    schema=schema,
+                    chunks=some,
+                    condition=options.where,
+                    snapshot=held.name,
+                    number=held.number,
+                    seconds_max=options.snapshot_seconds,
+                )
+            )
+            for some in _shared_out(chunks, min(max(count, 1), options.partitions_max))
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        # Compiled code: loaded only where rows are read.
+        from tailrace.spark.datasource.table.table_part import read_part
+
+        fields = arrow_schema(self._schema)
+        with plainly, _told(self._options):
+            for batch in read_part(self._options.url, partition.value):
+                yield batch.cast(fields)
+
+
+# What the source has.
+
+
+def _look(connection: psycopg.Connection, options: ReadOptions) -> TableSchema:
+    """The shape of what is to be read, after asking whether it can be."""
+    try:
+        schema = Catalogue(connection).describe(options.table, None)
+    except SourceTableMissing:
+        raise SourceTableMissing(
+            "the table is not there",
+            table=options.table,
+            hint='Names are taken as they are, case included. One with a dot in it is quoted: "a.b"."c".',
+        ) from None
+    if not schema.columns:
+        raise Unsupported(
+            "the table has no columns", table=options.table, hint="There is nothing to read: name another `table`."
+        )
+    if options.columns is not None:
+        known = {column.name: column for column in schema.columns}
+        for name in options.columns:
+            if name not in known:
+                raise ConfigError(
+                    "the table has no such column", table=options.table, column=name, hint=f"It has {', '.join(known)}."
+                )
+        schema = replace(schema, columns=tuple(known[name] for name in options.columns), facts=None)
+    names = sql.SQL(", ").join(map(sql.Identifier, schema.names))
+    table = sql.Identifier(options.table.schema, options.table.name)
+    try:
+        # Rights are looked at when a query begins.
+        connection.execute(sql.SQL("select {} from {} limit 0").format(names, table), prepare=False)
+    except psycopg.Error as error:
+        raise explain(error, options.url) from error
+    if options.where is not None:
+        refuse_condition(connection, schema, options.where)
+    return schema
+
+
+# Of a partitioned table the partitions that a load leaves out, because no log has their changes.
+_UNLOGGED = """
+select l.oid::int8, n.nspname::text, l.relname::text, coalesce(pg_relation_filenode(l.oid), 0)::int8,
+       coalesce(pg_relation_size(l.oid), 0) / current_setting('block_size')::int8, coalesce(pg_table_size(l.oid), 0)
+from pg_class c cross join lateral pg_partition_tree(c.oid) t
+join pg_class l on l.oid = t.relid join pg_namespace n on n.oid = l.relnamespace
+where c.oid = %s and c.relkind = 'p' and t.isleaf and l.relkind <> 'p' and (l.relpersistence <> 'p' or l.relkind <> 'r')
+order by l.oid
+"""
+
+
+def _leaves(connection: psycopg.Connection, schema: TableSchema) -> tuple[Leaf, ...]:
+    """Where the rows lie now."""
+    try:
+        found = find_leaves(connection, schema)
+        if [leaf.oid for leaf in found] == [schema.relation]:
+            return found
+        rows = connection.execute(_UNLOGGED, (schema.relation,), prepare=False).fetchall()
+    except psycopg.Error as error:
+        raise explain(error) from error
+    return found + tuple(
+        Leaf(oid=oid, schema=namespace, name=name, file=file, pages=pages, bytes=size)
+        for oid, namespace, name, file, pages, size in rows
+    )
+
+
+def _files(leaves: Iterable[Leaf]) -> set[tuple[int, int]]:
+    return {(leaf.oid, leaf.file) for leaf in leaves}
+
+
+def _plan(
+    connection: psycopg.Connection, schema: TableSchema, options: ReadOptions
+) -> tuple[tuple[Leaf, ...], list[Chunk]]:
+    """Where the rows lie, and the chunks that hold them all."""
+    leaves = _leaves(connection, schema)
+    plan = plan_table(connection, options.table, None, Cut.PLACE, options.chunk_bytes)
+    chunks = list(plan.chunks)
+    planned = {leaf.oid for leaf in plan.leaves}
+    for leaf in leaves:
+        if leaf.oid not in planned:
+            chunks.append(Chunk(number=len(chunks), leaf=leaf, bytes=leaf.bytes))
+    if _is_stored_view(connection, schema):
+        # It cannot be locked, so it is read by one query.
+        chunks = [Chunk(number=0, leaf=replace(leaves[0], file=0), bytes=leaves[0].bytes)]
+    return leaves, chunks
+
+
+def _is_stored_view(connection: psycopg.Connection, schema: TableSchema) -> bool:
+    row = connection.execute(
+        "select relkind = 'm' from pg_class where oid = %s", (schema.relation,), prepare=False
+    ).fetchone()
+    return row is not None and bool(row[0])
+
+
+def _shared_out(chunks: Sequence[Chunk], count: int) -> list[tuple[Chunk, ...]]:
+    """The chunks in so many parts of about the same size, or fewer."""
+    total = max(sum(chunk.bytes for chunk in chunks), 1)
+    parts: dict[int, list[Chunk]] = {}
+    before = 0
+    for chunk in chunks:
+        parts.setdefault(min(before * count // total, count - 1), []).append(chunk)
+        before += chunk.bytes
+    return [tuple(some) for some in parts.values()]
+
+
+# What Spark makes of it.
+
+
+def _spark_schema(schema: TableSchema) -> StructType:
+    return spark_schema(pa.schema(schema.row_fields()))
+
+
+def _refuse_other(schema: TableSchema, wanted: StructType) -> None:
+    """Refuse to read into another shape than the table has."""
+    mine = [(field.name, field.dataType) for field in _spark_schema(schema)]
+    if mine != [(field.name, field.dataType) for field in wanted]:
+        raise ConfigError(
+            "the table has other columns or types than the DataFrame",
+            table=schema.table,
+            hint=f"Leave out `.schema(…)`, or {ANEW[0].lower()}{ANEW[1:]}: was the table altered?",
+        )
+
+
+@contextmanager
+def _told(options: ReadOptions) -> Iterator[None]:
+    """Errors in the words of this read; Spark prints no more of an exception than its text and where it arose."""
+    try:
+        yield
+    except TailraceError as error:
+        hint = in_options(error).hint
+        if isinstance(error, SourceRefused) and "lacks a right" in error.message:
+            hint = f"Grant it: GRANT SELECT ON {options.table} TO …; and USAGE on its schema."
+        raise type(error)(error.message, hint=hint, **error.fields) from None

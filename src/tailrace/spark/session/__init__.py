@@ -1,0 +1,1 @@
+"""Starting Spark, its connectors and its workers."""

@@ -1,0 +1,1 @@
+"""Lake tables written by Spark's Delta and Iceberg connectors."""

@@ -1,0 +1,205 @@
+"""Delta tables written by Spark's own connector: the merge is distributed, and no row passes the driver.
+
+A commit is a compare-and-swap here too, which the connector does not offer by itself: it may start from a newer version
+than the one that was looked at, and may let others' commits pass before its own. So what is written always comes with a
+*guard*, a task that fails if the version that was looked at is no longer the newest. It runs after the connector has
+opened its transaction, and that may not try again (`maxCommitAttempts`). The position stands in the commit, where
+delta-rs finds it too; commits that only add files which tasks have staged are made by delta-rs, for they need no Spark.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+
+from tailrace import failpoints
+from tailrace.model.schema import Column, TableSchema
+from tailrace.spark.writers.frames import table_at
+from tailrace.spark.writers.merge_table import MergedTable
+from tailrace.spark.writers.staged_rows import no_rows, recast_rows, refuse_misfit_rows
+from tailrace.spark.writers.version_guard import guard, was_overtaken
+from tailrace.tables.compaction_plan import Tended, Upkeep, rows_per_file
+from tailrace.tables.delta.commit_log import Position, Written, app_id, made_by, make_durable
+from tailrace.tables.delta.features import PLAIN_FILES, Features, features_of
+from tailrace.tables.delta.table import DeltaRsTable, Opened
+from tailrace.tables.evolve.recast_columns import kept_columns, lay_out, only_adds, only_names
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import recast_into
+from tailrace.tables.limits import refuse_names, refuse_spark_names
+from tailrace.tables.port import Applied, Cursor
+from tailrace.tables.position_errors import elsewhere, not_loaded
+from tailrace.tables.spec import PLAIN, Form, Origin, TableMode
+from tailrace.tables.staging import FILE_BYTES, StagedFile
+from tailrace.tables.table_folder import SCRATCH, find_folder, unreadable
+
+_ROWS_PER_FILE = "spark.sql.files.maxRecordsPerFile"
+
+
+class SparkDeltaTable(MergedTable[Opened]):
+    """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
+
+    connector = "Spark's Delta connector"
+    whole_files = False
+    _plain: DeltaRsTable
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        path: Path,
+        log_id: str,
+        form: Form = PLAIN,
+        features: Features = PLAIN_FILES,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        super().__init__(spark, path, form, DeltaRsTable(path, log_id, form, features, file_bytes))
+        self._log_id, self._file_bytes = log_id, file_bytes
+
+    def files(self) -> list[str]:
+        """The data files of the newest version, by name."""
+        return self._plain.files()
+
+    def load(
+        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
+        return self._plain.load(schema, batches, cursor, origin=origin)
+
+    def land(
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        *,
+        origin: Origin | None = None,
+        kept: Sequence[Column] = (),
+    ) -> int:
+        return self._plain.land(schema, files, cursor, origin=origin, kept=kept)
+
+    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+        """By delta-rs: its joins are a compare-and-swap and state the position; the connector's are neither. Files are
+        streamed, and a pipeline has a task do it."""
+        return self._plain.tend(upkeep, expected)
+
+    def refresh(
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        expected: Cursor,
+        cursor: Cursor,
+        *,
+        keys: Sequence[StagedFile] | None = None,
+        origin: Origin | None = None,
+    ) -> Applied:
+        if self._form.mode is TableMode.APPEND and not features_of(self._opened().table).any:
+            # The files become the table's own: no row is touched.
+            return self._plain.refresh(schema, files, expected, cursor, keys=keys, origin=origin)
+        return super().refresh(schema, files, expected, cursor, keys=keys, origin=origin)
+
+    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+        table = self._plain.opened()
+        here, old = table.position.cursor, table.position.schema
+        if here == expected and old.same_as(recast.schema):
+            return Applied(committed=False, cursor=here)
+        if here != expected:
+            raise elsewhere(self._path, here, expected)
+        own = recast_into(self._form, recast)
+        laid = lay_out(table.table, own)
+        shape = replace(own.schema, columns=laid.columns, facts=None)
+        if features_of(table.table).column_mapping:
+            refuse_names(shape)
+            if only_names(table.table, laid):
+                self._plain.lay(table, shape, laid, recast.schema)
+                return Applied(committed=True, cursor=here)
+        else:
+            refuse_spark_names(shape)
+        # A commit without rows, which the connector makes nobody but a person do.
+        self._plain.add_features(table.folder, table.table, shape)
+        table = self._plain.opened()
+        after = replace(table.position, schema=recast.schema)
+        if only_adds(table.table, laid):
+            nothing = no_rows(self.session, laid.fields)
+            version = self._commit(table, after, lambda: self._save(table, nothing, "append", mergeSchema="true"))
+        else:
+            with self.scratch() as folder:
+                rows = recast_rows(self._read(table), laid, folder)
+                refuse_misfit_rows(shape, laid.others & {*self._form.partition_by}, rows)
+                version = self._commit(
+                    table, after, lambda: self._save(table, rows, "overwrite", overwriteSchema="true")
+                )
+        written = self._make_durable(version)
+        return Applied(committed=True, cursor=here, bytes=written.bytes, version=version)
+
+    # What is Delta's own.
+
+    def _target(self, table: Opened) -> str:
+        return table_at(table.folder)
+
+    def _kept(self, table: Opened, schema: TableSchema) -> Sequence[Column]:
+        return kept_columns(table.table, schema)
+
+    def _staging(self, table: Opened) -> Path:
+        return table.folder
+
+    def _was_overtaken(self, said: str) -> bool:
+        return was_overtaken(said)
+
+    # Commits.
+
+    def _save(self, table: Opened, rows: DataFrame, mode: str, **options: str) -> None:
+        rows = self._guarded(table, rows)
+        writer = rows.write.format("delta").mode(mode).options(**options)
+        if "overwriteSchema" in options:  # what is not said again is no longer so
+            writer = writer.partitionBy(*self._form.partition_by)
+        writer.save(str(table.folder))
+
+    def _read(self, table: Opened) -> DataFrame:
+        return self.session.read.format("delta").option("versionAsOf", table.table.version()).load(str(table.folder))
+
+    def _guarded(self, table: Opened, rows: DataFrame) -> DataFrame:
+        """The rows, and a task beside them that fails if someone has committed since the table was looked at."""
+        return rows.union(guard(self.session, rows.schema, table.folder, table.table.version()))
+
+    def _commit(self, table: Opened, position: Position, write: Callable[[], None]) -> int:
+        """Run the one statement that commits, with the position; the version that it made."""
+        failpoints.hit("table.before_commit")
+        conf, before = self.session.conf, table.table.version()
+        self._unset()
+        # The connector knows no size to aim at; as many rows as make one, by those that are there, are what it knows.
+        conf.set(_ROWS_PER_FILE, str(rows_per_file(table.table, self._file_bytes)))
+        token = uuid.uuid4().hex
+        conf.set("spark.databricks.delta.commitInfo.userMetadata", position.user_metadata(token))
+        # The connector leaves out what it takes for a repetition; where the number does not rise, the last one stands.
+        if position.cursor.seq > (table.table.transaction_version(app_id(self._log_id)) or 0):
+            conf.set("spark.databricks.delta.write.txnAppId", app_id(self._log_id))
+            conf.set("spark.databricks.delta.write.txnVersion", str(position.cursor.seq))
+        with self._told():
+            write()
+        # The connector says nothing where it takes the write for one that was done already, by whomever.
+        found = self._plain.version()
+        if found != before + 1 or not made_by(table.folder, found, token):
+            raise self._overtaken()
+        failpoints.hit("table.after_commit")
+        return found
+
+    def _unset(self) -> None:
+        for name in ("commitInfo.userMetadata", "write.txnAppId", "write.txnVersion"):
+            self.session.conf.unset(f"spark.databricks.delta.{name}")
+
+    def _make_durable(self, version: int) -> Written:
+        try:
+            return make_durable(self._folder(), version)
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+
+    def _folder(self) -> Path:
+        folder = find_folder(self._path)
+        if folder is None:
+            raise not_loaded(self._path)
+        return folder
+
+    def _scratch(self) -> Path:
+        return self._folder() / SCRATCH

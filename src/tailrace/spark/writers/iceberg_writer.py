@@ -1,0 +1,397 @@
+"""Iceberg tables written by Spark's connector, merge-on-read: a row that changes is struck out where it lies.
+
+The position stands in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-swap
+(`spark/writers/iceberg_commits.py`): what Spark writes is staged where no reader sees it, and published only if nobody else has
+committed since the table was looked at. Commits without rows, and those of files that tasks have written, need no
+staging. Everything that is known of the table without Java is asked of `tables/iceberg/table.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
+
+from tailrace import failpoints
+from tailrace.errors import ForeignWrite, TailraceError
+from tailrace.model.schema import Column, TableSchema
+from tailrace.spark.session.connectors import catalog_settings
+from tailrace.spark.writers.frames import named, quoted
+from tailrace.spark.writers.iceberg_commits import Commits, NewFile, Overtaken, linked
+from tailrace.spark.writers.merge_table import MergedTable
+from tailrace.spark.writers.staged_rows import recast_rows, refuse_misfit_rows
+from tailrace.tables.compaction_plan import FILES_MIN, Tended, Upkeep
+from tailrace.tables.delta.commit_log import Position, Written
+from tailrace.tables.evolve.recast_columns import kept_columns, lay_out
+from tailrace.tables.evolve.schema_plan import Recast
+from tailrace.tables.fold.by_mode import loaded, recast_into
+from tailrace.tables.iceberg.catalogs import SPARK_CATALOG, Catalog, local_path
+from tailrace.tables.iceberg.commit_log import LANDED, TOKEN, Metadata, Properties, Summary, landed_as, said_of
+from tailrace.tables.iceberg.schema_mapping import are_same, columns_of, fresh_fields, laid_fields, refuse_iceberg_names
+from tailrace.tables.iceberg.table import STAGED, IcebergTable, OpenedIceberg
+from tailrace.tables.partitions import values_of
+from tailrace.tables.port import Applied, Cursor
+from tailrace.tables.position_errors import elsewhere
+from tailrace.tables.spec import PLAIN, Form, Origin
+from tailrace.tables.staging import FILE_BYTES, StagedFile, discard, stage
+from tailrace.tables.table_folder import SCRATCH, unreadable
+
+_SAID = "spark.sql.iceberg.snapshot-property."
+_STAGES = "spark.wap.id"
+_OVERTAKEN = re.compile(r"iceberg\.exceptions\.(CommitFailed|AlreadyExists|Validation)Exception")
+PROPERTIES = {
+    "write.merge.mode": "merge-on-read",
+    "write.update.mode": "merge-on-read",
+    "write.delete.mode": "merge-on-read",
+    # What Spark writes is staged, and published by us.
+    "write.wap.enabled": "true",
+    # A task writes rows of any partition as they come: they need not be sorted first.
+    "write.spark.fanout.enabled": "true",
+    # Each commit writes the table's metadata anew; without this every one would stay.
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "20",
+}
+"""Of every table of ours."""
+_FILE_BYTES = "write.target-file-size-bytes"
+_SHUFFLED = "write.distribution-mode"
+"""Whether rows of one partition come to one task, so that they make one file."""
+
+
+class SparkIcebergTable(MergedTable[OpenedIceberg]):
+    """A table of one change log; keeps the promises of `LakeTable`, but lives where its session does."""
+
+    connector = "Spark's Iceberg connector"
+    whole_files = True
+    _plain: IcebergTable
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        path: Path,
+        log_id: str,
+        catalog: Catalog,
+        form: Form = PLAIN,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        super().__init__(spark, path, form, IcebergTable(path, log_id, catalog, form))
+        for name, value in catalog_settings(catalog).items():
+            self.session.conf.set(name, value)
+        self._log_id, self._version, self._file_bytes = log_id, catalog.version, file_bytes
+        self._last = 0, Written()
+        self._commits = Commits(self.session, catalog, self._path)
+        self._name = ".".join(map(quoted, (SPARK_CATALOG, *catalog.levels(self._path))))
+
+    def files(self) -> list[str]:
+        """The data files of the newest version, by name."""
+        if self._plain.metadata() is None:
+            return []
+        found = self.session.sql(f"SELECT file_path FROM {self._name}.files WHERE content = 0").collect()
+        return [row["file_path"].rpartition("/")[2] for row in found]
+
+    # Loading.
+
+    def load(
+        self, schema: TableSchema, batches: Iterable[pa.RecordBatch], cursor: Cursor, *, origin: Origin | None = None
+    ) -> int:
+        stored = self._form.stored(schema)
+        refuse_iceberg_names(stored)
+        self._plain.refuse_foreign(schema.table)
+        seen, name = self._plain.metadata(), f"load-{uuid.uuid4().hex}"
+        origin = origin or Origin(seq=cursor.seq, position=str(cursor.position), read_at=time.time_ns() // 1000)
+        files = stage(
+            self._path / STAGED,
+            name,
+            stored,
+            loaded(self._form, schema, batches, origin),
+            self._form.partition_by,
+            numbered=True,
+            file_bytes=self._file_bytes,
+        )
+        try:
+            return self._land(seen, schema, files, cursor, origin)
+        finally:
+            self._discard(name)
+
+    def land(
+        self,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        *,
+        origin: Origin | None = None,
+        kept: Sequence[Column] = (),
+    ) -> int:
+        refuse_iceberg_names(self._form.stored(schema))
+        self._plain.refuse_foreign(schema.table)
+        return self._land(self._plain.metadata(), schema, files, cursor, origin, kept)
+
+    def _land(
+        self,
+        seen: Metadata | None,
+        schema: TableSchema,
+        files: Sequence[StagedFile],
+        cursor: Cursor,
+        origin: Origin | None,
+        kept: Sequence[Column] = (),
+    ) -> int:
+        """Swap what was there when the table was looked at for these files."""
+        rows, landed = sum(file.rows for file in files), landed_as(files)
+        if seen is not None and landed and seen.says(LANDED, landed):
+            return rows
+        stored = self._form.stored(schema)
+        clock = origin.read_at if origin else 0
+        position = Position(log=self._log_id, cursor=cursor, schema=schema, form=self._form, clock=clock)
+        self._replace(seen, (*stored.columns, *kept), files, position, {LANDED: landed} if landed else {})
+        return rows
+
+    def _replace(
+        self,
+        seen: Metadata | None,
+        columns: Sequence[Column],
+        files: Sequence[StagedFile],
+        position: Position,
+        more: Summary,
+    ) -> int:
+        """Make these staged files, with these columns numbered from one, all that the table holds."""
+        fields, by = fresh_fields(columns), self._form.partition_by
+        try:
+            news = [
+                NewFile(
+                    path=linked(self._path / STAGED / file.path, self._path), partition=values_of(file.values, columns)
+                )
+                for file in files
+            ]
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+
+        def commit(summary: Summary, properties: Properties) -> int:
+            own = {_FILE_BYTES: str(self._file_bytes), _SHUFFLED: "hash" if by else "none"}
+            said, given = {**summary, **more}, {**PROPERTIES, **own, **properties}
+            if seen is None:
+                return self._commits.create(fields, by, news, {**given, "format-version": str(self._version)}, said)
+            return self._commits.replace(seen, fields, by, news, given, said)
+
+        try:
+            return self._made(position, commit)
+        except ForeignWrite:  # so that nothing of them is in the table
+            for new in news:
+                new.path.unlink(missing_ok=True)
+            raise
+
+    def _discard(self, name: str) -> None:
+        with contextlib.suppress(TailraceError):
+            discard(self._path / STAGED, name)
+
+    # Shape and upkeep.
+
+    def evolve(self, recast: Recast, expected: Cursor) -> Applied:
+        table = self._opened()
+        here, old = table.position.cursor, table.position.schema
+        if here == expected and old.same_as(recast.schema):
+            return Applied(committed=False, cursor=here)
+        if here != expected:
+            raise elsewhere(self._path, here, expected)
+        seen, own = table.metadata, recast_into(self._form, recast)
+        laid = lay_out(columns_of(seen.fields), own)
+        shape = replace(own.schema, columns=laid.columns, facts=None)
+        refuse_iceberg_names(shape)
+        after = replace(table.position, schema=recast.schema)
+        by, fields = self._form.partition_by, laid_fields(seen.fields, laid, seen.last_number)
+        # One entry in the table's metadata: no file is touched. But where the table is partitioned by what it was not,
+        # all rows are put where they belong.
+        if fields is not None and are_same(seen.fields, fields, by):
+            self._made(after, lambda said, given: self._commits.state(seen, given, said, fields))
+            return Applied(committed=True, cursor=here)
+        with self.scratch() as folder:
+            rows, name = recast_rows(self._read(table), laid, folder), f"recast-{uuid.uuid4().hex}"
+            refuse_misfit_rows(shape, laid.others & {*by}, rows)
+            rows.write.parquet(str(folder / "recast"))
+            try:
+                files = self._numbered(shape, folder / "recast", name)
+                self._replace(seen, shape.columns, files, after, {})
+            finally:
+                self._discard(name)
+        return Applied(committed=True, cursor=here, bytes=sum(file.size for file in files))
+
+    def _numbered(self, shape: TableSchema, folder: Path, name: str) -> list[StagedFile]:
+        """Rows in Parquet files of Spark's, which does not number what is in a list, as files that the table can
+        have."""
+        works = [
+            _Anew(
+                shape=shape,
+                partition_by=self._form.partition_by,
+                file=file,
+                path=self._path / STAGED,
+                name=f"{name}-{number:06d}",
+                file_bytes=self._file_bytes,
+            )
+            for number, file in enumerate(sorted(folder.glob("part-*.parquet")))
+        ]
+        done = self.session.sparkContext.parallelize(works, max(len(works), 1)).map(_write_anew).collect()
+        return [file for files in done for file in files]
+
+    def tend(self, upkeep: Upkeep, expected: Cursor) -> Tended:
+        table = self._opened()
+        if table.position.cursor != expected:
+            raise elsewhere(self._path, table.position.cursor, expected)
+        done = Tended()
+        with self._told():
+            if upkeep.file_bytes is not None:
+                joined, made, size = self._commits.join(upkeep.file_bytes, FILES_MIN)
+                done = Tended(joined=joined, made=made, bytes=size)
+        if done.joined:
+            # Iceberg's own commit does not state the position; whoever forgets old snapshots must not lose it.
+            table = self._opened()
+            self._made(table.position, lambda said, given: self._commits.state(table.metadata, given, said))
+        if (age := upkeep.remove_after_seconds) is not None:
+            with self._told():
+                self._commits.expire(int((time.time() - age) * 1000))
+        return done
+
+    # Made anew beside itself: `spark/writers/iceberg_rebuild.py`.
+
+    def metadata(self) -> Metadata | None:
+        """What its newest commit made of it; None if there is no table."""
+        return self._plain.metadata()
+
+    def has_files(self, snapshot: int) -> bool:
+        """Whether all files of a snapshot are there."""
+        try:
+            found = self.session.sql(f"SELECT file_path FROM {self._name}.files VERSION AS OF {snapshot}").collect()
+        except (PySparkException, Py4JJavaError):  # what lists them is gone
+            return False
+        return all(local_path(row["file_path"]).exists() for row in found)
+
+    def move(self, cursor: Cursor) -> None:
+        """State another position of the same rows, in a commit."""
+        table = self._opened()
+        after = replace(table.position, cursor=cursor)
+        self._made(after, lambda said, given: self._commits.state(table.metadata, given, said))
+
+    @property
+    def commits(self) -> Commits:
+        return self._commits
+
+    def swap(self, commit: Callable[[], None]) -> None:
+        """Run what commits and states the position by itself, with errors of ours."""
+        try:
+            with self._told():
+                commit()
+        except Overtaken as exc:
+            raise self._overtaken() from exc
+
+    # What is Iceberg's own.
+
+    def _target(self, table: OpenedIceberg) -> str:
+        return self._name
+
+    def _kept(self, table: OpenedIceberg, schema: TableSchema) -> Sequence[Column]:
+        return kept_columns(columns_of(table.metadata.fields), schema)
+
+    def _staging(self, table: OpenedIceberg) -> Path:
+        return self._path / STAGED
+
+    def _scratch(self) -> Path:
+        return self._path / SCRATCH
+
+    def _was_overtaken(self, said: str) -> bool:
+        return _OVERTAKEN.search(said) is not None
+
+    def _read(self, table: OpenedIceberg) -> DataFrame:
+        return self.session.sql(f"SELECT * FROM {self._name} VERSION AS OF {table.metadata.snapshot}")
+
+    def _save(self, table: OpenedIceberg, rows: DataFrame, mode: str) -> None:
+        there = self.session.table(self._name).schema
+        columns = [
+            named(field.name) if field.name in rows.columns else f.lit(None).cast(field.dataType).alias(field.name)
+            for field in there
+        ]
+        writer = rows.select(*columns).writeTo(self._name)
+        if mode == "append":
+            writer.append()
+        else:
+            writer.overwrite(f.lit(True))
+
+    # Commits.
+
+    def _commit(self, table: OpenedIceberg, position: Position, write: Callable[[], None]) -> int:
+        def commit(summary: Summary, properties: Properties) -> int:
+            with self._staging_as(summary) as token:
+                try:
+                    write()
+                except (PySparkException, Py4JError) as exc:
+                    if self._plain.version() != table.metadata.snapshot:
+                        raise Overtaken from exc  # whoever was first has tidied up after us, too
+                    raise
+                number = self._commits.staged(token)
+            self._last = number, self._commits.sync(number)
+            failpoints.hit("iceberg.staged")
+            self._commits.publish(table.metadata, number, properties)
+            return number
+
+        return self._made(position, commit)
+
+    def _made(self, position: Position, commit: Callable[[Summary, Properties], int]) -> int:
+        """Make the one commit that says the position; the number of its snapshot."""
+        failpoints.hit("table.before_commit")
+        summary, properties = said_of(position, uuid.uuid4().hex)
+        try:
+            with self._told():
+                number = commit(summary, properties)
+        except Overtaken as exc:
+            raise self._overtaken() from exc
+        except OSError as exc:
+            raise unreadable(self._path, exc) from exc
+        failpoints.hit("table.after_commit")
+        return number
+
+    @contextlib.contextmanager
+    def _staging_as(self, summary: Summary) -> Iterator[str]:
+        """What is written meanwhile is staged, and says this."""
+        conf, token = self.session.conf, summary[TOKEN]
+        said = {**{_SAID + name: value for name, value in summary.items()}, _STAGES: token}
+        for name, value in said.items():
+            conf.set(name, value)
+        try:
+            yield token
+        finally:
+            for name in said:
+                conf.unset(name)
+
+    def _make_durable(self, version: int) -> Written:
+        number, written = self._last
+        assert number == version, "what was just committed, and on disk before it was published"
+        return written
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Anew:
+    """A file whose rows are to be written once more."""
+
+    shape: TableSchema
+    partition_by: tuple[str, ...]
+    file: Path
+    path: Path
+    name: str
+    file_bytes: int
+
+
+def _write_anew(work: _Anew) -> tuple[StagedFile, ...]:
+    fields = pa.schema(work.shape.row_fields())
+    with pq.ParquetFile(work.file) as source:
+        rows = (pa.Table.from_batches([batch]).cast(fields).to_batches() for batch in source.iter_batches())
+        anew = (batch for some in rows for batch in some)
+        return stage(
+            work.path, work.name, work.shape, anew, work.partition_by, numbered=True, file_bytes=work.file_bytes
+        )

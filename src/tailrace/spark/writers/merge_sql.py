@@ -1,0 +1,182 @@
+"""What a table's form asks of Spark's connector: how its rows are merged, and how they differ from what a load read.
+
+The rows are those that `tables/fold/by_mode.py` makes, of the lake table's own shape. Nothing here runs a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import pyarrow as pa
+from pyspark.sql import Column as SparkColumn
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as f
+
+from tailrace.model import change
+from tailrace.model.schema import TableSchema
+from tailrace.spark.session.arrow_types import spark_schema
+from tailrace.spark.writers.frames import all_of, bits, merge_statement, named, own_columns, quoted
+from tailrace.tables.delta.diff import Keeping
+from tailrace.tables.fold.fold import CLOSE, DELETE, MARK, UPSERT, Ended, key_ordinals
+from tailrace.tables.spec import CURRENT, VALID_FROM, VALID_TO, Form, TableMode
+
+BACK = "back"
+"""Beside the rows of a difference: whether a row that goes comes again, changed."""
+
+
+def merge_for(
+    form: Form,
+    stored: TableSchema,
+    target: str,
+    view: str,
+    kept: Collection[int],
+    emptied: Collection[str] = (),
+    ended: Ended | None = None,
+    also: str = "",
+) -> str:
+    """The merge of a view's rows into a table of the form; `kept`, `emptied` and `also` are as `merge_statement` has
+    them."""
+    if form.mode is TableMode.HISTORY:
+        return _merge_versions(stored, target, view, ended, also)
+    if not form.soft_delete:
+        return merge_statement(stored, target, view, kept, emptied, also=also)
+    there = f"NOT t.{quoted(form.mark)}"
+    said = {column.name: f"s.c{stored.names.index(column.name)}" for column in form.added}
+    marks = f" WHEN MATCHED AND s.op = {MARK} AND {there} THEN UPDATE SET {_assigned(said)}"
+    statement = merge_statement(stored, target, view, kept, emptied, matched=marks, also=also)
+    if ended is not None:
+        statement += f" WHEN NOT MATCHED BY SOURCE AND {there} THEN UPDATE SET {_assigned(_literals(ended.values))}"
+    return statement
+
+
+def _merge_versions(stored: TableSchema, target: str, view: str, ended: Ended | None, also: str) -> str:
+    """What comes in stands beside what is there; of that only current versions end, or go if what ends them is the
+    transaction that they are from."""
+    places = {name: f"s.c{i}" for i, name in enumerate(stored.names)}
+    keys = [stored.names[i] for i in key_ordinals(stored)]
+    tx, current = f"t.{quoted(change.TX)}", f"t.{quoted(CURRENT)}"
+    statement = (
+        f"MERGE INTO {target} t USING {view} s"
+        f" ON {' AND '.join(f't.{quoted(name)} = {places[name]}' for name in keys)}"
+        f" AND {current} AND s.op = {CLOSE}{also}"
+        f" WHEN MATCHED AND {tx} = {places[change.TX]} THEN DELETE"
+        f" WHEN MATCHED THEN UPDATE SET {_assigned({VALID_TO: places[VALID_TO], CURRENT: 'false'})}"
+        f" WHEN NOT MATCHED AND s.op = {UPSERT} THEN INSERT ({', '.join(map(quoted, places))})"
+        f" VALUES ({', '.join(places.values())})"
+    )
+    if ended is not None:
+        statement += (
+            f" WHEN NOT MATCHED BY SOURCE AND {current} AND {tx} = {ended.tx} THEN DELETE"
+            f" WHEN NOT MATCHED BY SOURCE AND {current} THEN UPDATE SET {_assigned(_literals(ended.values))}"
+        )
+    return statement
+
+
+def in_partitions(stored: TableSchema, partitions: Mapping[str, Collection[str] | None]) -> str:
+    """What else is true of rows of the table that a merge is about, as a condition to follow others: Spark passes over
+    partitions that do not meet it, which it does not find out by itself from the rows that come."""
+    kinds = {field.name: field.dataType.simpleString() for field in spark_schema(pa.schema(stored.row_fields()))}
+    return "".join(
+        f" AND t.{quoted(name)} IN ({', '.join(_typed(text, kinds[name]) for text in sorted(texts))})"
+        for name, texts in partitions.items()
+        if texts
+    )
+
+
+def _typed(text: str, kind: str) -> str:
+    """A value by its text, whatever that holds."""
+    return f"CAST(CAST(X'{text.encode().hex()}' AS STRING) AS {kind})"
+
+
+def _assigned(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{quoted(name)} = {value}" for name, value in values.items())
+
+
+def _literals(values: Mapping[str, pa.Scalar]) -> dict[str, str]:
+    return {name: _literal(value) for name, value in values.items()}
+
+
+def _literal(value: pa.Scalar) -> str:
+    """A value as Spark's SQL. An instant by its number: a text would be read in the session's time zone."""
+    if not value.is_valid:
+        return "NULL"
+    if pa.types.is_timestamp(value.type):
+        return f"timestamp_micros({value.value})"
+    if pa.types.is_boolean(value.type):
+        return str(value.as_py()).lower()
+    said = value.as_py()
+    return str(said) if isinstance(said, int) else "'" + str(said).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def timed(stored: TableSchema, rows: DataFrame, clock: int) -> DataFrame:
+    """Folded rows of a history with no time before the clock."""
+    for name in (VALID_FROM, VALID_TO):
+        place = f"c{stored.names.index(name)}"
+        rows = rows.withColumn(place, _at_least(f.col(place), f.timestamp_micros(f.lit(clock))))
+    return rows
+
+
+def _at_least(column: SparkColumn, least: SparkColumn) -> SparkColumn:
+    """Null stays null."""
+    return f.when(column < least, least).otherwise(column)
+
+
+def difference(
+    stored: TableSchema,
+    counts: int,
+    table: DataFrame,
+    staged: DataFrame,
+    listed: DataFrame | None,
+    keeping: Keeping | None = None,
+) -> DataFrame:
+    """What must be written and what must go, so that a table holds the staged rows, as a merge takes it; and whether
+    a row that goes comes again. Only the first `counts` columns tell whether two rows are the same. With `listed` keys,
+    rows of the table that are not staged stay if their key is listed."""
+    columns, own = stored.columns, key_ordinals(stored)
+    staged = staged.select(*(named(c.name).alias(f"c{i}") for i, c in enumerate(columns)))
+    there = table.select(*(named(c.name).alias(f"t{i}") for i, c in enumerate(columns)))
+    there = there.withColumn("there", f.lit(True))
+    flag = f.col(f"t{stored.names.index(keeping.flag)}") if keeping is not None else f.lit(False)
+    if keeping is not None and not keeping.replaces:
+        there = there.where(flag != f.lit(keeping.past))
+    same_key = [f.col(f"c{i}") == f.col(f"t{i}") for i in own]
+    same = all_of([bits(f.col(f"c{i}"), c).eqNullSafe(bits(f.col(f"t{i}"), c)) for i, c in enumerate(columns[:counts])])
+    came = staged.join(there, same_key, "left").where(f.col("there").isNull() | ~same)
+    gone = there.join(staged, same_key, "left_anti")
+    if listed is not None:
+        listed = listed.select(*(named(columns[i].name).alias(f"l{i}") for i in own))
+        gone = gone.join(listed, [f.col(f"t{i}") == f.col(f"l{i}") for i in own], "left_anti")
+    if keeping is None:
+        return _came(stored, came).unionByName(_gone(stored, gone, DELETE))
+    upserts, values = _came(stored, came, keeping.least), keeping.values
+    if keeping.replaces:
+        return upserts.unionByName(_gone(stored, gone.where(flag != f.lit(keeping.past)), MARK, values))
+    changed = there.join(staged, same_key).where(~same)
+    ends = _gone(stored, gone, CLOSE, values).unionByName(_gone(stored, changed, CLOSE, values, back=True))
+    return upserts.unionByName(ends)
+
+
+def _came(stored: TableSchema, rows: DataFrame, least: Mapping[str, pa.Scalar] | None = None) -> DataFrame:
+    lifted = [
+        _at_least(f.col(place), f.expr(_literal(least[name]))).alias(place) if least and name in least else f.col(place)
+        for place, name in zip(own_columns(stored), stored.names, strict=True)
+    ]
+    return rows.select(*lifted, _op(UPSERT), f.lit(False).alias(BACK))
+
+
+def _gone(
+    stored: TableSchema, rows: DataFrame, op: int, values: Mapping[str, pa.Scalar] | None = None, *, back: bool = False
+) -> DataFrame:
+    """Rows that go under their keys; what is written into them where they stay all the same, and nothing else."""
+    places = {}
+    for i, column in enumerate(stored.columns):
+        known = values is None or column.name in stored.key
+        places[i] = f.col(f"t{i}") if known else f.lit(None).cast(rows.schema[f"t{i}"].dataType)
+        if values is not None and column.name in values:
+            places[i] = f.expr(_literal(values[column.name])).cast(rows.schema[f"t{i}"].dataType)
+    own = [value.alias(f"c{i}") for i, value in places.items()]
+    return rows.select(*own, _op(op), f.lit(back).alias(BACK))
+
+
+def _op(kind: int) -> SparkColumn:
+    return f.lit(kind).cast("tinyint").alias("op")
