@@ -29,7 +29,7 @@ from benchmarks.pg_snapshot import checksum
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.schema import TableId
-from tailrace.pipeline.life import Lives
+from tailrace.pipeline.tables.registry import Lives
 from tailrace.tables.location import Layout
 from tailrace.tasks.work import ApplyWork, Outcome, advance_table, apply_changes
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tailrace.capture.postgres.source import PostgresCapture
     from tailrace.changelog.read.reader import ChangeLog
     from tailrace.changelog.write.writer import LogWriter
+    from tailrace.control.point_in_time import tables_at as tables_at
     from tailrace.errors import ExitCode, Remedy, TailraceError
     from tailrace.model.batch import ChangeBatch, Window
     from tailrace.model.change import Operation
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from tailrace.model.schema import Column, Identity, TableId, TableSchema
     from tailrace.pipeline.datasource import CdcSource as CdcSource
     from tailrace.pipeline.datasource import register as register
-    from tailrace.pipeline.points import tables_at as tables_at
     from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
     from tailrace.runtime.control import Control
     from tailrace.runtime.keeping import LogSink
@@ -173,7 +173,7 @@ _HOMES = {
     "check_key": "state.checkpoint",
     "register": "pipeline.datasource",
     "seed_checkpoint": "state.checkpoint",
-    "tables_at": "pipeline.points",
+    "tables_at": "control.point_in_time",
     "to_debezium": "model.encode",
     "to_json": "model.encode",
 }

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.pipeline.life import ROWS_PER_APPLY_MAX
+from tailrace.pipeline.tables.registry import ROWS_PER_APPLY_MAX
 from tailrace.tables.table_folder import SCRATCH
 from tests.support.engines import IS_ICEBERG, commits_of, data_folder, engine_lines, only_connectors, rows_of
 from tests.support.pipelines import Pipeline, assert_log_is_whole, eventually, execute

@@ -13,7 +13,7 @@ from tailrace.changelog.format.coverage import Kind, read_published
 from tailrace.changelog.read.offsets import Place
 from tailrace.errors import LogGap, SourceTableMissing
 from tailrace.model.position import Lsn
-from tailrace.pipeline.beside import Beside
+from tailrace.pipeline.capture.embedded_capture import Beside
 from tailrace.spark.datasource.log.log_plan import LogView
 from tests.support.frames import frame, rows_of_parts, steps, stream
 from tests.support.loads import Scene

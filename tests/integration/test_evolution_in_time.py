@@ -15,9 +15,9 @@ from tailrace.capture.postgres.chunks import Cut, plan_table
 from tailrace.capture.postgres.connect import connect
 from tailrace.model.facts import Facts
 from tailrace.model.schema import TableId
-from tailrace.pipeline import shapewatch
-from tailrace.pipeline.life import Announced
+from tailrace.pipeline.apply import schema_watch
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.tables.registry import Announced
 from tests.support.loads import Local, Scene, life, once, rows_of, wait_for_state
 from tests.support.pipelines import eventually, execute
 
@@ -40,7 +40,7 @@ def looked(applying: Local) -> None:
 def look_no_more(applying: Local) -> None:
     """Have the look that comes be the last; the scene puts that back."""
     looked_last = applying.loading._shapes._due
-    shapewatch.LOOK_SECONDS = 3600  # only now: a look that came before would be taken for the last one
+    schema_watch.LOOK_SECONDS = 3600  # only now: a look that came before would be taken for the last one
     assert eventually(lambda: applying.loading._shapes._due > looked_last + 3000)
 
 
@@ -377,7 +377,7 @@ def test_what_was_written_while_a_table_had_no_identity_is_read_again(database: 
         execute(database, "UPDATE t SET a = 99")
         execute(database, "ALTER TABLE t ADD PRIMARY KEY (id)")
         assert eventually(lambda: published(settings.publication))
-        shapewatch.LOOK_SECONDS = 0.3
+        schema_watch.LOOK_SECONDS = 0.3
         applying.loading._shapes._due = 0.0
         assert eventually(lambda: len(applying.chunks) > 1), "it is loaded anew"
         all_equal(scene, applying)

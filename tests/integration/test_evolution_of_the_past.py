@@ -19,10 +19,10 @@ import pytest
 from psycopg.rows import dict_row
 
 from tailrace.changelog.read.reader import ChangeLog
+from tailrace.control.evolution_preview import ADDED_AGAIN, COMPARED, preview
 from tailrace.errors import TableUnusable
-from tailrace.pipeline import landing
-from tailrace.pipeline.carrying import carry_to
-from tailrace.pipeline.preview import ADDED_AGAIN, COMPARED, preview
+from tailrace.pipeline.loads import load_commit
+from tailrace.pipeline.loads.history_catch_up import carry_to
 from tailrace.pipeline.report import TableEvolution, TableState
 from tailrace.tasks.work import Outcome, RefreshWork
 from tests.integration.test_evolution import SETTLED_SECONDS_MAX, run, settled
@@ -416,7 +416,7 @@ def test_a_load_that_is_owed_for_what_was_lost_is_made_though_the_table_has_come
             account.changes.append({"id": 8, "a": 80, "_op": "insert"})
         scene.wait_for_capture()
         with monkeypatch.context() as patched, scene.loader() as applying:
-            patched.setattr(landing, "refresh_table", full)
+            patched.setattr(load_commit, "refresh_table", full)
             for table in tables:
                 wait_for_state(applying, table, TableState.FAILED)
         with scene.loader() as applying:

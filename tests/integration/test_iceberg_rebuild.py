@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tailrace import failpoints
+from tailrace.control.rebuild import Rebuilt, rebuild
 from tailrace.errors import (
     BaseRowMissing,
     ConfigError,
@@ -29,7 +30,6 @@ from tailrace.errors import (
     TableUnusable,
 )
 from tailrace.model.position import Lsn
-from tailrace.pipeline.rebuilding import Rebuilt, rebuild
 from tailrace.tables.compaction_plan import Upkeep
 from tailrace.tables.delta.load_snapshots import KeptSeeds
 from tailrace.tasks.load_store import Seeds

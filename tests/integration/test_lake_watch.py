@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.points.consistent_point import point_at
 from tailrace.pipeline.report import TableState
 from tests.support.engines import IS_ICEBERG
 from tests.support.loads import Local, Scene, life, wait_for_state

@@ -15,8 +15,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogGap, PositionLost
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capturing import Capturing
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.points.consistent_point import point_at
 from tailrace.pipeline.report import TableState
 from tailrace.storage.files import LogPath
 from tailrace.tasks.work import ChunkWork

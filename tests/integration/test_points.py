@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from tailrace.pipeline.ledger import Ledger, Point
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.ledger import Ledger, Point
 from tests.support.loads import Scene, life
 from tests.support.pipelines import COME_SECONDS_MAX, eventually, execute
 from tests.support.transfers import ACCOUNTS, ALL_MONEY, MADE, transfers

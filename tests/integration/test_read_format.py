@@ -23,7 +23,7 @@ import tailrace
 from tailrace.capture.postgres.snapshot import SnapshotReader
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.pipeline.ledger import Ledger
+from tailrace.pipeline.points.ledger import Ledger
 from tailrace.spark.session.java import find_java
 from tailrace.spark.session.session import Jvm
 from tests.support import typecases

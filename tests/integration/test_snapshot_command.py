@@ -15,7 +15,7 @@ from deltalake import DeltaTable
 
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
-from tailrace.pipeline import loading
+from tailrace.pipeline.loads import load_scheduler
 from tailrace.pipeline.report import TableState
 from tailrace.pipeline.status import measure
 from tailrace.tables.delta.table import DeltaRsTable
@@ -298,7 +298,7 @@ def test_a_table_that_has_failed_is_tried_again_without_a_restart(database: str,
         execute(database, "INSERT INTO t VALUES (2)")
         wait_for_state(applying, "t", TableState.FAILED)
         (tmp_path / "away").rename(lake)
-        looks = 3 * loading.TABLES_SECONDS
+        looks = 3 * load_scheduler.TABLES_SECONDS
         assert not eventually(lambda: life(applying, "t").state is not TableState.FAILED, seconds=looks), "by itself"
         applying.lives.seeds.retry(life(applying, "t").table)
         wait_for_state(applying, "t", TableState.LIVE)

@@ -13,8 +13,8 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ConfigError, SourceRefused
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capturing import Capturing
-from tailrace.pipeline.settings import load_settings
+from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.config.settings import load_settings
 from tailrace.spark.datasource.option_values import in_options
 from tests.support.pipelines import Pipeline, eventually, execute
 

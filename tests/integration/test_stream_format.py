@@ -281,7 +281,7 @@ def test_what_cannot_be_meant_is_said(spark: SparkSession, diary: Diary) -> None
 
 def captures(log: Path) -> list[Path]:
     """The processes that capture into a log beside a stream, as they are described."""
-    mark = f"tailrace.pipeline.beside\0{log}".encode()
+    mark = f"tailrace.pipeline.capture.embedded_capture\0{log}".encode()
     return [path for path in Path("/proc").glob("[0-9]*") if mark in _said(path / "cmdline")]
 
 

@@ -165,7 +165,7 @@ def alive(pids: set[int]) -> list[bytes]:
         pytest.param("local[2]", ("java",), id="java", marks=thorough),
         pytest.param("local[2]", ("python_streaming_source_runner",), id="source", marks=thorough),
         pytest.param("local[2]", ("pyspark.daemon", "pyspark.worker"), id="workers", marks=thorough),
-        pytest.param("local[2]", ("tailrace.pipeline.beside",), id="capture", marks=thorough),
+        pytest.param("local[2]", ("tailrace.pipeline.capture.embedded_capture",), id="capture", marks=thorough),
         pytest.param("local-cluster[2,1,1024]", ("CoarseGrainedExecutorBackend",), id="executor", marks=thorough),
     ],
 )
@@ -178,7 +178,7 @@ def test_every_row_is_written_once_whatever_is_killed(
         assert eventually(lambda: len(drivers.ids()) > 5, COME_SECONDS_MAX)
         below = descendants(driver.pid)
         assert processes(driver, "python_streaming_source_runner"), "the source has a process of its own"
-        assert processes(driver, "tailrace.pipeline.beside"), "and so has its capture"
+        assert processes(driver, "tailrace.pipeline.capture.embedded_capture"), "and so has its capture"
         if killed:
             # Spark may just be starting it anew.
             assert eventually(lambda: kill(processes(driver, *killed)), pause=0.02), "there is something to kill"
@@ -207,7 +207,9 @@ def test_a_stream_captures_into_a_store_and_goes_on_there_when_its_driver_is_sta
         with drivers.running() as driver, writing(database) as written:
             assert eventually(lambda: len(drivers.ids()) > 5, COME_SECONDS_MAX)
             below = descendants(driver.pid)
-            assert processes(driver, "tailrace.pipeline.beside", str(log)), "the capture is a process beside it"
+            assert processes(driver, "tailrace.pipeline.capture.embedded_capture", str(log)), (
+                "the capture is a process beside it"
+            )
             driver.terminate()
             driver.wait(COME_SECONDS_MAX)
         assert eventually(lambda: not alive(below) and slot_is_free(database), COME_SECONDS_MAX), alive(below)

@@ -19,9 +19,9 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.deadletters.store import Letters
 from tailrace.errors import RuleInvalid, TransformFailed
 from tailrace.model.schema import TableId
-from tailrace.pipeline.capturing import Capturing
+from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.settings import load_settings
 from tailrace.transforms.encryption import bounds_of, decrypt
 from tailrace.transforms.rules import KeySource
 from tailrace.transforms.secrets import Keyring

@@ -12,7 +12,7 @@ from deltalake import CommitProperties, DeltaTable
 
 from tailrace import failpoints
 from tailrace.errors import ForeignWrite
-from tailrace.pipeline import tending
+from tailrace.pipeline.apply import compaction
 from tailrace.pipeline.report import TableState
 from tailrace.tables.compaction_plan import FILES_MIN, Tended, Upkeep
 from tailrace.tables.delta.commit_log import position_of
@@ -139,7 +139,7 @@ def test_killed_before_or_after_its_commit_joining_changes_nothing(tmp_path: Pat
 def test_a_pipeline_tends_its_tables_beside_their_changes(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tending, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(compaction, "LOOK_SECONDS", 0.1)
     execute(database, "CREATE TABLE t (id int PRIMARY KEY, a text)")
     with Scene(tmp_path, database) as scene, scene.loader() as applying:
         scene.assert_equal(applying, "t")

@@ -22,15 +22,17 @@ from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import TailraceError
-from tailrace.pipeline import capturing, loading, redelivering, shapewatch
-from tailrace.pipeline.applying import Applying
-from tailrace.pipeline.capturing import Capturing
-from tailrace.pipeline.life import TableLife
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.apply import dead_letter_replay, schema_watch
+from tailrace.pipeline.apply.applier import Applying
+from tailrace.pipeline.capture import log_capture
+from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.capture.source_factory import open_source, open_source_of
+from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.loads import load_scheduler
+from tailrace.pipeline.points.consistent_point import point_at
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER
-from tailrace.pipeline.wiring import open_source, open_source_of
+from tailrace.pipeline.tables.registry import TableLife
 from tailrace.runtime import loop
 from tailrace.tasks.work import ChunkWork, Outcome
 from tests.support.engines import IS_SPARK, engine_lines, spark_engine
@@ -40,8 +42,8 @@ CHUNK_BYTES = 64 << 10
 """Far below what settings allow, so that small tables have many."""
 LOADED_SECONDS_MAX = 1200.0 if IS_SPARK else 300.0
 _WAITS = {
-    (loading, "TABLES_SECONDS"): 0.3, (shapewatch, "LOOK_SECONDS"): 0.3, (capturing, "PUBLISH_SECONDS"): 0.2,
-    (loop, "IDLE_SECONDS_MAX"): 0.5, (redelivering, "LOOK_SECONDS"): 0.1,
+    (load_scheduler, "TABLES_SECONDS"): 0.3, (schema_watch, "LOOK_SECONDS"): 0.3, (log_capture, "PUBLISH_SECONDS"): 0.2,
+    (loop, "IDLE_SECONDS_MAX"): 0.5, (dead_letter_replay, "LOOK_SECONDS"): 0.1,
 }  # fmt: skip
 """How often somebody looks while a scene is on: seconds that tests would only wait for."""
 

@@ -24,10 +24,10 @@ from tailrace.model import change
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline.life import Lives
-from tailrace.pipeline.seedkeeping import SeedKeeping
-from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.pipeline.config.settings import PipelineSettings, load_settings
+from tailrace.pipeline.loads.kept_loads import SeedKeeping
 from tailrace.pipeline.status import APPLIER
+from tailrace.pipeline.tables.registry import Lives
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.fold.by_mode import loaded
 from tailrace.tables.location import Place

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tailrace.errors import TailraceError
-from tailrace.pipeline.capturing import OwnLog
+from tailrace.pipeline.capture.log_capture import OwnLog
 from tests.support.windows import SOURCE, rows_window
 
 PLACES = 1_000_000

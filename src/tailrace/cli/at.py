@@ -6,9 +6,9 @@ import argparse
 
 from tailrace.cli.logs import one_line
 from tailrace.cli.output import print_json, print_out
+from tailrace.control.point_in_time import find_point
 from tailrace.errors import ExitCode
-from tailrace.pipeline.points import find_point
-from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def at(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:

@@ -7,23 +7,23 @@ import json
 
 from tailrace.cli.logs import one_line, redact
 from tailrace.cli.output import print_json, print_out
+from tailrace.control import dead_letter_actions
+from tailrace.control.dead_letter_actions import Asked, DeadLetter
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.pipeline import deadletters
-from tailrace.pipeline.deadletters import Asked, DeadLetter
-from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def dead_letters(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Do what was asked for."""
     _refuse_nonsense(arguments)
     if arguments.action == "replay":
-        asked = deadletters.replay(settings, arguments.tables)
+        asked = dead_letter_actions.replay(settings, arguments.tables)
         _tell(asked, arguments, done="replayed", text=_replay_text(asked, arguments.file))
     elif arguments.forget:
-        asked = deadletters.forget(settings, arguments.tables, arguments.seq or ())
+        asked = dead_letter_actions.forget(settings, arguments.tables, arguments.seq or ())
         _tell(asked, arguments, done="forgotten", text=_forget_text(asked))
     else:
-        letters = deadletters.open_letters(settings, arguments.tables, payload=arguments.payload)
+        letters = dead_letter_actions.open_letters(settings, arguments.tables, payload=arguments.payload)
         if arguments.json:
             print_json({"letters": [letter.to_json() for letter in letters]})
         else:

@@ -6,10 +6,10 @@ import argparse
 
 from tailrace.cli.logs import one_line
 from tailrace.cli.output import print_json, print_out
+from tailrace.control.evolution_preview import preview
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.pipeline.preview import preview
+from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import TableEvolution
-from tailrace.pipeline.settings import PipelineSettings
 
 
 def evolve(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:

@@ -8,10 +8,10 @@ from typing import Any
 
 from tailrace.cli import renderlog
 from tailrace.cli.output import print_error, print_json, print_out
+from tailrace.control import log_actions
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.pipeline import logbook
-from tailrace.pipeline.quantities import Refused, parse_duration
-from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.config.quantities import Refused, parse_duration
+from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
@@ -19,27 +19,27 @@ def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     older_than = _older_than(arguments)
     path, keeping = settings.log.path, settings.log.keeping
     if arguments.action == "show":
-        found = logbook.show(path)
+        found = log_actions.show(path)
         _print(arguments, found.to_json(), lambda: renderlog.log_text(found))
     elif arguments.action == "schemas":
-        versions = logbook.versions(path)
+        versions = log_actions.versions(path)
         data = {"versions": [version.to_json() for version in versions]}
         _print(arguments, data, lambda: renderlog.versions_text(versions))
     elif arguments.action == "verify":
         return _verify(settings, arguments)
     elif arguments.action == "seal":
         with renderlog.progress_bar("sealing", of_bytes=False) as progress:
-            sealed = logbook.seal(path, grace_seconds=keeping.grace_seconds, progress=progress)
+            sealed = log_actions.seal(path, grace_seconds=keeping.grace_seconds, progress=progress)
         _print(arguments, sealed.to_json(), lambda: renderlog.sealed_text(sealed))
     else:
-        trimmed = logbook.trim(path, keeping.policy, older_than_seconds=older_than)
+        trimmed = log_actions.trim(path, keeping.policy, older_than_seconds=older_than)
         _print(arguments, trimmed.to_json(), lambda: renderlog.trim_text(trimmed, arguments.file))
     return ExitCode.OK
 
 
 def _verify(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     with renderlog.progress_bar("verifying", of_bytes=True) as progress:
-        found = logbook.verify(settings.log.path, progress)
+        found = log_actions.verify(settings.log.path, progress)
     _print(arguments, found.to_json(), lambda: renderlog.verdict_text(found))
     if not arguments.json:
         for problem in found.problems:
@@ -54,10 +54,10 @@ def consumers(settings: PipelineSettings, arguments: argparse.Namespace) -> Exit
     """Show whom the log is kept for, or forget one of them."""
     path = settings.log.path
     if arguments.forget is not None:
-        logbook.forget(path, arguments.forget)
+        log_actions.forget(path, arguments.forget)
         _print(arguments, {"forgotten": arguments.forget}, lambda: f"forgot consumer {arguments.forget}")
         return ExitCode.OK
-    found = logbook.readers(path)
+    found = log_actions.readers(path)
     _print(arguments, {"consumers": [reader.to_json() for reader in found]}, lambda: renderlog.readers_text(found))
     return ExitCode.OK
 

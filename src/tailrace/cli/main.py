@@ -22,8 +22,8 @@ from tailrace.cli.output import print_error, print_json, print_out
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 
 if TYPE_CHECKING:
+    from tailrace.pipeline.config.settings import PipelineSettings
     from tailrace.pipeline.report import Observer, PipelineStatus, Summary
-    from tailrace.pipeline.settings import PipelineSettings
 
 
 class Engine(Protocol):
@@ -278,7 +278,7 @@ def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 def load(file: str) -> PipelineSettings:
     """The settings; from here on their passwords are kept out of everything printed."""
-    from tailrace.pipeline.settings import load_settings
+    from tailrace.pipeline.config.settings import load_settings
 
     settings = load_settings(file)
     logs.hide(settings.source.url)
@@ -289,7 +289,7 @@ def load(file: str) -> PipelineSettings:
 
 def check(arguments: argparse.Namespace) -> ExitCode:
     """Every problem with its line and remedy; with `--json` they are the data."""
-    from tailrace.pipeline.settings import check_settings
+    from tailrace.pipeline.config.settings import check_settings
 
     problems = check_settings(arguments.file)
     if arguments.json:
@@ -432,7 +432,7 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
         return handle(load(arguments.file), arguments)
     if arguments.command == "schema-history":
         from tailrace.cli import schemahistory
-        from tailrace.pipeline.schemahistory import of_folder, of_log
+        from tailrace.control.schema_history_view import of_folder, of_log
 
         folder = os.path.isdir(arguments.file)
         history = of_folder(arguments.file) if folder else of_log(load(arguments.file).log.path)

@@ -8,16 +8,16 @@ from tailrace.cli import renderlog
 from tailrace.cli.logs import one_line, redact
 from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count, human_seconds
+from tailrace.control import rebuild
+from tailrace.control.rebuild import Rebuilt
 from tailrace.errors import ExitCode
-from tailrace.pipeline import rebuilding
-from tailrace.pipeline.rebuilding import Rebuilt
-from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.config.settings import PipelineSettings
 
 
 def rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Do it, with a bar on the way."""
     with renderlog.progress_bar("replaying", of_bytes=False) as progress:
-        done = rebuilding.rebuild(
+        done = rebuild.rebuild(
             settings, arguments.table, to=arguments.to, from_version=arguments.from_version, progress=progress
         )
     if arguments.json:

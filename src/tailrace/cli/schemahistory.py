@@ -13,8 +13,8 @@ from tailrace.cli import renderlog
 from tailrace.cli.logs import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count
+from tailrace.control import schema_history_view
 from tailrace.errors import ExitCode
-from tailrace.pipeline import schemahistory
 from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
 
 _STYLES = {SchemaEvent.CREATE: "green", SchemaEvent.DROP: "red"}
@@ -22,7 +22,7 @@ _STYLES = {SchemaEvent.CREATE: "green", SchemaEvent.DROP: "red"}
 
 def schema_history(history: SchemaHistory, arguments: argparse.Namespace) -> ExitCode:
     """Show the history of all tables, or of one."""
-    found = schemahistory.read_history(history, arguments.table)
+    found = schema_history_view.read_history(history, arguments.table)
     if arguments.json:
         print_json({"tables": [_json(versions) for versions in found]})
     else:

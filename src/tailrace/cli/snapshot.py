@@ -7,10 +7,10 @@ import argparse
 
 from tailrace.cli.logs import one_line, redact
 from tailrace.cli.output import print_json, print_out
+from tailrace.control import load_requests
+from tailrace.control.load_requests import Asked
 from tailrace.errors import ConfigError, ExitCode
-from tailrace.pipeline import asking
-from tailrace.pipeline.asking import Asked
-from tailrace.pipeline.settings import PipelineSettings
+from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.tasks.load_store import Hold, LoadMode
 
 
@@ -24,16 +24,16 @@ def snapshot(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitC
         )
     if holding:
         what = Hold.PAUSED if arguments.pause else Hold.STOPPED if arguments.stop else None
-        asked = asking.hold(settings, arguments.tables, what)
+        asked = load_requests.hold(settings, arguments.tables, what)
     else:
         mode = LoadMode(arguments.mode or LoadMode.REPLACE.value)
-        asked = asking.ask(settings, arguments.tables, mode=mode, where=arguments.where)
+        asked = load_requests.ask(settings, arguments.tables, mode=mode, where=arguments.where)
     return _tell(asked, arguments)
 
 
 def retry(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Write down which tables are to be tried again; whoever applies does it."""
-    return _tell(asking.retry(settings, arguments.tables), arguments)
+    return _tell(load_requests.retry(settings, arguments.tables), arguments)
 
 
 def _tell(asked: Asked, arguments: argparse.Namespace) -> ExitCode:

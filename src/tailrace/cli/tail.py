@@ -23,7 +23,7 @@ from tailrace.errors import ConfigError, ExitCode, LogTrimmed
 from tailrace.model.change import Operation
 from tailrace.model.encode import to_debezium_line, to_json, to_json_line
 from tailrace.model.event import Event, Row
-from tailrace.pipeline.settings import PipelineSettings, is_named
+from tailrace.pipeline.config.settings import PipelineSettings, is_named
 
 logger = logging.getLogger(__name__)
 

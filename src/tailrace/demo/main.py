@@ -25,8 +25,8 @@ from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.pipeline import runner
+from tailrace.pipeline.config.settings import PipelineSettings, load_settings
 from tailrace.pipeline.report import PipelineStatus, TableState
-from tailrace.pipeline.settings import PipelineSettings, load_settings
 
 DATABASE = "shop"
 MARKER = ".tailrace-demo"

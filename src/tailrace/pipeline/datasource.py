@@ -111,7 +111,7 @@ def capture_of(options: LogOptions) -> Capture | None:
     """Who captures beside the stream; nobody, if a pipeline does."""
     if options.url is None:
         return None
-    from tailrace.pipeline.beside import Beside
+    from tailrace.pipeline.capture.embedded_capture import Beside
 
     tables = options.tables if options.table is None else [TablePattern.of(options.table)]
     return Beside(

@@ -20,13 +20,13 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease
 from tailrace.changelog.write.log_lease import Lease
 from tailrace.errors import ExitCode, LogForeign, NotCaptured, TailraceError
-from tailrace.pipeline.capturing import Capturing
-from tailrace.pipeline.child import CaptureChild
-from tailrace.pipeline.life import Lives
+from tailrace.pipeline.capture.capture_process import CaptureChild
+from tailrace.pipeline.capture.log_capture import Capturing
+from tailrace.pipeline.capture.source_factory import open_source, open_source_of
+from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import Observer, PipelineStatus, Summary
-from tailrace.pipeline.settings import PipelineSettings
 from tailrace.pipeline.status import APPLIER, SourceWatch, leave_note, measure
-from tailrace.pipeline.wiring import open_source, open_source_of
+from tailrace.pipeline.tables.registry import Lives
 from tailrace.processes import die_with_parent
 
 TICK_SECONDS = 0.5
@@ -222,7 +222,7 @@ def _apply(
     capture_alive: Callable[[], None] | None,
     take_over: bool,
 ) -> Summary:
-    from tailrace.pipeline.applying import Applying  # pyspark comes with it, and capture must not
+    from tailrace.pipeline.apply.applier import Applying  # pyspark comes with it, and capture must not
 
     started = time.monotonic()
     source = open_source_of(settings, log, loads=True)

@@ -25,7 +25,8 @@ from tailrace.deadletters.store import Letters, may_have_letters
 from tailrace.errors import LogUnusable, TailraceError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.capture.source_factory import open_source, open_source_of
+from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import (
     LoadDone,
     LoadStatus,
@@ -35,8 +36,7 @@ from tailrace.pipeline.report import (
     TableState,
     TableStatus,
 )
-from tailrace.pipeline.settings import PipelineSettings
-from tailrace.pipeline.wiring import open_source, open_source_of
+from tailrace.pipeline.tables.registry import Lives, TableLife
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 from tailrace.tables.port import Cursor

@@ -11,9 +11,9 @@ from tailrace.changelog.format.gaps import NAME, Gap, read_gaps, record_gap
 from tailrace.changelog.maintain.verify import verify
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli import renderlog
+from tailrace.control import log_actions
 from tailrace.errors import LogCorrupt, LogGap
 from tailrace.model.position import Lsn
-from tailrace.pipeline import logbook
 from tests.support.logs import STEP, Diary, inserts, seal
 
 
@@ -66,7 +66,7 @@ def test_a_reader_gets_what_is_before_and_is_told(diary: Diary, sealed: bool) ->
 
 def test_log_show_names_the_place(diary: Diary) -> None:
     gap_before(diary)  # of a commit that never came
-    shown = logbook.show(diary.path)
+    shown = log_actions.show(diary.path)
     assert shown.gaps == (3,)
     assert "changes missing before commit 3" in renderlog.log_text(shown)
 
@@ -98,7 +98,7 @@ def test_a_gap_that_was_begun_and_whose_slot_was_never_made_counts_for_nothing(d
     diary.commit(*([] if quiet else [inserts(4)]))
     diary.commit(inserts(5))
     assert followed(diary.path, 3) == ([3, 5] if quiet else [3, 4, 5], None)
-    assert logbook.show(diary.path).gaps == (3,)
+    assert log_actions.show(diary.path).gaps == (3,)
     gap_before(diary)
     diary.commit()
     assert followed(diary.path, 5)[1] is not None
@@ -114,7 +114,7 @@ def test_a_record_that_is_not_what_was_written_is_told(diary: Diary) -> None:
 
 
 def test_shapes_are_followed_across(diary: Diary) -> None:
-    assert len(logbook.versions(diary.path)) == 1
+    assert len(log_actions.versions(diary.path)) == 1
 
 
 @pytest.mark.parametrize("sealed", [False, True])

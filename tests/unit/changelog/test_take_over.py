@@ -21,7 +21,7 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import LogFenced
-from tailrace.pipeline.capturing import OwnLog
+from tailrace.pipeline.capture.log_capture import OwnLog
 from tests.support.pipelines import eventually
 from tests.support.windows import SOURCE, ids, rows_window
 

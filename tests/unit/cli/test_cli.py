@@ -22,6 +22,7 @@ import tailrace
 from tailrace.cli import logs, render, units
 from tailrace.cli.main import COMMANDS, main
 from tailrace.errors import ExitCode, LogBusy, SchemaChanged, SourceRefused, TailraceError
+from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import (
     LogStatus,
     Observer,
@@ -34,7 +35,6 @@ from tailrace.pipeline.report import (
     error_to_json,
     tables_exit_code,
 )
-from tailrace.pipeline.settings import PipelineSettings
 
 GOOD = """\
 name: shop

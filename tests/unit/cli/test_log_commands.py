@@ -20,9 +20,9 @@ from tailrace.changelog.read.consumers import TableHint, leave_hints
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli import renderlog
 from tailrace.cli.main import main
+from tailrace.control import log_actions
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
-from tailrace.pipeline import logbook
 from tailrace.pipeline.report import LogReader
 from tests.support.logs import OTHER, WIDER, Diary, inserts
 
@@ -193,7 +193,7 @@ def test_trim_says_what_went_and_who_holds_the_rest(call: Any, diary: Diary) -> 
 
 
 def test_who_seals_meanwhile_is_named(call: Any, diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logbook, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(log_actions, "WAIT_SECONDS", 0.1)
     with Sealer(diary.path):
         code, out, err = call("log", "seal")
     assert (code, out) == (ExitCode.BUSY, "")

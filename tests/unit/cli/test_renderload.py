@@ -13,6 +13,7 @@ import pytest
 from tailrace.cli import render, renderload
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
+from tailrace.pipeline.config.settings import PipelineSettings
 from tailrace.pipeline.report import (
     LoadDone,
     LoadStatus,
@@ -24,7 +25,6 @@ from tailrace.pipeline.report import (
     TableState,
     TableStatus,
 )
-from tailrace.pipeline.settings import PipelineSettings
 
 READING = LoadStatus(
     stage="reading",

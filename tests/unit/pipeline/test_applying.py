@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline.applying import Applying
-from tailrace.pipeline.life import TableLife
+from tailrace.pipeline.apply.applier import Applying
+from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.settings import load_settings
+from tailrace.pipeline.tables.registry import TableLife
 from tailrace.tables.location import Place
 from tailrace.tasks.load_store import Hold
 from tests.support.changes import SHOP

@@ -15,14 +15,14 @@ from tailrace.capture.postgres.chunks import Cut
 from tailrace.capture.postgres.connect import connect
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import Lease
+from tailrace.control import load_requests
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ConfigError, LogUnusable, SourceUnreachable, TailraceError, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline import asking
-from tailrace.pipeline.settings import PipelineSettings, load_settings
+from tailrace.pipeline.capture.source_factory import open_source
+from tailrace.pipeline.config.settings import PipelineSettings, load_settings
 from tailrace.pipeline.status import APPLIER, NOTE
-from tailrace.pipeline.wiring import open_source
 from tailrace.tables.delta.table import DeltaRsTable
 from tailrace.tables.port import Cursor
 from tailrace.tables.table_paths import table_path
@@ -111,7 +111,7 @@ def begin(settings: PipelineSettings, seeds: Seeds, table: TableId, wish: Wish |
     return seed
 
 
-def said(asked: asking.Asked, table: TableId) -> tuple[str, str]:
+def said(asked: load_requests.Asked, table: TableId) -> tuple[str, str]:
     """What was done for a table, and how it is told."""
     found = next(item for item in asked.tables if (item.schema, item.table) == (table.schema, table.name))
     return found.done, found.said
@@ -121,7 +121,7 @@ def said(asked: asking.Asked, table: TableId) -> tuple[str, str]:
 
 
 def test_a_wish_is_put_on_record_for_every_table_that_matches(settings: PipelineSettings, seeds: Seeds) -> None:
-    asked = asking.ask(settings, ["public.orders", "public.cust*"], mode=LoadMode.REFRESH)
+    asked = load_requests.ask(settings, ["public.orders", "public.cust*"], mode=LoadMode.REFRESH)
     assert {(wish.table, wish.mode, wish.where) for wish in seeds.wishes()} == {
         (ORDERS, LoadMode.REFRESH, None),
         (CUSTOMERS, LoadMode.REFRESH, None),
@@ -133,14 +133,14 @@ def test_a_wish_is_put_on_record_for_every_table_that_matches(settings: Pipeline
 def test_whoever_applies_now_is_named(settings: PipelineSettings) -> None:
     held = Lease(settings.log.path, APPLIER)
     try:
-        assert asking.ask(settings, ["public.orders"]).apply_pid is not None
+        assert load_requests.ask(settings, ["public.orders"]).apply_pid is not None
     finally:
         held.release()
 
 
 def test_asking_again_replaces_what_was_waiting(settings: PipelineSettings, seeds: Seeds) -> None:
-    asking.ask(settings, ["public.orders"], where="id > 5")
-    asked = asking.ask(settings, ["public.orders"])
+    load_requests.ask(settings, ["public.orders"], where="id > 5")
+    asked = load_requests.ask(settings, ["public.orders"])
     (wish,) = seeds.wishes()
     assert wish.where is None
     done, text = said(asked, ORDERS)
@@ -152,7 +152,7 @@ def test_asking_during_a_load_lets_that_one_land_first(settings: PipelineSetting
     under_way = Wish(table=ORDERS, where="id > 5")
     seeds.wish(under_way)
     begin(settings, seeds, ORDERS, under_way)
-    done, text = said(asking.ask(settings, ["public.orders"]), ORDERS)
+    done, text = said(load_requests.ask(settings, ["public.orders"]), ORDERS)
     assert done == "asked"
     assert "begins when the load that is under way has landed" in text
     assert under_way in seeds.wishes(), "should it come to nothing, it is still wished for"
@@ -164,13 +164,13 @@ def test_asking_for_a_stopped_table_lifts_the_hold_and_a_paused_one_waits(
 ) -> None:
     seeds.hold(ORDERS, Hold.STOPPED)
     seeds.hold(CUSTOMERS, Hold.PAUSED)
-    asked = asking.ask(settings, ["public.orders", "public.customers"])
+    asked = load_requests.ask(settings, ["public.orders", "public.customers"])
     assert seeds.held() == {CUSTOMERS: Hold.PAUSED}
     assert "paused: `--resume`" in said(asked, CUSTOMERS)[1]
 
 
 def test_a_table_that_was_never_loaded_can_be_asked_for(settings: PipelineSettings, seeds: Seeds) -> None:
-    asking.ask(settings, ["public.never_loaded"])
+    load_requests.ask(settings, ["public.never_loaded"])
     assert [wish.table for wish in seeds.wishes()] == [NEVER]
 
 
@@ -190,34 +190,34 @@ def test_a_name_that_matches_nothing_is_an_error_with_close_names(
     settings: PipelineSettings, pattern: str, hint: str
 ) -> None:
     with pytest.raises(ConfigError, match="matches no table") as error:
-        asking.ask(settings, ["public.customers", pattern])
+        load_requests.ask(settings, ["public.customers", pattern])
     assert hint in error.value.hint
     assert records(settings) == [], "nothing is asked if anything is wrong"
 
 
 def test_no_table_at_all_is_an_error(settings: PipelineSettings) -> None:
     with pytest.raises(ConfigError, match="is not said"):
-        asking.ask(settings, [])
+        load_requests.ask(settings, [])
 
 
 def test_without_a_log_there_is_nothing_to_ask(settings: PipelineSettings, tmp_path: Path) -> None:
     elsewhere = settings.model_copy(update={"log": settings.log.model_copy(update={"path": tmp_path / "other"})})
     with pytest.raises(LogUnusable, match="there is no log here"):
-        asking.ask(elsewhere, ["public.orders"])
+        load_requests.ask(elsewhere, ["public.orders"])
     with pytest.raises(LogUnusable, match="there is no log here"):
-        asking.hold(elsewhere, [], Hold.PAUSED)
+        load_requests.hold(elsewhere, [], Hold.PAUSED)
     assert not (tmp_path / "other").exists()
 
 
 def test_a_source_that_does_not_answer_leaves_what_the_log_knows(silent: PipelineSettings) -> None:
     seeds = Seeds(silent.log.path)
     seeds.hold(ORDERS, Hold.STOPPED)
-    asked = asking.ask(silent, ["public.orders"])
+    asked = load_requests.ask(silent, ["public.orders"])
     assert [wish.table for wish in seeds.wishes()] == [ORDERS]
     assert asked.note is not None
     assert "the source was not asked" in asked.note
     with pytest.raises(SourceUnreachable):
-        asking.ask(silent, ["public.orders"], where="id > 5")
+        load_requests.ask(silent, ["public.orders"], where="id > 5")
 
 
 def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
@@ -226,8 +226,8 @@ def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
     gone = TableId("public", "gone")
     seeds.hold(gone, Hold.PAUSED)
     with pytest.raises(ConfigError, match="does not have this table any more"):
-        asking.ask(settings, ["public.gone"])
-    assert said(asking.hold(settings, ["public.gone"], None), gone)[0] == "resumed"
+        load_requests.ask(settings, ["public.gone"])
+    assert said(load_requests.hold(settings, ["public.gone"], None), gone)[0] == "resumed"
     assert seeds.held() == {}
 
 
@@ -249,7 +249,7 @@ def test_a_table_that_is_gone_at_the_source_cannot_be_loaded_but_let_go(
     ],
 )
 def test_a_condition_that_stands_by_itself_is_asked_for(settings: PipelineSettings, seeds: Seeds, where: str) -> None:
-    asking.ask(settings, ["public.orders"], where=where)
+    load_requests.ask(settings, ["public.orders"], where=where)
     (wish,) = seeds.wishes()
     assert wish.where == where
 
@@ -283,7 +283,7 @@ def test_a_condition_that_makes_no_sense_is_refused_in_the_server_s_words(
     settings: PipelineSettings, url: str, where: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        asking.ask(settings, ["public.orders"], where=where)
+        load_requests.ask(settings, ["public.orders"], where=where)
     assert words in error.value.message
     assert "WHERE" in error.value.hint
     assert "secret value" not in str(error.value)
@@ -294,7 +294,7 @@ def test_a_condition_that_makes_no_sense_is_refused_in_the_server_s_words(
 
 def test_a_condition_is_looked_at_for_every_table_before_anything_is_asked(settings: PipelineSettings) -> None:
     with pytest.raises(ConfigError, match='"status" does not exist') as error:
-        asking.ask(settings, ["public.orders", "public.customers"], where="status = 'open'")
+        load_requests.ask(settings, ["public.orders", "public.customers"], where="status = 'open'")
     assert error.value.fields["table"] == CUSTOMERS
     assert records(settings) == []
 
@@ -302,20 +302,20 @@ def test_a_condition_is_looked_at_for_every_table_before_anything_is_asked(setti
 def test_a_condition_on_a_partitioned_table_is_read_as_its_partitions_are(
     settings: PipelineSettings, seeds: Seeds
 ) -> None:
-    asking.ask(settings, ["public.parts"], where="x > 5")
+    load_requests.ask(settings, ["public.parts"], where="x > 5")
     assert [wish.table for wish in seeds.wishes()] == [PARTS]
     with pytest.raises(ConfigError):
-        asking.ask(settings, ["public.parts"], where="parts.x > 5")
+        load_requests.ask(settings, ["public.parts"], where="parts.x > 5")
 
 
 def test_a_table_that_somebody_holds_locked_is_not_waited_for_long(
     settings: PipelineSettings, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "LOCK_SECONDS_MAX", 1)
+    monkeypatch.setattr(load_requests, "LOCK_SECONDS_MAX", 1)
     with psycopg.connect(url) as other:
         other.execute("lock table orders in access exclusive mode")
         with pytest.raises(TailraceError, match="lock"):
-            asking.ask(settings, ["public.orders"], where="id > 5")
+            load_requests.ask(settings, ["public.orders"], where="id > 5")
     assert records(settings) == []
 
 
@@ -324,9 +324,9 @@ def test_a_table_without_a_key_can_only_be_replaced_as_a_whole(
     settings: PipelineSettings, seeds: Seeds, mode: LoadMode, where: str | None
 ) -> None:
     with pytest.raises(ConfigError, match="without a key can only be replaced as a whole"):
-        asking.ask(settings, ["public.no_key"], mode=mode, where=where)
+        load_requests.ask(settings, ["public.no_key"], mode=mode, where=where)
     assert records(settings) == []
-    asking.ask(settings, ["public.no_key"])
+    load_requests.ask(settings, ["public.no_key"])
     assert [wish.table for wish in seeds.wishes()] == [NO_KEY]
 
 
@@ -335,9 +335,9 @@ def test_no_part_can_be_read_again_of_a_table_that_keeps_every_version(
 ) -> None:
     keeping = settings.model_copy(update={"tables": settings.tables.model_copy(update={"mode": "history"})})
     with pytest.raises(Unsupported, match="`mode: history` cannot be read again"):
-        asking.ask(keeping, ["public.customers"], where="id > 5")
+        load_requests.ask(keeping, ["public.customers"], where="id > 5")
     assert records(settings) == []
-    (told,) = asking.ask(keeping, ["public.customers"], mode=LoadMode.REFRESH).tables
+    (told,) = load_requests.ask(keeping, ["public.customers"], mode=LoadMode.REFRESH).tables
     assert "only what differs" not in told.said, "it is made anew in another form"
 
 
@@ -345,12 +345,12 @@ def test_no_part_can_be_read_again_of_what_is_not_loaded_or_has_another_shape(
     settings: PipelineSettings, url: str
 ) -> None:
     with pytest.raises(ConfigError, match="it is not loaded yet"):
-        asking.ask(settings, ["public.never_loaded"], where="id > 5")
+        load_requests.ask(settings, ["public.never_loaded"], where="id > 5")
     with psycopg.connect(url, autocommit=True) as admin:
         admin.execute("alter table customers add extra int")
         try:
             with pytest.raises(ConfigError, match="another shape"):
-                asking.ask(settings, ["public.customers"], where="id > 5")
+                load_requests.ask(settings, ["public.customers"], where="id > 5")
         finally:
             admin.execute("alter table customers drop extra")
     assert records(settings) == []
@@ -363,41 +363,41 @@ def test_a_load_that_is_paused_says_how_far_it_is_and_goes_on_when_resumed(
     settings: PipelineSettings, seeds: Seeds
 ) -> None:
     begin(settings, seeds, NEVER)
-    done, text = said(asking.hold(settings, ["public.never_loaded"], Hold.PAUSED), NEVER)
+    done, text = said(load_requests.hold(settings, ["public.never_loaded"], Hold.PAUSED), NEVER)
     assert (done, seeds.held()) == ("paused", {NEVER: Hold.PAUSED})
     assert "1 of 1 chunks are in" in text
-    assert said(asking.hold(settings, ["public.never_loaded"], Hold.PAUSED), NEVER)[0] == "nothing"
-    done, text = said(asking.hold(settings, ["public.never_loaded"], None), NEVER)
+    assert said(load_requests.hold(settings, ["public.never_loaded"], Hold.PAUSED), NEVER)[0] == "nothing"
+    done, text = said(load_requests.hold(settings, ["public.never_loaded"], None), NEVER)
     assert (done, seeds.held()) == ("resumed", {})
     assert "goes on" in text
 
 
 def test_without_a_table_all_of_them_are_meant(settings: PipelineSettings, seeds: Seeds) -> None:
-    asked = asking.hold(settings, [], Hold.PAUSED)
+    asked = load_requests.hold(settings, [], Hold.PAUSED)
     assert set(seeds.held()) == {ORDERS, CUSTOMERS, NO_KEY, PARTS, NEVER}
     assert "nothing of it is being loaded" in said(asked, ORDERS)[1]
     assert said(asked, NEVER)[1] == "it is not loaded until it is resumed"
-    asking.hold(settings, [], None)
+    load_requests.hold(settings, [], None)
     assert seeds.held() == {}
-    assert {table.done for table in asking.hold(settings, [], None).tables} == {"nothing"}
+    assert {table.done for table in load_requests.hold(settings, [], None).tables} == {"nothing"}
 
 
 def test_a_stop_of_a_reload_leaves_the_table_as_it_was(settings: PipelineSettings, seeds: Seeds) -> None:
     begin(settings, seeds, ORDERS)
-    done, text = said(asking.hold(settings, ["public.orders"], Hold.STOPPED), ORDERS)
+    done, text = said(load_requests.hold(settings, ["public.orders"], Hold.STOPPED), ORDERS)
     assert (done, seeds.held()) == ("stopped", {ORDERS: Hold.STOPPED})
     assert "goes on as it was" in text
 
 
 def test_a_stop_of_a_first_load_leaves_the_table_unloaded(settings: PipelineSettings, seeds: Seeds) -> None:
-    asking.ask(settings, ["public.never_loaded"])
-    done, text = said(asking.hold(settings, ["public.never_loaded"], Hold.STOPPED), NEVER)
+    load_requests.ask(settings, ["public.never_loaded"])
+    done, text = said(load_requests.hold(settings, ["public.never_loaded"], Hold.STOPPED), NEVER)
     assert (done, seeds.held(), seeds.wishes()) == ("stopped", {NEVER: Hold.STOPPED}, [])
     assert "not loaded until it is asked for, or resumed" in text
 
 
 def test_a_stop_where_nothing_is_loaded_holds_nothing_back(settings: PipelineSettings, seeds: Seeds) -> None:
-    asked = asking.hold(settings, ["public.orders"], Hold.STOPPED)
+    asked = load_requests.hold(settings, ["public.orders"], Hold.STOPPED)
     assert said(asked, ORDERS) == ("nothing", "nothing of it is being loaded")
     assert seeds.held() == {}
 
@@ -406,8 +406,8 @@ def test_a_stop_of_all_reaches_loads_wishes_and_tables_that_are_not_loaded(
     settings: PipelineSettings, seeds: Seeds
 ) -> None:
     begin(settings, seeds, ORDERS)
-    asking.ask(settings, ["public.customers"])
-    asking.hold(settings, [], Hold.STOPPED)
+    load_requests.ask(settings, ["public.customers"])
+    load_requests.hold(settings, [], Hold.STOPPED)
     assert seeds.held() == dict.fromkeys((ORDERS, CUSTOMERS, NEVER), Hold.STOPPED)
 
 
@@ -424,7 +424,7 @@ def noted(settings: PipelineSettings, **states: str) -> None:
 
 def test_tables_that_have_failed_are_asked_to_be_tried_again(settings: PipelineSettings, seeds: Seeds) -> None:
     noted(settings, orders="failed", customers="live", parts="needs_snapshot")
-    asked = asking.retry(settings, ["public.*"])
+    asked = load_requests.retry(settings, ["public.*"])
     assert {table.table: table.done for table in asked.tables} == {
         "orders": "retried",
         "customers": "nothing",
@@ -442,13 +442,13 @@ def test_tables_that_have_failed_are_asked_to_be_tried_again(settings: PipelineS
 
 
 def test_without_a_table_all_that_have_failed_are_tried_again(settings: PipelineSettings, seeds: Seeds) -> None:
-    assert asking.retry(settings, []).tables == ()
+    assert load_requests.retry(settings, []).tables == ()
     noted(settings, orders="failed", customers="live", no_key="failed")
-    asked = asking.retry(settings, [])
+    asked = load_requests.retry(settings, [])
     assert [table.name for table in asked.tables] == ["public.no_key", "public.orders"]
     assert (asked.action, asked.apply_pid, sorted(seeds.retries())) == ("retry", None, [NO_KEY, ORDERS])
 
 
 def test_a_table_that_nobody_knows_is_not_tried_again(settings: PipelineSettings) -> None:
     with pytest.raises(ConfigError, match=r"public\.order"):
-        asking.retry(settings, ["public.order"])
+        load_requests.retry(settings, ["public.order"])

@@ -10,10 +10,10 @@ from typing import cast
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import SourceUnreachable
 from tailrace.model.schema import TableSchema
-from tailrace.pipeline.beginning import Beginning
-from tailrace.pipeline.holding import Holding
-from tailrace.pipeline.life import Lives
-from tailrace.pipeline.settings import LoadSettings
+from tailrace.pipeline.config.settings import LoadSettings
+from tailrace.pipeline.loads.load_start import Beginning
+from tailrace.pipeline.tables.registry import Lives
+from tailrace.pipeline.tables.retention_holds import Holding
 from tests.support.changes import SHOP
 from tests.support.logs import inserts
 from tests.support.quiet import Quiet

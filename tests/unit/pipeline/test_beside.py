@@ -24,9 +24,9 @@ from tailrace.errors import (
     TailraceError,
 )
 from tailrace.model.schema import TableId
-from tailrace.pipeline.beside import MARK, Beside, claim, for_a_stream, settings_of
+from tailrace.pipeline.capture.embedded_capture import MARK, Beside, claim, for_a_stream, settings_of
+from tailrace.pipeline.config.settings import matches
 from tailrace.pipeline.datasource import CdcSource, capture_of
-from tailrace.pipeline.settings import matches
 from tailrace.spark.datasource.log.log_options import LogOptions
 from tailrace.storage import objects
 from tailrace.storage.objects import ObjectPath

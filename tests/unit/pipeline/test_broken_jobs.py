@@ -14,12 +14,12 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.pipeline import applying as applying_module
-from tailrace.pipeline.life import TableLife
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.apply import applier as applying_module
+from tailrace.pipeline.apply.compaction import Tending
+from tailrace.pipeline.capture.source_factory import open_source
+from tailrace.pipeline.points.consistent_point import point_at
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.tending import Tending
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.tables.registry import TableLife
 from tailrace.tasks.work import ApplyWork, Outcome, apply_changes
 from tests.support.changes import insert
 from tests.support.loads import Local

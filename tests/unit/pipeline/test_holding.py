@@ -14,14 +14,15 @@ from tailrace.changelog.read import consumers
 from tailrace.changelog.read.consumers import TableHint, leave_hints
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
+from tailrace.control import log_actions
 from tailrace.errors import SchemaChanged, TableUnusable
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline import holding, logbook
-from tailrace.pipeline.holding import Holding, forget_unwanted
-from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.settings import load_settings
+from tailrace.pipeline.tables import retention_holds
+from tailrace.pipeline.tables.registry import Lives, TableLife
+from tailrace.pipeline.tables.retention_holds import Holding, forget_unwanted
 from tailrace.tables.location import Layout, Place
 from tailrace.tables.port import Cursor
 from tests.support.changes import SHOP
@@ -169,7 +170,7 @@ def test_tables_speak_at_most_every_few_seconds_unless_it_matters(
     assert consumers.hints(lives.log.path)[0].seq == 2
     speaker.say(now=True)
     assert consumers.hints(lives.log.path)[0].seq == 4
-    monkeypatch.setattr(holding, "SAY_SECONDS", 0.0)
+    monkeypatch.setattr(retention_holds, "SAY_SECONDS", 0.0)
     life.cursor = at(1, 2)
     speaker.say(now=True)
     life.moved(at(3, 4), SHOP)
@@ -193,7 +194,7 @@ def test_a_failed_table_whose_rows_were_let_go_needs_a_snapshot(lives: Lives, di
     assert life.error is not None
     assert life.error.code == "log-trimmed"
     assert "loaded anew" in life.error.hint
-    (table,) = logbook.readers(diary.path)
+    (table,) = log_actions.readers(diary.path)
     assert (table.name, table.state, table.held_bytes) == ("public.things", "detached", 0)
 
 
@@ -206,7 +207,7 @@ def test_a_table_of_which_the_log_had_no_rows_holds_those_that_come(diary: Diary
         trim(sealer, Policy(age_seconds=0.0))
         assert len(sealer.log.files("sales.third")) == 1
         assert sealer.log.files("public.things") == []
-    assert logbook.readers(diary.path)[0].behind_rows == 1
+    assert log_actions.readers(diary.path)[0].behind_rows == 1
 
 
 def test_a_reader_by_name_also_holds_rows_of_the_table_made_again(diary: Diary) -> None:

@@ -333,7 +333,7 @@ def test_where_the_disk_knows_no_links_nothing_is_copied_unasked(
     quiet.diary.commit()
     quiet.load_anew(ROWS, "first")
     monkeypatch.setattr(os, "link", no_links)
-    with caplog.at_level(logging.WARNING, "tailrace.pipeline.seedkeeping"):
+    with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
     assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["no seed kept"])
     quiet.file.write_text(quiet.file.read_text().replace("path: ./lake", "path: ./lake, keep_seed: copy"))
@@ -369,7 +369,7 @@ def test_a_seed_that_cannot_be_kept_for_any_reason_stops_nothing(
         raise pa.ArrowInvalid("not a Parquet file")
 
     monkeypatch.setattr(os, "link", damaged)
-    with caplog.at_level(logging.WARNING, "tailrace.pipeline.seedkeeping"):
+    with caplog.at_level(logging.WARNING, "tailrace.pipeline.loads.kept_loads"):
         quiet.keep("first")
     assert (seeds(quiet), [record.message for record in caplog.records]) == ([], ["no seed kept"])
 

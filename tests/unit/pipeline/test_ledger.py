@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from tailrace.control.point_in_time import TablesAt, chosen
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline import ledger
-from tailrace.pipeline.ledger import KEPT_SECONDS, NEAR_POINTS, Absence, Ledger, Point
-from tailrace.pipeline.points import TablesAt, chosen
+from tailrace.pipeline.points import ledger
+from tailrace.pipeline.points.ledger import KEPT_SECONDS, NEAR_POINTS, Absence, Ledger, Point
 
 A, B, DOTTED = TableId("public", "a"), TableId("public", "b"), TableId("my.schema", "x.y")
 

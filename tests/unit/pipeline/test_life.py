@@ -10,10 +10,10 @@ import pytest
 from tailrace.capture.postgres.chunks import Cut, Plan
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model.position import Lsn
-from tailrace.pipeline import life as life_module
-from tailrace.pipeline.life import Ahead, Lives
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.points.consistent_point import point_at
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.tables import registry as life_module
+from tailrace.pipeline.tables.registry import Ahead, Lives
 from tailrace.tables.location import Layout
 from tailrace.tasks.load_store import Seed
 from tests.support.changes import SHOP, insert

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.model.schema import TableId
-from tailrace.pipeline.document import Problem
-from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.config.document import Problem
+from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
 
 FILE = """\
 name: shop

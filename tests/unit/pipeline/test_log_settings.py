@@ -11,9 +11,9 @@ import pytest
 
 from tailrace.changelog.maintain.maintenance import Keeping
 from tailrace.changelog.maintain.retention import Policy
-from tailrace.pipeline.document import Problem
-from tailrace.pipeline.quantities import Refused, parse_duration, parse_size
-from tailrace.pipeline.settings import LogSettings, check_settings, load_settings
+from tailrace.pipeline.config.document import Problem
+from tailrace.pipeline.config.quantities import Refused, parse_duration, parse_size
+from tailrace.pipeline.config.settings import LogSettings, check_settings, load_settings
 from tailrace.storage.objects import ObjectPath
 
 FILE = """\
@@ -155,7 +155,7 @@ def test_a_mistake_about_the_log_is_told_with_its_line_and_remedy(
 def test_checking_a_log_section_loads_nothing_heavy(tmp_path: Path) -> None:
     file = write(tmp_path, "max_bytes: 50GB", "retention: {age: none}", "seal: {age: 5min}")
     code = (
-        "import sys\nfrom tailrace.pipeline.settings import check_settings\n"
+        "import sys\nfrom tailrace.pipeline.config.settings import check_settings\n"
         "assert check_settings(sys.argv[1]) == []\n"
         "sys.exit(str({'pyarrow', 'numpy'} & set(sys.modules)) if 'pyarrow' in sys.modules else 0)"
     )

@@ -18,9 +18,9 @@ from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.consumers import TableHint, consumer_path, leave_hints
 from tailrace.changelog.read.index import LogIndex
 from tailrace.changelog.read.reader import ChangeLog
+from tailrace.control import log_actions
 from tailrace.errors import ConfigError, ExitCode, LogBusy, LogUnusable
 from tailrace.model.schema import TableId
-from tailrace.pipeline import logbook
 from tailrace.pipeline.report import LoggedTable, LogReader, LogSealed
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, STEP, Diary, inserts, quick_folder
@@ -45,11 +45,11 @@ def hint(*numbers: int, commit: int, seq: int, name: str = "things") -> TableHin
 
 
 def seal(diary: Diary, grace_seconds: float = 300.0) -> LogSealed:
-    return logbook.seal(diary.path, grace_seconds=grace_seconds, progress=lambda done, of: None)
+    return log_actions.seal(diary.path, grace_seconds=grace_seconds, progress=lambda done, of: None)
 
 
 def reader(diary: Diary, name: str) -> LogReader:
-    return next(found for found in logbook.readers(diary.path) if found.name == name)
+    return next(found for found in log_actions.readers(diary.path) if found.name == name)
 
 
 # --- show --------------------------------------------------------------------------------------------------
@@ -57,19 +57,19 @@ def reader(diary: Diary, name: str) -> LogReader:
 
 def test_a_log_that_was_just_made_is_shown_as_empty(folder: Path) -> None:
     Diary(folder).close()
-    shown = logbook.show(folder)
+    shown = log_actions.show(folder)
     assert (shown.first_commit, shown.last_commit, shown.rows, shown.tables) == (None, None, 0, ())
     assert shown.source == "memory one/shop"
 
 
 def test_a_folder_without_a_log_is_an_error(folder: Path) -> None:
-    for look in (logbook.show, logbook.readers):
+    for look in (log_actions.show, log_actions.readers):
         with pytest.raises(LogUnusable, match="no log here"):
             look(folder)
 
 
 def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary) -> None:
-    before = logbook.show(diary.path)
+    before = log_actions.show(diary.path)
     assert (before.first_commit, before.last_commit, before.sealed_commit) == (1, 3, None)
     assert (before.rows, before.transactions, before.rows_trimmed) == (5, 3, 0)
     assert (before.start_position, before.end_position) == ("0/0", f"0/{3 * STEP:X}")
@@ -78,7 +78,7 @@ def test_what_a_log_holds_is_the_same_before_and_after_it_is_sealed(diary: Diary
     assert (things.name, things.number, things.versions, things.rows) == ("public.things", 1, 1, 3)
     assert (other.name, other.first_commit, other.last_commit, other.rows) == ("public.other", 2, 2, 2)
     seal(diary)
-    after = logbook.show(diary.path)
+    after = log_actions.show(diary.path)
     assert after.sealed_commit == 3
     for name in ("rows", "transactions", "start_position", "end_position", "written_from", "written_to"):
         assert getattr(after, name) == getattr(before, name), name
@@ -91,8 +91,8 @@ def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary)
     seal(diary)
     leave_hints(diary.path, [hint(2, commit=1, seq=2, name="other")])
     diary.commit(inserts(6))
-    logbook.trim(diary.path, EVERYTHING)
-    shown = logbook.show(diary.path)
+    log_actions.trim(diary.path, EVERYTHING)
+    shown = log_actions.show(diary.path)
     assert (shown.first_commit, shown.last_commit) == (1, 4), "the other table still needs its rows of commit 2"
     assert (shown.rows, shown.rows_trimmed) == (3, 3)
     assert {table.name: table.rows_trimmed for table in shown.tables} == {
@@ -101,23 +101,23 @@ def test_what_is_trimmed_is_counted_and_where_the_log_begins_moves(diary: Diary)
         "public.other": 0,
     }
     leave_hints(diary.path, [])
-    logbook.trim(diary.path, EVERYTHING)
-    assert logbook.show(diary.path).first_commit == 4
+    log_actions.trim(diary.path, EVERYTHING)
+    assert log_actions.show(diary.path).first_commit == 4
 
 
 def test_what_processes_say_beside_the_log_is_not_counted_as_the_log(diary: Diary) -> None:
-    before = logbook.show(diary.path).bytes
+    before = log_actions.show(diary.path).bytes
     (diary.path / "status" / "spark.log").write_bytes(bytes(1 << 20))
-    assert logbook.show(diary.path).bytes == before
+    assert log_actions.show(diary.path).bytes == before
 
 
 def test_a_log_of_which_nothing_is_left_still_says_where_it_ends(diary: Diary) -> None:
     seal(diary)
-    logbook.trim(diary.path, EVERYTHING)
-    shown = logbook.show(diary.path)
+    log_actions.trim(diary.path, EVERYTHING)
+    shown = log_actions.show(diary.path)
     assert (shown.first_commit, shown.last_commit, shown.sealed_commit) == (None, 3, 3)
     assert shown.start_position == shown.end_position == f"0/{3 * STEP:X}"
-    assert logbook.verify(diary.path, lambda done, of: None).ok
+    assert log_actions.verify(diary.path, lambda done, of: None).ok
 
 
 def test_a_log_can_be_looked_at_while_it_is_written_sealed_and_trimmed(diary: Diary) -> None:
@@ -139,9 +139,9 @@ def test_a_log_can_be_looked_at_while_it_is_written_sealed_and_trimmed(diary: Di
         try:
             until = time.monotonic() + 2.0
             while time.monotonic() < until:
-                shown = logbook.show(diary.path)
+                shown = log_actions.show(diary.path)
                 assert shown.rows + shown.rows_trimmed >= 5
-                logbook.readers(diary.path)
+                log_actions.readers(diary.path)
         finally:
             done.set()
     for work in working:
@@ -156,7 +156,7 @@ def test_a_verdict_lists_each_problem_with_its_file_and_what_to_do(diary: Diary)
     file = ChangeLog.open(diary.path).files("public.things")[0]
     file.write_bytes(b"PAR1")
     (diary.path / "trimmed.json").write_text("{}")
-    found = logbook.verify(diary.path, lambda done, of: None)
+    found = log_actions.verify(diary.path, lambda done, of: None)
     assert not found.ok
     assert found.problems_total == len(found.problems) == 2
     assert {problem.path for problem in found.problems} == {str(file), str(diary.path / "trimmed.json")}
@@ -168,7 +168,7 @@ def test_a_verdict_lists_each_problem_with_its_file_and_what_to_do(diary: Diary)
 
 def test_sealing_by_hand_says_what_it_did_and_the_second_time_there_is_nothing_to_do(diary: Diary) -> None:
     told: list[tuple[int, int]] = []
-    done = logbook.seal(diary.path, grace_seconds=0.0, progress=lambda done, of: told.append((done, of)))
+    done = log_actions.seal(diary.path, grace_seconds=0.0, progress=lambda done, of: told.append((done, of)))
     assert (done.commits, done.rows, done.seals, done.sealed_commit) == (3, 5, 1, 3)
     assert done.removed == 2, "the files of the sealed commits, but for the newest"
     assert told[-1] == (3, 3)
@@ -185,17 +185,17 @@ def test_many_small_seals_are_joined(diary: Diary) -> None:
 
 
 def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logbook, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(log_actions, "WAIT_SECONDS", 0.2)
     with Sealer(diary.path):
-        for act in (lambda: seal(diary), lambda: logbook.trim(diary.path, EVERYTHING)):
+        for act in (lambda: seal(diary), lambda: log_actions.trim(diary.path, EVERYTHING)):
             with pytest.raises(LogBusy, match="another process is sealing") as caught:
                 act()
             assert caught.value.exit_code is ExitCode.BUSY
             assert "try again" in caught.value.hint
             assert "--take-over" not in caught.value.hint
             assert caught.value.fields["pid"]
-        logbook.show(diary.path)
-        logbook.verify(diary.path, lambda done, of: None)
+        log_actions.show(diary.path)
+        log_actions.verify(diary.path, lambda done, of: None)
 
 
 # --- trim --------------------------------------------------------------------------------------------------
@@ -203,26 +203,26 @@ def test_who_seals_is_told_that_another_one_is_at_it(diary: Diary, monkeypatch: 
 
 def test_trimming_keeps_what_is_young_unless_told_otherwise(diary: Diary) -> None:
     seal(diary)
-    assert logbook.trim(diary.path, Policy()).files == 0
-    assert logbook.trim(diary.path, Policy(), older_than_seconds=3600).files == 0
-    done = logbook.trim(diary.path, Policy(age_seconds=None), older_than_seconds=0)
+    assert log_actions.trim(diary.path, Policy()).files == 0
+    assert log_actions.trim(diary.path, Policy(), older_than_seconds=3600).files == 0
+    done = log_actions.trim(diary.path, Policy(age_seconds=None), older_than_seconds=0)
     assert (done.commits, done.files) == (3, 3)
     assert done.bytes > 0
     assert done.first_commit is None
 
 
 def test_trimming_says_what_is_not_sealed(diary: Diary) -> None:
-    assert logbook.trim(diary.path, EVERYTHING).unsealed_commits == 3
+    assert log_actions.trim(diary.path, EVERYTHING).unsealed_commits == 3
     seal(diary)
     diary.commit(inserts(7))
-    done = logbook.trim(diary.path, EVERYTHING)
+    done = log_actions.trim(diary.path, EVERYTHING)
     assert (done.unsealed_commits, done.first_commit) == (1, 4)
 
 
 def test_trimming_by_hand_takes_nothing_from_those_who_need_it_whatever_the_limit(diary: Diary) -> None:
     seal(diary)
     leave_hints(diary.path, [hint(1, commit=0, seq=0)])
-    done = logbook.trim(diary.path, Policy(age_seconds=0.0, bytes=1, max_bytes=1))
+    done = log_actions.trim(diary.path, Policy(age_seconds=0.0, bytes=1, max_bytes=1))
     (table,) = done.readers
     assert (table.name, table.state, table.behind_rows) == ("public.things", "live", 3)
     assert table.held_bytes > 0
@@ -246,7 +246,7 @@ def test_what_was_recorded_as_gone_and_not_yet_removed_is_counted_once(diary: Di
     index.grow()
     assert (index.rows, index.transactions) == (6, 4)
     seal(diary)
-    logbook.trim(diary.path, EVERYTHING)
+    log_actions.trim(diary.path, EVERYTHING)
     gone = ChangeLog.open(diary.path).trimmed()
     assert (gone.rows, gone.transactions, gone.commit) == (6, 4, 4)
 
@@ -267,7 +267,7 @@ def test_a_table_and_a_consumer_say_how_far_they_are(diary: Diary) -> None:
     next(log.follow(consumer="slow"))
     seal(diary)
     diary.commit(inserts(8, 9))
-    table, nightly, slow = logbook.readers(diary.path)
+    table, nightly, slow = log_actions.readers(diary.path)
     assert (table.kind, table.name, table.tables) == ("table", "public.things", ("public.things",))
     assert (table.commit, table.seq, table.position) == (1, 2, f"0/{STEP:X}")
     assert (table.behind_commits, table.expires_at) == (3, None)
@@ -295,16 +295,16 @@ def test_a_consumer_is_forgotten_by_its_name_and_a_table_is_not(diary: Diary) ->
     list(ChangeLog.open(diary.path).follow(consumer="nightly"))
     leave_hints(diary.path, [hint(1, commit=1, seq=2)])
     with pytest.raises(ConfigError, match="no such consumer") as caught:
-        logbook.forget(diary.path, "nigthly")
+        log_actions.forget(diary.path, "nigthly")
     assert "There are: nightly." in caught.value.hint
     with pytest.raises(ConfigError, match="lake table") as caught:
-        logbook.forget(diary.path, "public.things")
+        log_actions.forget(diary.path, "public.things")
     assert "Exclude it" in caught.value.hint
     with pytest.raises(ConfigError, match="name is 1 to 63"):
-        logbook.forget(diary.path, "../meta")
-    logbook.forget(diary.path, "nightly")
+        log_actions.forget(diary.path, "../meta")
+    log_actions.forget(diary.path, "nightly")
     assert not consumer_path(diary.path, "nightly").exists()
-    assert [found.name for found in logbook.readers(diary.path)] == ["public.things"]
+    assert [found.name for found in log_actions.readers(diary.path)] == ["public.things"]
 
 
 def test_a_table_says_its_name_in_two_parts_or_is_one_of_the_logs_own() -> None:

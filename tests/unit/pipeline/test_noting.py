@@ -12,10 +12,10 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import TableUnusable
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline.ledger import Absence
-from tailrace.pipeline.life import Lives, TableLife
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.ledger import Absence
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.tables.registry import Lives, TableLife
 from tailrace.tables.location import Layout, Place
 from tailrace.tables.port import Cursor
 from tests.support.changes import SHOP

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from tailrace.pipeline.pacing import AHEAD_SECONDS_MAX, SHARE_SECONDS, Pace
+from tailrace.pipeline.apply.pace import AHEAD_SECONDS_MAX, SHARE_SECONDS, Pace
 
 SECONDS_MAX = 240.0
 

@@ -12,9 +12,9 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
-from tailrace.pipeline.carrying import stretch_to
-from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.loads.history_catch_up import stretch_to
 from tailrace.pipeline.report import TableState
+from tailrace.pipeline.tables.registry import Lives, TableLife
 from tailrace.tables.location import Layout, Place
 from tailrace.tables.spec import Form, TableMode
 from tailrace.tasks.work import ApplyWork, apply_changes

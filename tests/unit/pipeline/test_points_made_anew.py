@@ -11,10 +11,10 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
+from tailrace.control.point_in_time import TablesAt, find_point
 from tailrace.errors import ConfigError
-from tailrace.pipeline.ledger import Ledger
-from tailrace.pipeline.noting import point_at
-from tailrace.pipeline.points import TablesAt, find_point
+from tailrace.pipeline.points.consistent_point import point_at
+from tailrace.pipeline.points.ledger import Ledger
 from tailrace.pipeline.report import TableState
 from tailrace.tables.location import Place
 from tests.support.changes import SHOP, insert

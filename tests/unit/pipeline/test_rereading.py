@@ -22,13 +22,13 @@ from tailrace.cli.main import main
 from tailrace.errors import BaseRowMissing, ExitCode
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.pipeline import applying as applying_module
-from tailrace.pipeline.landing import last_seen
-from tailrace.pipeline.life import RETRIES_MAX, TableLife
-from tailrace.pipeline.loads import Load
-from tailrace.pipeline.noting import point_at
+from tailrace.pipeline.apply import applier as applying_module
+from tailrace.pipeline.capture.source_factory import open_source
+from tailrace.pipeline.loads.load_commit import last_seen
+from tailrace.pipeline.loads.running_load import Load
+from tailrace.pipeline.points.consistent_point import point_at
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.wiring import open_source
+from tailrace.pipeline.tables.registry import RETRIES_MAX, TableLife
 from tailrace.tasks.load_store import REMEMBERED_SECONDS, Seed, Seeds, Wish
 from tailrace.tasks.work import Outcome
 from tests.support.changes import SHOP, insert, update

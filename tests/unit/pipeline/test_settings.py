@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.model.policies import POLICIES, Policy
 from tailrace.model.schema import TableId
-from tailrace.pipeline.document import Problem
-from tailrace.pipeline.settings import (
+from tailrace.pipeline.config.document import Problem
+from tailrace.pipeline.config.settings import (
     PipelineSettings,
     SourceSettings,
     check_settings,

@@ -13,10 +13,10 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.format.coverage import announce, confirm
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Identity, TableId, TableSchema
-from tailrace.pipeline import shapewatch
-from tailrace.pipeline.life import Lives, TableLife
+from tailrace.pipeline.apply import schema_watch
+from tailrace.pipeline.apply.schema_watch import ShapeWatch
 from tailrace.pipeline.report import TableState
-from tailrace.pipeline.shapewatch import ShapeWatch
+from tailrace.pipeline.tables.registry import Lives, TableLife
 from tests.support.changes import SHOP, insert, update
 from tests.support.quiet import Quiet
 
@@ -33,7 +33,7 @@ class Unaltered:
 
 @pytest.fixture
 def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Quiet:
-    monkeypatch.setattr(shapewatch, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(schema_watch, "LOOK_SECONDS", 0.0)
     made = Quiet(tmp_path)
     made.diary.commit()
     made.load_anew([{"id": 1, "n": 1}], "first")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline.sparkstart import made_scratch
+from tailrace.pipeline.apply.spark_start import made_scratch
 from tests.support.logs import Diary
 
 

@@ -10,8 +10,8 @@ import pytest
 from tailrace.errors import TableUnusable
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.schema import TableId
-from tailrace.pipeline.setting_values import MetadataName
-from tailrace.pipeline.settings import PipelineSettings, check_settings, load_settings
+from tailrace.pipeline.config.setting_values import MetadataName
+from tailrace.pipeline.config.settings import PipelineSettings, check_settings, load_settings
 from tailrace.tables.delta.features import Features
 from tailrace.tables.spec import METADATA, PLAIN, Form, TableMode
 

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace import failpoints
 from tailrace.errors import TableUnusable
-from tailrace.pipeline.tending import PAUSE_SECONDS_MIN, pause_after
+from tailrace.pipeline.apply.compaction import PAUSE_SECONDS_MIN, pause_after
 from tailrace.tables.compaction_plan import FILES_MIN, Upkeep
 from tailrace.tables.location import Place
 from tailrace.tasks.work import Outcome, TendWork, tend_table

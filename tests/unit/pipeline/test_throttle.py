@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tailrace.errors import SourceUnreachable
-from tailrace.pipeline.throttle import PROBES, REST_SECONDS_MAX, Throttle
+from tailrace.pipeline.loads.throttle import PROBES, REST_SECONDS_MAX, Throttle
 
 FAST, SLOW = 0.002, 1.0
 

@@ -9,8 +9,8 @@ import pytest
 
 from tailrace.errors import ConfigError, TableUnusable
 from tailrace.model.schema import TableId
-from tailrace.pipeline.document import Problem
-from tailrace.pipeline.settings import check_settings, load_settings
+from tailrace.pipeline.config.document import Problem
+from tailrace.pipeline.config.settings import check_settings, load_settings
 from tailrace.tables.spec import Form, TableMode
 from tailrace.transforms.rules import KINDS, Set
 

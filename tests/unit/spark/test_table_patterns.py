@@ -6,8 +6,8 @@ import pytest
 
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.pipeline.beside import settings_of
-from tailrace.pipeline.settings import matches, names
+from tailrace.pipeline.capture.embedded_capture import settings_of
+from tailrace.pipeline.config.settings import matches, names
 from tailrace.spark.datasource.table_patterns import TablePattern, table_patterns, written
 
 DOT_IN_SCHEMA, DOT_IN_NAME = TableId("a.b", "c"), TableId("a", "b.c")

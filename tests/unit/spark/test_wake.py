@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.pipeline import life
-from tailrace.pipeline.life import Lives
+from tailrace.pipeline.tables import registry
+from tailrace.pipeline.tables.registry import Lives
 from tailrace.spark.session.wakeup import Wake
 from tailrace.tables.location import Layout
 from tests.support.logs import Diary, inserts
@@ -94,7 +94,7 @@ def test_a_query_that_comes_anew_is_told_what_the_last_one_did_not_answer(diary:
 
 
 def test_a_number_covers_a_bounded_count_of_rows(diary: Diary, speaking: Wake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "ROWS_PER_BATCH_MAX", 2)
+    monkeypatch.setattr(registry, "ROWS_PER_BATCH_MAX", 2)
     write(diary, 5)
     listener, heard = Listener(speaking), list[int]()
     while not heard or heard[-1] < 5:

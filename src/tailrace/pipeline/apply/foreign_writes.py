@@ -1,0 +1,62 @@
+"""Notices what others did to lake tables that no change comes for: whoever applied one would find it, and nobody does.
+
+Of a Delta table two names are looked up; only one that has got another version is opened. What cannot be read now stops
+nothing here: the next change meets the same trouble, and says so.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from tailrace.errors import ForeignWrite, TailraceError
+from tailrace.pipeline.report import TableState
+from tailrace.pipeline.tables.registry import Lives, TableLife
+from tailrace.tables.position_errors import not_loaded, put_back
+
+LOOK_SECONDS = 30.0
+
+
+class LakeWatch:
+    """Looks at the tables that are live now and then."""
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        self._due = 0.0
+
+    def look(self) -> None:
+        """Stop the tables that others have written to, put back or taken away, if it is time to look."""
+        if time.monotonic() < self._due:
+            return
+        for life in list(self._lives.tables.values()):
+            if life.state is TableState.LIVE:
+                self._look_at(life)
+        self._due = time.monotonic() + LOOK_SECONDS
+
+    def _look_at(self, life: TableLife) -> None:
+        if not life.lock.acquire(blocking=False):
+            return  # whoever is at work on it sees by himself
+        try:
+            if life.state is TableState.LIVE:
+                with suppress(TailraceError):
+                    _stop_anothers(life)
+        finally:
+            life.lock.release()
+
+
+def _stop_anothers(life: TableLife) -> None:
+    """Stop the table if it is not what we left."""
+    if life.version is not None and life.place.stands_at(life.version):
+        return
+    table, cursor = life.place.look(), life.cursor
+    try:
+        version, found = table.version(), table.cursor()
+        if found is None:
+            life.fail(not_loaded(life.place.path))
+        # A load may go back, and a commit may be there that nobody was told of, as its worker was killed.
+        elif cursor is not None and found.load == cursor.load and found.seq < cursor.seq:
+            life.fail(put_back(life.place.path, found, cursor))
+        else:
+            life.version = version
+    except ForeignWrite as error:
+        life.fail(error)

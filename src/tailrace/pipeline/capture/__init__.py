@@ -1,0 +1,1 @@
+"""The capture side of a pipeline, in a process of its own."""

@@ -1,0 +1,306 @@
+"""What single values of the settings file may be, and the words for what they may not."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, SecretStr
+from pydantic_core import PydanticCustomError
+
+from tailrace.capture.postgres import address
+from tailrace.errors import ConfigError
+from tailrace.pipeline.config.document import Loc, Number
+from tailrace.pipeline.config.quantities import DURATION_HINT, SIZE_HINT, Refused, parse_duration, parse_size
+from tailrace.storage.objects import ENDPOINT, STORES_HINT, ObjectPath
+
+LOG_BYTES_MIN = 1 << 20
+"""A smaller limit is a unit that was forgotten: `max_bytes: 50` would make the log let go of everything."""
+FILE_SIZE_MAX = 256 << 20
+"""Of a file of a lake table that may be aimed at."""
+
+
+def refusal(message: str, hint: str, at: Loc = ()) -> PydanticCustomError:
+    """`at`: where below the value that was looked at."""
+    # The text travels as a value: a template would read braces in it as places to fill.
+    return PydanticCustomError("refused", "{message}", {"message": message, "hint": hint, "at": at})
+
+
+def refuse(found: Iterable[PydanticCustomError]) -> None:
+    """Refuse all of them at once: of a model pydantic hears one refusal, so the others travel inside it."""
+    told = [dict(refusal.context or {}) for refusal in found]
+    if told:
+        raise PydanticCustomError("refused", "{message}", {**told[0], "more": told[1:]})
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,63}", name):
+        raise refusal("must be 1 to 63 letters, digits, `_` or `-`", "For example: `name: shop`.")
+    return name
+
+
+def _check_slot_name(name: str) -> str:
+    if not address.is_slot(name):
+        raise refusal(f"must be {address.SLOT_FORM}", "For example: `slot: {name: tailrace_shop}`.")
+    return name
+
+
+def _check_publication_name(name: str) -> str:
+    if not address.is_publication(name):
+        raise refusal(f"must be {address.PUBLICATION_FORM}", "For example: `publication: {name: tailrace_shop}`.")
+    return name
+
+
+_NOT_YET = {"mysql": "MySQL", "mariadb": "MariaDB", "sqlserver": "SQL Server", "mssql": "SQL Server"}
+"""Sources that are planned, by the scheme of their URL."""
+_URL_HINT = "It looks like `postgresql://user:${PGPASSWORD}@host:5432/database`."
+_ENCODE_HINT = (
+    "Percent-encode special characters in user and password (`@` is %40, `/` is %2F, `%` is %25), "
+    "or write the password as `${PGPASSWORD}`: a variable there is encoded for you."
+)
+
+
+def _check_url(url: str) -> str:
+    """What libpq would stumble over, said before it does: its own messages quote pieces of the URL."""
+    scheme, separator, _ = url.partition("://")
+    if not separator or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        raise refusal("must be a URL that begins with `postgresql://`", _URL_HINT)
+    if scheme.split("+")[0].lower() in _NOT_YET:
+        kind = _NOT_YET[scheme.split("+")[0].lower()]
+        raise refusal(f"names {kind} (`{scheme}://`), which is not available yet", "Use a `postgresql://` source.")
+    if scheme not in ("postgresql", "postgres"):
+        raise refusal(f"begins with `{scheme}://`, which is no source we know", _URL_HINT)
+    wrong = address.wrong_with(url)
+    if wrong is not None:
+        raise refusal(wrong.value, f"{_URL_HINT} {_ENCODE_HINT}" if wrong is address.Wrong.PORT else _ENCODE_HINT)
+    return url
+
+
+_BRACKETS = re.compile(r"\[!?\]?[^\]]*\]")
+"""One `[…]` of a glob; as in fnmatch a `]` right after the opening stands for itself."""
+
+
+def splits(glob: str) -> Iterator[tuple[str, str]]:
+    """Every way to read a glob as schema and table: at each dot that stands outside brackets."""
+    hidden = _BRACKETS.sub(lambda found: "x" * len(found.group()), glob)
+    for at, letter in enumerate(hidden):
+        if letter == ".":
+            yield glob[:at], glob[at + 1 :]
+
+
+def _check_brackets(glob: str) -> str:
+    if "[" in _BRACKETS.sub("", glob):
+        raise refusal(
+            f"holds `{glob}`, which opens a bracket and does not close it",
+            "Close it, or write `[[]` for a bracket that is part of a name.",
+        )
+    return glob
+
+
+def _check_glob(glob: str) -> str:
+    _check_brackets(glob)
+    found = list(splits(glob))
+    if not found:
+        raise refusal(
+            f"holds `{glob}`, which names no schema",
+            f'Write schema and table with a dot between them: "public.{glob or "*"}".',
+        )
+    if not any(schema and table for schema, table in found):
+        raise refusal(
+            f"holds `{glob}`, which lacks a schema or a table",
+            'Write both, with a dot between them; `*` stands for any: "public.*".',
+        )
+    return glob
+
+
+def check_format(name: object) -> object:
+    if isinstance(name, str) and name not in ("delta", "iceberg"):
+        raise refusal(f"names `{name}`, which is no table format", "Use `format: delta`, or `format: iceberg`.")
+    return name
+
+
+_NAMES_HINT = "For example: `{schema}/{table}`, `{pipeline}/{table}` or `{pipeline}/{schema}/{table}`."
+
+
+def _check_template(template: str) -> str:
+    """Folders' names, at most three deep. What a table's name brings in is encoded where it must be."""
+    parts = re.sub(r"\{(schema|table|pipeline)\}", "x", template).split("/")
+    if len(parts) > 3 or not all(re.fullmatch(r"[A-Za-z0-9_=-][A-Za-z0-9_.=-]*", part) for part in parts):
+        raise refusal(
+            "must be one to three folders' names of letters, digits, `_-=.`, {schema}, {table} and {pipeline}",
+            _NAMES_HINT,
+        )
+    if "_delta_log" in parts:
+        raise refusal("names `_delta_log`, which is Delta's own", _NAMES_HINT)
+    return template
+
+
+def _check_templates(template: str) -> str:
+    """One for many tables."""
+    if "{table}" not in _check_template(template):
+        raise refusal("lacks {table}, so that all tables would have one folder", _NAMES_HINT)
+    return template
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_BUCKET = re.compile(r"s3a?://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)")
+
+
+_LAKE_HINT = (
+    "Give a plain path, without `…://`; on a cluster that of a file system that all machines share. The log may be in "
+    "a store (`log: s3://…`). docs/guides/object-stores.md says more."
+)
+
+
+def check_folder(given: object) -> object:
+    if not isinstance(given, str):
+        return given
+    if not given.strip() or not given.isprintable():
+        raise refusal("must be a folder's path", "For example: `./shop/changes`.")
+    if _URL.match(given):
+        raise refusal("must be a folder: lake tables need a file system, and are not in object stores", _LAKE_HINT)
+    try:
+        return Path(given).resolve()
+    except (OSError, RuntimeError):
+        raise refusal("is a path that leads in a circle", "Look at the symbolic links in it.") from None
+
+
+def _check_log_path(given: object) -> Path | ObjectPath:
+    """A folder, or a place in an object store."""
+    if not isinstance(given, str) or not _URL.match(given):
+        found = check_folder(given)
+        if isinstance(found, (Path, ObjectPath)):
+            return found
+        raise refusal("must be a folder's path", "For example: `./shop/changes`.")
+    if importlib.util.find_spec("obstore") is None:
+        raise refusal("needs the package `obstore`", "Install it: `pip install 'tailrace[objects]'`.")
+    try:
+        if _BUCKET.match(given) and given.isprintable():
+            return ObjectPath.parse(given)
+    except ConfigError:
+        pass
+    raise refusal(
+        "must be a folder's path, or `s3://bucket/prefix`", f"For example: `s3://my-bucket/shop/changes`. {STORES_HINT}"
+    )
+
+
+def _check_endpoint(given: str) -> str:
+    if not ENDPOINT.fullmatch(given):
+        raise refusal("must be the address of an S3 server alone", "For example: `https://minio.example:9000`.")
+    return given
+
+
+def _written(given: object, hint: str) -> str:
+    if isinstance(given, Number):
+        return given.text
+    if isinstance(given, str):
+        return given
+    said = "has no value" if given is None else "must be a number, with or without a unit"
+    raise refusal(said, hint)
+
+
+def _check_size(given: object) -> int:
+    try:
+        size = parse_size(_written(given, SIZE_HINT))
+    except Refused as refused:
+        raise refusal(f"{refused}", refused.hint) from None
+    if size < LOG_BYTES_MIN:
+        raise refusal("is less than 1 MiB", f"Was a unit forgotten? {SIZE_HINT}")
+    return size
+
+
+def _check_duration(given: object) -> float:
+    try:
+        return parse_duration(_written(given, DURATION_HINT))
+    except Refused as refused:
+        raise refusal(f"{refused}", refused.hint) from None
+
+
+def _check_count(given: object) -> int:
+    text = _written(given, "For example: `commits: 4096`.")
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", text):
+        raise refusal("must be a whole number from 1 on", "For example: `commits: 4096`.")
+    return int(text)
+
+
+def _check_connections(given: object) -> int:
+    text = _written(given, "For example: `connections: 4`.")
+    if not re.fullmatch(r"[1-9][0-9]?", text):
+        raise refusal("must be a whole number from 1 to 99", "For example: `connections: 4`.")
+    return int(text)
+
+
+def _check_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len({name.lower() for name in names}) < len(names):
+        raise refusal("names a column twice", "Name each once, for example: `partition_by: [region, day]`.")
+    return names
+
+
+def _check_file_size(given: object) -> int:
+    size = _check_size(given)
+    if size > FILE_SIZE_MAX:
+        raise refusal("is more than 256 MiB", "No file of a lake table is written larger: `file: 256MiB`.")
+    return size
+
+
+def _check_share(given: object) -> float:
+    example = "For example: `budget: 10%`."
+    text = _written(given, example)
+    if not re.fullmatch(r"[1-9][0-9]?%", text):
+        raise refusal("must be a share of one core, from 1% to 99%", example)
+    return int(text[:-1]) / 100
+
+
+def _check_long_ago(given: object) -> float | None:
+    """A duration of at least an hour, or none."""
+    if _is_none(given):
+        return None
+    found = _check_duration(given)
+    if found < 3600:
+        raise refusal("must be an hour or longer", "For example: `remove_after: 7d`.")
+    return found
+
+
+def check_spark_setting(given: object) -> object:
+    """A setting of Spark's as Spark takes it: as text."""
+    if isinstance(given, Number):
+        return given.text
+    return str(given).lower() if isinstance(given, bool) else given
+
+
+def _is_none(given: object) -> bool:
+    return isinstance(given, str) and given.strip().lower() == "none"
+
+
+Size = Annotated[int, BeforeValidator(_check_size)]
+Limit = Annotated[int | None, BeforeValidator(lambda given: None if _is_none(given) else _check_size(given))]
+Duration = Annotated[float, BeforeValidator(_check_duration)]
+LongAgo = Annotated[float | None, BeforeValidator(_check_long_ago)]
+FileSize = Annotated[int, BeforeValidator(_check_file_size)]
+Share = Annotated[float, BeforeValidator(_check_share)]
+Age = Annotated[float | None, BeforeValidator(lambda given: None if _is_none(given) else _check_duration(given))]
+Count = Annotated[int, BeforeValidator(_check_count)]
+Connections = Annotated[int, BeforeValidator(_check_connections)]
+Mode = Literal["initial", "always", "initial_only", "when_needed", "schema_only", "never"]
+"""When a table is loaded; docs/guides/loading.md says what each means."""
+Kept = Literal["mirror", "history", "append"]
+"""What a lake table holds; docs/guides/modes.md."""
+MetadataName = Literal["_op", "_seq", "_position", "_tx", "_tx_index", "_committed_at"]
+"""As `tables.forms.METADATA`."""
+BadRow = Literal["stop", "dead-letter"]
+"""What becomes of a change that its lake table cannot take; docs/guides/dead-letters.md."""
+Name = Annotated[str, AfterValidator(_check_name)]
+SlotName = Annotated[str, AfterValidator(_check_slot_name)]
+PublicationName = Annotated[str, AfterValidator(_check_publication_name)]
+Url = Annotated[SecretStr, AfterValidator(lambda secret: SecretStr(_check_url(secret.get_secret_value())))]
+Glob = Annotated[str, AfterValidator(_check_glob)]
+Template = Annotated[str, AfterValidator(_check_template)]
+Templates = Annotated[str, AfterValidator(_check_templates)]
+PrefixGlob = Annotated[str, AfterValidator(_check_brackets)]
+Folder = Annotated[Path, BeforeValidator(check_folder)]
+LogFolder = Annotated[Path | ObjectPath, PlainValidator(_check_log_path)]
+Endpoint = Annotated[str, AfterValidator(_check_endpoint)]
+Columns = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AfterValidator(_check_columns)]

@@ -1,0 +1,772 @@
+"""The settings file: what it may say, and every mistake in it with its line and remedy.
+
+A `PipelineSettings` that exists is usable as far as the file alone can tell: nothing here opens a connection.
+Loading and checking read the file the same way, so a file that checks clean loads. The URL never stands in a
+`repr`, an error or a problem, and neither does any other value that could hold a secret.
+
+Reading goes: bytes → YAML nodes (which know their lines) → plain values with variables replaced (`document.py`) → the
+models, whose values `setting_values.py` checks. The file is longer than most because a key, what it must go together
+with and the words for breaking that change together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from tailrace.errors import ConfigError
+from tailrace.model.policies import Policies, Policy
+from tailrace.pipeline.config import catalog_settings, transform_settings
+from tailrace.pipeline.config.catalog_settings import CatalogSettings
+from tailrace.pipeline.config.document import Document, Loc, Problem, dotted, read_text
+from tailrace.pipeline.config.setting_values import (
+    Age,
+    BadRow,
+    Columns,
+    Connections,
+    Count,
+    Duration,
+    Endpoint,
+    FileSize,
+    Folder,
+    Glob,
+    Kept,
+    Limit,
+    LogFolder,
+    LongAgo,
+    MetadataName,
+    Mode,
+    Name,
+    PrefixGlob,
+    PublicationName,
+    Share,
+    Size,
+    SlotName,
+    Template,
+    Templates,
+    Url,
+    check_folder,
+    check_format,
+    check_spark_setting,
+    refusal,
+    refuse,
+    splits,
+)
+from tailrace.storage.objects import ObjectPath
+from tailrace.transforms.rules import Transforms
+
+if TYPE_CHECKING:
+    # Importing them costs an import of pyarrow, which `tailrace check` has no use for.
+    from tailrace.changelog.maintain.maintenance import Keeping
+    from tailrace.model.schema import TableId
+    from tailrace.tables.delta.features import Features
+    from tailrace.tables.location import Layout
+    from tailrace.tables.spec import Form
+
+SEALS_PER_MAX_BYTES = 8
+"""Only sealed commits can be let go, so a log with a limit seals before much of it is unsealed."""
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+_FROZEN = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class SlotSettings(BaseModel):
+    """The replication slot: named by the log's id unless named here; created if missing unless forbidden."""
+
+    model_config = _FROZEN
+    name: SlotName | None = None
+    create: bool = True
+
+    @model_validator(mode="after")
+    def _is_findable(self) -> SlotSettings:
+        _refuse_nameless(self, "slot")
+        return self
+
+
+class PublicationSettings(BaseModel):
+    """The publication: named by the log's id unless named here; created if missing unless forbidden."""
+
+    model_config = _FROZEN
+    name: PublicationName | None = None
+    create: bool = True
+
+    @model_validator(mode="after")
+    def _is_findable(self) -> PublicationSettings:
+        _refuse_nameless(self, "publication")
+        return self
+
+
+def _refuse_nameless(given: SlotSettings | PublicationSettings, what: str) -> None:
+    if not given.create and given.name is None:
+        raise refusal(
+            f"`create: false` needs a `name`: there is no other way to know which {what} is meant",
+            f"Add `name:`, the name of the {what} you made.",
+        )
+
+
+class SourceSettings(BaseModel):
+    """The database and which of its tables are copied."""
+
+    model_config = _FROZEN
+    secret_url: Url = Field(alias="url")
+    tables: tuple[Glob, ...] = Field(min_length=1)
+    exclude: tuple[Glob, ...] = ()
+    messages: tuple[PrefixGlob, ...] = ("*",)
+    origin: Literal["any", "none"] = "any"
+    invalid_text: Literal["refuse", "replace"] = "refuse"
+    slot: SlotSettings = SlotSettings()
+    publication: PublicationSettings = PublicationSettings()
+
+    @property
+    def url(self) -> str:
+        """The URL with its password: hand it to the driver and to nothing else."""
+        return self.secret_url.get_secret_value()
+
+
+class RetentionSettings(BaseModel):
+    """What the log keeps of rows that nobody needs any more: the younger ones, and not more than so many."""
+
+    model_config = _FROZEN
+    age: Age = 7 * 86_400.0
+    bytes: Limit = None
+
+
+class SealSettings(BaseModel):
+    """When commits become Parquet files: past any one of these."""
+
+    model_config = _FROZEN
+    bytes: Size = 128 << 20
+    commits: Count = 4_096
+    age: Duration = 600.0
+
+
+class LogSettings(BaseModel):
+    """The change log: its folder or its place in an object store, and how it is kept in order."""
+
+    model_config = _FROZEN
+    path: LogFolder
+    endpoint: Endpoint | None = None
+    region: str | None = None
+    max_bytes: Limit = None
+    retention: RetentionSettings = RetentionSettings()
+    seal: SealSettings = SealSettings()
+    grace: Duration = 300.0
+
+    @model_validator(mode="after")
+    def _path_knows_its_store(self) -> LogSettings:
+        given = {"endpoint": self.endpoint, "region": self.region}
+        if isinstance(self.path, ObjectPath):
+            # Whoever has the path, in whichever process, needs nothing else.
+            object.__setattr__(self, "path", ObjectPath.parse(str(self.path), **given))
+        elif any(given.values()):
+            raise refusal("has an endpoint or a region, but is a folder", "Leave them out, or give `path: s3://…`.")
+        return self
+
+    @property
+    def keeping(self) -> Keeping:
+        """The same for the one who keeps the log in order."""
+        from tailrace.changelog.maintain.maintenance import Keeping
+        from tailrace.changelog.maintain.retention import Policy
+
+        seal_bytes = self.seal.bytes
+        if self.max_bytes is not None:
+            seal_bytes = min(seal_bytes, self.max_bytes // SEALS_PER_MAX_BYTES)
+        policy = Policy(age_seconds=self.retention.age, bytes=self.retention.bytes, max_bytes=self.max_bytes)
+        return Keeping(
+            seal_bytes=seal_bytes,
+            seal_commits=self.seal.commits,
+            seal_seconds=self.seal.age,
+            grace_seconds=self.grace,
+            policy=policy,
+        )
+
+
+class EvolutionSettings(BaseModel):
+    """What to do about each kind of change to a table's shape; docs/guides/evolution.md says what each means."""
+
+    model_config = _FROZEN
+    add: Literal["apply", "stop", "refresh"] = "apply"
+    drop: Literal["keep-null", "apply", "stop", "refresh"] = "keep-null"
+    rename: Literal["apply", "stop", "refresh"] = "apply"
+    widen: Literal["apply", "stop", "refresh"] = "apply"
+    narrow: Literal["refresh", "stop"] | None = None
+    retype: Literal["refresh", "stop"] = "refresh"
+    rewrite: Literal["refresh", "stop"] = "refresh"
+    key: Literal["refresh", "stop"] = "refresh"
+    recreate: Literal["refresh", "stop"] = "refresh"
+    partition: Literal["refresh", "stop"] = "refresh"
+
+    @property
+    def policies(self) -> Policies:
+        return Policies(**{kind: Policy(said) for kind, said in self.model_dump(exclude_none=True).items()})
+
+
+class UpkeepSettings(BaseModel):
+    """What is done for lake tables besides changing their rows; docs/guides/upkeep.md."""
+
+    model_config = _FROZEN
+    join: bool = True
+    file: FileSize = 128 << 20
+    budget: Share = 0.1
+    remove_after: LongAgo = None
+
+
+class RuleSettings(BaseModel):
+    """What some tables are to be; where it says nothing, what `tables` says for all counts."""
+
+    model_config = _FROZEN
+    mode: Kept | None = None
+    soft_delete: bool | None = None
+    metadata: tuple[MetadataName, ...] | None = None
+    partition_by: Columns | None = None
+    on_bad_row: BadRow | None = None
+    name: Template | None = None
+    deletion_vectors: bool | None = None
+    column_mapping: bool | None = None
+    evolution: EvolutionSettings = EvolutionSettings()
+    columns: dict[str, Annotated[str, Field(min_length=1)]] = {}
+
+    @model_validator(mode="after")
+    def _names_are_apart(self) -> RuleSettings:
+        refuse(self._names_that_meet())
+        return self
+
+    def _names_that_meet(self) -> Iterator[PydanticCustomError]:
+        seen: dict[str, str] = {}
+        for old, new in self.columns.items():
+            if "\0" in new:
+                yield refusal("must not hold a zero byte", "No table can have such a column.", ("columns", old))
+            if (other := seen.setdefault(new.lower(), old)) != old:
+                yield refusal(f"is what `{other}` is called, too", "Give each its own name.", ("columns", old))
+
+
+class TablesSettings(BaseModel):
+    """The lake tables: each in its folder, `<path>/<schema>/<table>` unless named otherwise."""
+
+    model_config = _FROZEN
+    _pipeline: str = PrivateAttr(default="")
+    _transforms: Transforms = PrivateAttr(default=Transforms())
+    format: Annotated[Literal["delta", "iceberg"], BeforeValidator(check_format)] = "delta"
+    catalog: CatalogSettings | None = None
+    engine: Literal["delta-rs", "spark"] = "delta-rs"
+    path: Folder
+    mode: Kept = "mirror"
+    soft_delete: bool = False
+    metadata: tuple[MetadataName, ...] = ()
+    partition_by: Columns = ()
+    names: Templates = "{schema}/{table}"
+    rules: dict[Glob, RuleSettings] = {}
+    evolution: EvolutionSettings = EvolutionSettings()
+    upkeep: UpkeepSettings = UpkeepSettings()
+    on_bad_row: BadRow = "stop"
+    keep_seed: bool | Literal["copy"] = True
+    deletion_vectors: bool = False
+    column_mapping: bool = False
+
+    @model_validator(mode="after")
+    def _settings_go_together(self) -> TablesSettings:
+        if self.format == "iceberg":
+            of_format = [*self._known_only_to_delta(), *self._unknown_to_iceberg()]
+        else:
+            of_format = [*self._catalog_of_delta(), *self._features_without_spark()]
+        refuse([*of_format, *self._marks_without_mirror()])
+        return self
+
+    def _catalog_of_delta(self) -> Iterator[PydanticCustomError]:
+        if self.catalog is not None:
+            hint = "Remove it, or write `format: iceberg`."
+            yield refusal("is for `format: iceberg`: a Delta table needs no catalog", hint, ("catalog",))
+
+    def _known_only_to_delta(self) -> Iterator[PydanticCustomError]:
+        if "engine" in self.model_fields_set and self.engine != "spark":
+            yield refusal("is for `format: delta`: Iceberg tables are written by Spark", "Remove it.", ("engine",))
+
+    def _unknown_to_iceberg(self) -> Iterator[PydanticCustomError]:
+        for at, said in self._said():
+            for name in ("deletion_vectors", "column_mapping"):
+                if getattr(said, name):
+                    yield refusal("is not known to `format: iceberg`", "Remove it.", (*at, name))
+            name, template = ("name", said.name) if isinstance(said, RuleSettings) else ("names", said.names)
+            if template is not None and "/" not in template:
+                hint = "For example: `{schema}/{table}`."
+                yield refusal("has no namespace, which an Iceberg table needs", hint, (*at, name))
+
+    def _marks_without_mirror(self) -> Iterator[PydanticCustomError]:
+        for at, said in self._said():
+            mode = said.mode or self.mode
+            if said.soft_delete and mode != "mirror":
+                yield refusal(
+                    f"is for `mode: mirror`: a table in `mode: {mode}` keeps what is deleted anyway",
+                    "Remove it, or write `mode: mirror`.",
+                    (*at, "soft_delete"),
+                )
+
+    def _features_without_spark(self) -> Iterator[PydanticCustomError]:
+        for at, said in self._said() if self.engine != "spark" else ():
+            for name in ("deletion_vectors", "column_mapping"):
+                if getattr(said, name):
+                    yield refusal(
+                        "is for `engine: spark`: delta-rs does not write such tables",
+                        "Remove it, or write `engine: spark`.",
+                        (*at, name),
+                    )
+
+    def _said(self) -> Iterator[tuple[Loc, TablesSettings | RuleSettings]]:
+        """What is said for all tables, and for some, with the place where it stands."""
+        yield (), self
+        for glob, rule in self.rules.items():
+            yield ("rules", glob), rule
+
+    def _features_of(self, table: TableId) -> Features:
+        from tailrace.tables.delta.features import Features
+
+        rule = self._rule_of(table)
+        return Features(
+            deletion_vectors=self.deletion_vectors if rule.deletion_vectors is None else rule.deletion_vectors,
+            column_mapping=self.column_mapping if rule.column_mapping is None else rule.column_mapping,
+        )
+
+    def form_of(self, table: TableId) -> Form:
+        """The last pattern that matches decides; what it does not say, and without one, is as for all."""
+        from tailrace.tables.spec import DELETED, ICEBERG_DELETED, Form, TableMode
+
+        rule = self._rule_of(table)
+        mode = rule.mode or self.mode
+        wanted = self.soft_delete if rule.soft_delete is None else rule.soft_delete
+        soft_delete = wanted and mode == "mirror"
+        if keeps := transform_settings.holds_messages(self._transforms, table):
+            transform_settings.refuse_modes(table, rule.mode, rule.soft_delete)
+            mode, soft_delete = "mirror", False
+        metadata = self.metadata if rule.metadata is None else rule.metadata
+        partition_by = self.partition_by if rule.partition_by is None else rule.partition_by
+        return Form(
+            mode=TableMode(mode),
+            soft_delete=soft_delete,
+            metadata=tuple(sorted(set(metadata))),
+            mark=ICEBERG_DELETED if soft_delete and self.format == "iceberg" else DELETED,
+            columns=tuple(sorted(rule.columns.items())),
+            partition_by=tuple(rule.columns.get(name, name) for name in partition_by),
+            keeps=keeps,
+        )
+
+    def policies_of(self, table: TableId) -> Policies:
+        """The last pattern that matches decides; the kinds that it does not name are as for all."""
+        said = self._rule_of(table).evolution
+        return self.evolution.model_copy(update=said.model_dump(include=said.model_fields_set)).policies
+
+    def _name_of(self, table: TableId) -> str:
+        return self._rule_of(table).name or self.names
+
+    def _rule_of(self, table: TableId) -> RuleSettings:
+        found = [rule for glob, rule in self.rules.items() if _glob_matches(glob, table)]
+        return found[-1] if found else RuleSettings()
+
+    @property
+    def layout(self) -> Layout:
+        """Where each table lies, and what it is."""
+        from tailrace.tables.location import Layout
+
+        return Layout(
+            root=self.path,
+            form_of=self.form_of,
+            name_of=self._name_of,
+            pipeline=self._pipeline,
+            engine=self.engine,
+            features_of=self._features_of,
+            file_bytes=self.upkeep.file,
+            catalog=(self.catalog or CatalogSettings()).catalog(self.path) if self.format == "iceberg" else None,
+        )
+
+    @property
+    def by_spark(self) -> bool:
+        """Whether one of Spark's connectors writes the tables."""
+        return self.format == "iceberg" or self.engine == "spark"
+
+    def sets_aside(self, table: TableId) -> bool:
+        """Whether changes that the table cannot take are set aside; the last pattern that matches decides."""
+        return (self._rule_of(table).on_bad_row or self.on_bad_row) == "dead-letter"
+
+
+class LoadSettings(BaseModel):
+    """How tables are read from the source: when, in which way, and how much of the source that may take."""
+
+    model_config = _FROZEN
+    mode: Mode = "initial"
+    modes: dict[Glob, Mode] = {}
+    way: Literal["auto", "exact", "chunked"] = "auto"
+    connections: Connections = 2
+    chunk: Size = 64 << 20
+    time_limit: Duration = 3_600.0
+    chunk_timeout: Duration = 900.0
+    throttle: bool = True
+    secret_standby: Url | None = Field(default=None, alias="standby")
+
+    @model_validator(mode="after")
+    def _standby_is_of_use(self) -> LoadSettings:
+        if self.standby and self.way == "exact":
+            raise refusal(
+                "has `standby` beside `way: exact`, and a snapshot is exported by the source itself",
+                "Leave `way` out, or write `way: chunked`; or leave `standby` out.",
+            )
+        return self
+
+    @property
+    def standby(self) -> str | None:
+        """The URL of the server to read from, with its password, if it is not the source itself."""
+        return self.secret_standby.get_secret_value() if self.secret_standby else None
+
+    def mode_of(self, table: TableId) -> Mode:
+        """The last pattern that matches decides; without one, `mode`."""
+        found = [mode for glob, mode in self.modes.items() if _glob_matches(glob, table)]
+        return found[-1] if found else self.mode
+
+
+class SparkSettings(BaseModel):
+    """The Spark that the work runs on; by default one of our own, on this machine."""
+
+    model_config = _FROZEN
+    master: str | None = None
+    settings: dict[str, Annotated[str, BeforeValidator(check_spark_setting)]] = {}
+
+
+class PipelineSettings(BaseModel):
+    """One pipeline. `file` is where the settings came from; relative paths start at its folder."""
+
+    model_config = _FROZEN
+    name: Name
+    source: SourceSettings
+    log: LogSettings
+    tables: TablesSettings
+    load: LoadSettings = LoadSettings()
+    spark: SparkSettings = SparkSettings()
+    transforms: Annotated[Transforms, BeforeValidator(transform_settings.plain)] = Transforms()
+    file: Path
+
+    @model_validator(mode="before")
+    @classmethod
+    def _anchor_paths(cls, given: Any) -> Any:
+        return _anchored(given) if isinstance(given, dict) and "file" in given else given
+
+    @model_validator(mode="after")
+    def _tables_know_the_name(self) -> PipelineSettings:
+        self.tables._pipeline, self.tables._transforms = self.name, self.transforms
+        return self
+
+    def idle_patterns(self, tables: Collection[TableId]) -> list[str]:
+        """Patterns that say something of some tables, and of none of these: probably of one that is misspelled."""
+        said = [("tables.rules", glob) for glob in self.tables.rules]
+        said += [("load.modes", glob) for glob in self.load.modes]
+        return [f"{where}.{glob}" for where, glob in said if not any(_glob_matches(glob, table) for table in tables)]
+
+    def has(self, table: TableId) -> bool:
+        """Whether a table in the lake, of which there is a record, is this pipeline's as its rules are now."""
+        return transform_settings.leaves(self.transforms, table, wanted=matches(self.source, table))
+
+    @model_validator(mode="after")
+    def _rules_can_be_kept(self) -> PipelineSettings:
+        for said, hint in transform_settings.refused_rules(self.transforms):
+            raise refusal(said, hint, ("transforms", "rules"))
+        tables = [self.tables.on_bad_row, *(rule.on_bad_row for rule in self.tables.rules.values())]
+        if (rule := transform_settings.wants_letters(self.transforms)) and "dead-letter" not in tables:
+            said = f"has the rule `{rule}`, which sets rows aside, and the tables do not"
+            hint = "Write `on_bad_row: dead-letter` under `tables`."
+            raise refusal(said, hint, ("transforms", "rules"))
+        return self
+
+    @model_validator(mode="after")
+    def _folders_are_apart(self) -> PipelineSettings:
+        if said := _overlap(self.log.path, self.tables.path):
+            raise refusal(said, _OVERLAP_HINT)
+        return self
+
+
+def _anchored(given: dict[str, Any]) -> dict[str, Any]:
+    """The same settings with absolute paths, and `log: folder` written out as `log: {path: folder}`."""
+    # Not `resolve`: a mounted settings file is often a link into a folder that is replaced at every change.
+    file = Path(os.path.abspath(given["file"]))
+
+    def anchor(holder: Any) -> Any:
+        path = holder.get("path") if isinstance(holder, dict) else None
+        if not isinstance(path, (str, Path)) or not str(path).strip() or "://" in str(path):
+            return holder
+        return {**holder, "path": os.path.join(file.parent, os.path.expanduser(path))}
+
+    log = given.get("log")
+    anchored = {
+        **given,
+        "file": file,
+        "log": anchor({"path": log} if isinstance(log, (str, Path)) else log),
+        "tables": anchor(given.get("tables")),
+        "transforms": transform_settings.anchored(given.get("transforms"), file.parent),
+    }
+    return {key: value for key, value in anchored.items() if key in given}
+
+
+_OVERLAP_HINT = "Give the log and the tables folders side by side, e.g. `./shop/changes` and `./shop/lake`."
+
+
+def _overlap(log: Path | ObjectPath, tables: Path) -> str | None:
+    if isinstance(log, ObjectPath):
+        return None
+    if log == tables:
+        return "is the log's folder"
+    if log in tables.parents:
+        return "lies inside the log's folder"
+    return "holds the log's folder" if tables in log.parents else None
+
+
+def matches(source: SourceSettings, table: TableId) -> bool:
+    """Whether the pipeline copies this table: some glob of `tables` matches it and none of `exclude` does.
+
+    A glob is `schema-glob.table-glob`; names are compared verbatim, case included. A name may itself hold a
+    dot, so the glob matches if it does so when split at any one of its dots (those in brackets aside).
+    """
+
+    def matched(globs: Sequence[str]) -> bool:
+        return any(_glob_matches(glob, table) for glob in globs)
+
+    return matched(source.tables) and not matched(source.exclude)
+
+
+def is_named(name: str, table: TableId) -> bool:
+    """Whether a name, or a glob, that a person gave is this table's."""
+    return name == str(table) or _glob_matches(name, table)
+
+
+def _glob_matches(glob: str, table: TableId) -> bool:
+    return any(
+        fnmatch.fnmatchcase(table.schema, schema) and fnmatch.fnmatchcase(table.name, name)
+        for schema, name in splits(glob)
+    )
+
+
+def names(source: SourceSettings, table: TableId) -> bool:
+    """Whether an entry of `tables` is this table's name, and no pattern."""
+    pairs = [pair for glob in source.tables for pair in splits(glob)]
+    return any((_literal(schema), _literal(name)) == (table.schema, table.name) for schema, name in pairs)
+
+
+def _literal(glob: str) -> str | None:
+    """The one name that a glob can mean: a character in brackets stands for itself. None if it is a pattern."""
+    alone = re.compile(r"\[([^!])\]")
+    return None if re.search(r"[*?[]", alone.sub("", glob)) else alone.sub(r"\1", glob)
+
+
+def matches_message(source: SourceSettings, prefix: str) -> bool:
+    """Whether the pipeline keeps what an application wrote under this prefix."""
+    return any(fnmatch.fnmatchcase(prefix, glob) for glob in source.messages)
+
+
+# ---- loading and checking --------------------------------------------------------------------------------
+
+
+def load_settings(path: str | Path, environment: Mapping[str, str] = os.environ) -> PipelineSettings:
+    """The settings in a file, or a ConfigError that tells the first problem and how many more there are."""
+    settings, problems = _examine(Path(path), environment)
+    if settings is not None:
+        return settings
+    first = problems[0]
+    place = f"{path}:{first.line}: " if first.line else f"{path}: "
+    message = place + (f"`{first.where}` " if first.where else "") + first.message
+    if len(problems) > 1:
+        message += f" (and {len(problems) - 1} more problem{'s' if len(problems) > 2 else ''})"
+    more = f" `tailrace check {path}` lists every problem." if first.line else ""
+    raise ConfigError(message, hint=first.hint + more)
+
+
+def check_settings(path: str | Path, environment: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Every problem that the file alone shows, in the order of its lines; empty if it can be used."""
+    return _examine(Path(path), environment)[1]
+
+
+def _examine(file: Path, environment: Mapping[str, str]) -> tuple[PipelineSettings | None, list[Problem]]:
+    text = read_text(file)
+    document = _Judged(environment, needs=_EXAMPLES[""], urls=_URLS)
+    if isinstance(text, Problem):
+        return None, [text]
+    document.parse(text)
+    settings = None
+    if isinstance(document.data, dict):
+        if "file" in document.data:
+            document.add_unknown_key(("file",))
+        try:
+            settings = PipelineSettings.model_validate({**document.data, "file": file})
+        except ValidationError as error:
+            for detail in error.errors(include_url=False, include_input=False):
+                document.add_refusal(detail)
+            document.add_overlap(file)
+    problems = sorted(document.problems, key=lambda problem: (problem.line, problem.column))
+    return (None if problems else settings), problems
+
+
+_SHAPES: dict[Loc, type[BaseModel]] = {
+    (): PipelineSettings,
+    ("source",): SourceSettings,
+    ("source", "slot"): SlotSettings,
+    ("source", "publication"): PublicationSettings,
+    ("log",): LogSettings,
+    ("log", "retention"): RetentionSettings,
+    ("log", "seal"): SealSettings,
+    ("tables",): TablesSettings,
+    ("tables", "catalog"): CatalogSettings,
+    ("tables", "evolution"): EvolutionSettings,
+    ("tables", "upkeep"): UpkeepSettings,
+    ("load",): LoadSettings,
+    ("spark",): SparkSettings,
+    ("transforms",): Transforms,
+}
+
+_NEVER: dict[Loc, str] = {("source", "type"): "Remove it: the `url` says what the source is, as `postgresql://…` does."}
+"""Keys that people expect, and that there are not."""
+_URLS: tuple[Loc, ...] = (("source", "url"), ("load", "standby"))
+_MODES = ", ".join(get_args(Mode))
+_EXAMPLES = {
+    "": "name, source, log and tables; docs/reference/configuration.md has an example",
+    "name": "`name: shop`",
+    "source": "`source:` and below it, indented, `url:` and `tables:`",
+    "source.url": "`url: postgresql://user:${PGPASSWORD}@host:5432/database`",
+    "source.tables": '`tables: ["public.*"]`',
+    "source.exclude": '`exclude: ["public.audit_*"]`',
+    "source.messages": '`messages: ["orders", "mail-*"]`',
+    "source.origin": "`origin: any`, or `origin: none`",
+    "source.invalid_text": "`invalid_text: refuse`, or `invalid_text: replace`",
+    "source.slot": "`slot: {name: tailrace_shop, create: true}`",
+    "source.publication": "`publication: {name: tailrace_shop, create: true}`",
+    "log": "`log: ./shop/changes`",
+    "log.retention": "`retention: {age: 7d, bytes: 20GB}`",
+    "log.seal": "`seal: {bytes: 128MiB, commits: 4096, age: 10min}`",
+    "tables": "`tables:` and below it, indented, `format: delta` and `path:`",
+    "tables.format": "`format: delta`, or `format: iceberg`",
+    "tables.engine": "`engine: delta-rs`, or `engine: spark`",
+    "tables.path": "`path: ./shop/lake`",
+    "tables.mode": "`mode: mirror`, `mode: history` or `mode: append`",
+    "tables.soft_delete": "`soft_delete: true`",
+    "tables.metadata": f"`metadata: [_seq, _op]`; there are {', '.join(get_args(MetadataName))}",
+    "tables.partition_by": "`partition_by: [region]`",
+    "tables.names": '`names: "{pipeline}/{schema}/{table}"`',
+    "tables.name": "`name: gold/sales`",
+    "tables.columns": "`columns: {cust: customer_id}`",
+    "tables.rules": '`rules: {"public.orders": {mode: history}, "public.log_*": {mode: append}}`',
+    "tables.evolution": "`evolution: {drop: apply, retype: stop}`",
+    "tables.upkeep": "`upkeep: {file: 128MiB, budget: 10%, remove_after: 7d}`",
+    "tables.on_bad_row": "`on_bad_row: stop`, or `on_bad_row: dead-letter`",
+    "tables.keep_seed": "`keep_seed: true`, `keep_seed: false` or `keep_seed: copy`",
+    "tables.deletion_vectors": "`deletion_vectors: true`, with `engine: spark`",
+    "tables.column_mapping": "`column_mapping: true`, with `engine: spark`",
+    "load": "`load: {connections: 4, time_limit: 1h}`",
+    "load.mode": f"`mode: initial`; there are {_MODES}",
+    "load.modes": f'`modes: {{"public.audit_*": never}}`; there are {_MODES}',
+    "load.way": "`way: auto`, `way: exact` or `way: chunked`",
+    "load.throttle": "`throttle: false`",
+    "load.standby": "`standby: postgresql://user:${PGPASSWORD}@standby:5432/database`",
+    "spark": "`spark: {settings: {spark.driver.memory: 2g}}`",
+    "spark.master": '`master: "local[4]"`',
+    "spark.settings": "`settings: {spark.driver.memory: 2g}`",
+    **catalog_settings.EXAMPLES,
+    **transform_settings.EXAMPLES,
+}
+
+_WANTED = {
+    "string_type": "must be text",
+    "path_type": "must be a folder's path",
+    "tuple_type": "must be a list",
+    "too_short": "must not be empty",
+    "string_too_short": "must not be empty",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "literal_error": "has a value it cannot have",
+    "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+}
+"""What pydantic's own refusals mean here, but for those of rules; anything else is shown in its own words."""
+
+
+def _keys(loc: Loc) -> list[str]:
+    of_rule = loc[3:] if loc[:2] == ("tables", "rules") and len(loc) >= 3 else None
+    shape = RuleSettings if of_rule == () else _SHAPES.get(loc if of_rule is None else ("tables", *of_rule))
+    fields = shape.model_fields.items() if shape else ()
+    return [found.alias or name for name, found in fields if (shape, name) != (PipelineSettings, "file")]
+
+
+def _example(loc: Loc) -> str:
+    if loc[:2] == ("tables", "rules") and loc[3:] and dotted(("tables", *loc[3:4])) in _EXAMPLES:
+        loc = ("tables", *loc[3:4])  # what all tables take, some take too
+    while dotted(loc) not in _EXAMPLES:
+        loc = loc[:-1]
+    return f"For example: {_EXAMPLES[dotted(loc)]}."
+
+
+def _folder_of(holder: object) -> Path | None:
+    try:
+        found = check_folder(holder.get("path")) if isinstance(holder, dict) else None
+    except PydanticCustomError:
+        return None
+    return found if isinstance(found, Path) else None
+
+
+class _Judged(Document):
+    """A document, and what the models say of it."""
+
+    def add_unknown_key(self, loc: Loc) -> None:
+        *parent, key = loc
+        known = transform_settings.keys_of(tuple(parent), self.value(tuple(parent))) or _keys(tuple(parent))
+        close = difflib.get_close_matches(str(key), known, n=1)
+        homes = [f"under `{dotted(home)}`" if home else "at the top" for home in _SHAPES if key in _keys(home)]
+        if loc in _NEVER:
+            hint = _NEVER[loc]
+        elif close:
+            hint = f"Did you mean `{close[0]}`?"
+        elif homes:
+            hint = f"It belongs {' or '.join(homes)}."
+        else:
+            hint = f"Remove it. Known here: {', '.join(known)}."
+        self.add(loc, self.keys.get(loc, 0), "is not a key we know", hint)
+
+    def add_refusal(self, detail: ErrorDetails) -> None:
+        """Turn pydantic's refusal into a problem at the nearest thing that the file does say."""
+        loc = transform_settings.place(detail["loc"])
+        if any(loc[: len(unread)] == unread for unread in self.unread):
+            return
+        if detail["type"] == "extra_forbidden":
+            self.add_unknown_key(loc)
+            return
+        if detail["type"] == "missing":
+            parent = loc[:-1]
+            self.add(loc, self.keys.get(parent, self.values.get(parent, 0)), "is missing", _example(loc))
+            return
+        context = detail.get("ctx", {})
+        if loc == () and not context.get("at"):
+            return  # The rule about the two folders: `add_overlap` tells it.
+        for other in context.pop("more", ()):
+            self.add_refusal({**detail, "loc": loc, "ctx": other})
+        loc = (*loc, *context.get("at", ()))
+        while loc not in self.values:
+            loc = loc[:-1]
+        if detail["type"] == "too_short" and self.value(loc):
+            return  # Pydantic counts only the globs that are well; the file does hold some.
+        message = (
+            transform_settings.said(loc, detail) or context.get("message") or _WANTED.get(detail["type"], detail["msg"])
+        )
+        if message == _WANTED["literal_error"]:
+            message += f": there are {context['expected'].replace(' or ', ' and ')}"
+        if detail["type"] in _WANTED and self.value(loc) is None:
+            message = "has no value"
+        self.add(loc, self.values[loc], message, context.get("hint") or _example(loc))
+
+    def add_overlap(self, file: Path) -> None:
+        """The rule about the two folders, which the models reach only when all else is well."""
+        anchored = _anchored({**self.data, "file": file})
+        log, tables = (_folder_of(anchored.get(key)) for key in ("log", "tables"))
+        if log and tables and (said := _overlap(log, tables)):
+            self.add(("tables", "path"), self.values[("tables", "path")], said, _OVERLAP_HINT)

@@ -1,0 +1,1 @@
+"""Loads: planned and recorded, read chunk by chunk, made visible in one commit."""

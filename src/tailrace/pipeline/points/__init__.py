@@ -1,0 +1,1 @@
+"""Which versions of the lake tables belong together."""
