@@ -24,8 +24,8 @@ from tailrace.changelog.format.commit_file import Header
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.position_store import LogSink
 
 
 @dataclass(frozen=True, kw_only=True)

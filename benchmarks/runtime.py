@@ -29,11 +29,11 @@ from benchmarks.windows import table_schemas, window
 from tailrace.capture.memory import MemoryCapture
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import ZERO
-from tailrace.runtime.batch import Limits
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Limits
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import CheckpointStore
-from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
 
 PROMISED = 5_000_000.0
 """Rows per second at the largest batch."""

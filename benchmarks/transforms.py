@@ -37,8 +37,8 @@ from benchmarks.measure import BenchError, progress, scaled
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import Decrypt, Encrypt, Filter, KeySource, Mask, Rule, Sha256, Transforms
+from tailrace.transforms.transform_plan import TransformPlan
 
 ROWS = 65_536
 SECONDS = 1.0

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from tailrace.errors import ExitCode, Remedy, TailraceError
     from tailrace.model.batch import ChangeBatch, Window
     from tailrace.model.change import Operation
-    from tailrace.model.encode import to_debezium, to_json
     from tailrace.model.event import Delete, Event, Merge, Nothing, Replace, Truncate
+    from tailrace.model.event_json import to_debezium, to_json
     from tailrace.model.position import Lsn
-    from tailrace.model.positions import (
+    from tailrace.model.position_kinds import (
         BinlogPosition,
         CustomPosition,
         MariadbGtidSet,
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from tailrace.model.schema import Column, Identity, TableId, TableSchema
     from tailrace.pipeline.datasource import CdcSource as CdcSource
     from tailrace.pipeline.datasource import register as register
-    from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
-    from tailrace.runtime.control import Control
-    from tailrace.runtime.keeping import LogSink
+    from tailrace.runtime.handle import Control
     from tailrace.runtime.loop import CdcRuntime
-    from tailrace.runtime.observing import (
+    from tailrace.runtime.observers import (
         Committed,
         Delivered,
         Fact,
@@ -63,23 +61,25 @@ if TYPE_CHECKING:
         TableRead,
         Verdict,
     )
+    from tailrace.runtime.output_batch import Ack, Batch, Kind, Limits, Transactions
+    from tailrace.runtime.position_store import LogSink
+    from tailrace.runtime.runtime_state import Drained, State
     from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Rejected, Sink, StreamSink, TableRouter
-    from tailrace.runtime.states import Drained, State
     from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key, seed_checkpoint
-    from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
-    from tailrace.state.feeding import RecordedStream
-    from tailrace.state.histories import FileSchemaHistory
-    from tailrace.state.history import MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory, SchemaVersion
+    from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
+    from tailrace.state.recorded_stream import RecordedStream
+    from tailrace.state.schema_history import MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory, SchemaVersion
+    from tailrace.state.schema_history_stores import FileSchemaHistory
     from tailrace.transforms import rules
-    from tailrace.transforms.plan import Applied, Letter, TransformPlan, Unmatched
     from tailrace.transforms.rules import KeySource, Rule, Transforms
-    from tailrace.transforms.stream import TransformedStream
+    from tailrace.transforms.transform_plan import Applied, Letter, TransformPlan, Unmatched
+    from tailrace.transforms.transformed_stream import TransformedStream
 
 _HOMES = {
-    "Ack": "runtime.batch",
-    "Applied": "transforms.plan",
-    "Batch": "runtime.batch",
-    "BinlogPosition": "model.positions",
+    "Ack": "runtime.output_batch",
+    "Applied": "transforms.transform_plan",
+    "Batch": "runtime.output_batch",
+    "BinlogPosition": "model.position_kinds",
     "Capabilities": "capture.base",
     "CdcRuntime": "runtime.loop",
     "CdcSource": "pipeline.datasource",
@@ -89,93 +89,93 @@ _HOMES = {
     "Checkpoint": "state.checkpoint",
     "CheckpointStore": "state.checkpoint",
     "Column": "model.schema",
-    "Committed": "runtime.observing",
-    "Control": "runtime.control",
-    "CustomPosition": "model.positions",
+    "Committed": "runtime.observers",
+    "Control": "runtime.handle",
+    "CustomPosition": "model.position_kinds",
     "Delete": "model.event",
-    "Delivered": "runtime.observing",
-    "Drained": "runtime.states",
+    "Delivered": "runtime.observers",
+    "Drained": "runtime.runtime_state",
     "Event": "model.event",
     "ExitCode": "errors",
-    "Fact": "runtime.observing",
-    "Failed": "runtime.observing",
+    "Fact": "runtime.observers",
+    "Failed": "runtime.observers",
     "FanOut": "runtime.sinks",
-    "FileCheckpointStore": "state.checkpoints",
-    "FileSchemaHistory": "state.histories",
-    "Health": "runtime.observing",
+    "FileCheckpointStore": "state.checkpoint_stores",
+    "FileSchemaHistory": "state.schema_history_stores",
+    "Health": "runtime.observers",
     "Identity": "model.schema",
     "JsonlSink": "runtime.sinks",
     "KeySource": "transforms.rules",
-    "Kind": "runtime.batch",
+    "Kind": "runtime.output_batch",
     "Lag": "capture.base",
-    "Letter": "transforms.plan",
-    "Limits": "runtime.batch",
-    "LogSink": "runtime.keeping",
+    "Letter": "transforms.transform_plan",
+    "Limits": "runtime.output_batch",
+    "LogSink": "runtime.position_store",
     "LogWriter": "changelog.write.writer",
-    "Lost": "runtime.observing",
+    "Lost": "runtime.observers",
     "Lsn": "model.position",
-    "MariadbGtidSet": "model.positions",
+    "MariadbGtidSet": "model.position_kinds",
     "MemoryCapture": "capture.memory",
-    "MemoryCheckpointStore": "state.checkpoints",
-    "MemorySchemaHistory": "state.history",
+    "MemoryCheckpointStore": "state.checkpoint_stores",
+    "MemorySchemaHistory": "state.schema_history",
     "MemorySink": "runtime.sinks",
     "Merge": "model.event",
-    "MysqlGtidSet": "model.positions",
+    "MysqlGtidSet": "model.position_kinds",
     "Nothing": "model.event",
     "Operation": "model.change",
-    "Paused": "runtime.observing",
-    "PollFailed": "runtime.observing",
-    "PositionType": "model.positions",
+    "Paused": "runtime.observers",
+    "PollFailed": "runtime.observers",
+    "PositionType": "model.position_kinds",
     "PostgresCapture": "capture.postgres.source",
     "PostgresSettings": "capture.postgres.settings",
-    "RecordedStream": "state.feeding",
+    "RecordedStream": "state.recorded_stream",
     "Rejected": "runtime.sinks",
     "Remedy": "errors",
     "Replace": "model.event",
-    "Resumed": "runtime.observing",
-    "Retention": "state.history",
-    "RowsRejected": "runtime.observing",
+    "Resumed": "runtime.observers",
+    "Retention": "state.schema_history",
+    "RowsRejected": "runtime.observers",
     "Rule": "transforms.rules",
-    "RuleHalted": "runtime.observing",
-    "RuleUnmatched": "runtime.observing",
-    "SchemaEvent": "state.history",
-    "SchemaHistory": "state.history",
-    "SchemaVersion": "state.history",
-    "SetAside": "runtime.observing",
-    "ShapeSeen": "runtime.observing",
+    "RuleHalted": "runtime.observers",
+    "RuleUnmatched": "runtime.observers",
+    "SchemaEvent": "state.schema_history",
+    "SchemaHistory": "state.schema_history",
+    "SchemaVersion": "state.schema_history",
+    "SetAside": "runtime.observers",
+    "ShapeSeen": "runtime.observers",
     "Sink": "runtime.sinks",
-    "SnapshotBegun": "runtime.observing",
-    "SnapshotEnded": "runtime.observing",
+    "SnapshotBegun": "runtime.observers",
+    "SnapshotEnded": "runtime.observers",
     "SourceId": "capture.base",
-    "SqlServerLsn": "model.positions",
-    "StartFailed": "runtime.observing",
-    "Started": "runtime.observing",
-    "State": "runtime.states",
-    "Status": "runtime.observing",
-    "Stopped": "runtime.observing",
+    "SqlServerLsn": "model.position_kinds",
+    "StartFailed": "runtime.observers",
+    "Started": "runtime.observers",
+    "State": "runtime.runtime_state",
+    "Status": "runtime.observers",
+    "Stopped": "runtime.observers",
     "Stream": "capture.base",
-    "StreamOpened": "runtime.observing",
+    "StreamOpened": "runtime.observers",
     "StreamSink": "runtime.sinks",
     "TableId": "model.schema",
-    "TableRead": "runtime.observing",
+    "TableRead": "runtime.observers",
     "TableRouter": "runtime.sinks",
     "TableSchema": "model.schema",
     "TailraceError": "errors",
-    "Transactions": "runtime.batch",
-    "TransformPlan": "transforms.plan",
-    "TransformedStream": "transforms.stream",
+    "Transactions": "runtime.output_batch",
+    "TransformPlan": "transforms.transform_plan",
+    "TransformedStream": "transforms.transformed_stream",
     "Transforms": "transforms.rules",
     "Truncate": "model.event",
-    "Unmatched": "transforms.plan",
-    "Verdict": "runtime.observing",
+    "Unmatched": "transforms.transform_plan",
+    "Verdict": "runtime.observers",
     "Window": "model.batch",
     "batch_of": "capture.memory",
     "check_key": "state.checkpoint",
     "register": "pipeline.datasource",
     "seed_checkpoint": "state.checkpoint",
     "tables_at": "control.point_in_time",
-    "to_debezium": "model.encode",
-    "to_json": "model.encode",
+    "to_debezium": "model.event_json",
+    "to_json": "model.event_json",
 }
 
 __all__ = [

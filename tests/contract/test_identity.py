@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.model.encode import to_debezium, to_json
+from tailrace.model.event_json import to_debezium, to_json
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import Identity
 from tests.support.tables import BIG, Scene

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.batch import Window
-from tailrace.model.system import MESSAGE_STREAM
+from tailrace.model.system_streams import MESSAGE_STREAM
 from tests.support.benches import PostgresBench, Streams, take
 
 

@@ -12,9 +12,9 @@ from tailrace.model.batch import Window
 from tailrace.model.evolution import AtRest, Kind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.state.feeding import RecordedStream
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import SchemaEvent
+from tailrace.state.recorded_stream import RecordedStream
+from tailrace.state.schema_history import SchemaEvent
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.benches import Bench, PostgresBench
 from tests.support.runtimes import LogLoop
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.model.encode import to_json_line
+from tailrace.model.event_json import to_json_line
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.runtime.batch import Batch
+from tailrace.runtime.output_batch import Batch
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Rejected, Sink, StreamSink, TableRouter
 from tailrace.testing.checks import Check, ContractBroken
 from tailrace.testing.sinks import EXACTLY_ONCE, MIRROR, ORDERS, SINK, Open, SinkAt, check_sink

@@ -26,7 +26,7 @@ from tailrace import (
 from tailrace.model.event import Delete, Event, Merge, Replace
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.runtime.batch import Batch
+from tailrace.runtime.output_batch import Batch
 from tailrace.testing import histories, sinks, stores
 from tailrace.testing.checks import ContractBroken
 from tailrace.testing.sinks import SinkAt

@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from tailrace import failpoints
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.state.checkpoints import FileCheckpointStore
-from tailrace.transforms.encryption import bound_to
+from tailrace.state.checkpoint_stores import FileCheckpointStore
+from tailrace.transforms.steps.encryption import bound_to
 from tests.support.databases import database
 from tests.support.runtime_worker import ITEMS, KEY_ID, KEY_VARIABLE, forked
 

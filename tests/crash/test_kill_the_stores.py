@@ -15,8 +15,8 @@ import pytest
 from tailrace import failpoints
 from tailrace.model.position import Lsn
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore
-from tailrace.state.histories import FileSchemaHistory
+from tailrace.state.checkpoint_stores import FileCheckpointStore
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP
 from tests.support.failing_disk import built
 from tests.support.killed import SAVES, Killed
@@ -95,7 +95,7 @@ from pathlib import Path
 from tailrace.errors import StateUnusable
 from tailrace.model.position import Lsn
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.state.checkpoint_stores import FileCheckpointStore
 from tests.support.failing_disk import Call, Disk
 
 top, calls, error = Path(sys.argv[1]), Call(int(sys.argv[2])), int(sys.argv[3])
@@ -151,7 +151,7 @@ from pathlib import Path
 import pyarrow as pa
 from tailrace.errors import StateUnusable
 from tailrace.model.schema import Column
-from tailrace.state.histories import FileSchemaHistory
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP
 from tests.support.failing_disk import Call, Disk
 

@@ -13,7 +13,7 @@ import pytest
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import Cut, plan_table
 from tailrace.capture.postgres.connect import connect
-from tailrace.model.facts import Facts
+from tailrace.model.catalogue_facts import Facts
 from tailrace.model.schema import TableId
 from tailrace.pipeline.apply import schema_watch
 from tailrace.pipeline.report import TableState

@@ -29,15 +29,15 @@ from tailrace.errors import (
 )
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
-from tailrace.runtime.keeping import NUMBERS_PASSED
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, Lost, SnapshotBegun, SnapshotEnded
-from tailrace.runtime.states import State
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory
-from tailrace.transforms.postgres import TransformedCapture
+from tailrace.runtime.observers import Fact, Lost, SnapshotBegun, SnapshotEnded
+from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
+from tailrace.runtime.position_store import NUMBERS_PASSED
+from tailrace.runtime.runtime_state import State
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory
 from tailrace.transforms.rules import Encrypt, Filter, Mask, Rename, Sha256, Transforms
+from tailrace.transforms.transformed_source import TransformedCapture
 from tests.support.served import Mirror, drive, reached, rows_of, sql
 from tests.support.transforms import plan_of
 

@@ -17,9 +17,9 @@ from tailrace.errors import ValueUnfit
 from tailrace.model.event import Event, Nothing
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch, Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.served import Mirror, drive, reached, rows_of, sql
 
 LEFT, RIGHT, ODD = (TableId("public", name) for name in ("lefts", "rights", "odd"))

@@ -22,9 +22,9 @@ from tailrace.model.schema import TableId
 from tailrace.pipeline.capture.log_capture import Capturing
 from tailrace.pipeline.config.settings import load_settings
 from tailrace.pipeline.report import TableState
-from tailrace.transforms.encryption import bounds_of, decrypt
 from tailrace.transforms.rules import KeySource
 from tailrace.transforms.secrets import Keyring
+from tailrace.transforms.steps.encryption import bounds_of, decrypt
 from tests.support.loads import Local, Scene, life, once, wait_for_state
 from tests.support.pipelines import eventually, execute
 

@@ -13,7 +13,7 @@ from tailrace.capture.memory import MemoryCapture
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.positions import (
+from tailrace.model.position_kinds import (
     BinlogPosition,
     CustomPosition,
     MariadbGtidSet,

@@ -23,9 +23,9 @@ from tailrace.changelog.maintain.sealer import Limits, Sealer
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import Retention
+from tailrace.state.checkpoint_stores import FileCheckpointStore
+from tailrace.state.schema_history import Retention
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP
 
 LIMITS = Limits(commits=2, join_count=2)

@@ -29,7 +29,7 @@ from tailrace.errors import SlotBusy
 from tailrace.model import change
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.system import MESSAGE_STREAM
+from tailrace.model.system_streams import MESSAGE_STREAM
 from tests.support.oracle_decoding import UNSENT, Told, ToldTransaction, Tuple, Value
 from tests.support.oracle_values import Unfit, expected, plain, same
 from tests.support.runtimes import LogLoop

@@ -23,7 +23,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.cli.main import main
 from tailrace.demo.compare import TableVerdict, compare
 from tailrace.model import change
-from tailrace.model.system import SCHEMA_STREAM
+from tailrace.model.system_streams import SCHEMA_STREAM
 
 RUN_SECONDS_MAX = 900.0 if os.environ.get("TAILRACE_TEST_ENGINE") in ("spark", "iceberg") else 600.0
 COME_SECONDS_MAX = 240.0

@@ -21,7 +21,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import Lease
 from tailrace.deadletters.store import Bundle, Letters
 from tailrace.model import change
-from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.pipeline.config.settings import PipelineSettings, load_settings

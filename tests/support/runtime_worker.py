@@ -23,10 +23,10 @@ from tailrace.capture.postgres import stream
 from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
 from tailrace.runtime.sinks import JsonlSink
-from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.state.checkpoint_stores import FileCheckpointStore
 from tailrace.transforms.rules import Encrypt, KeySource, Transforms
 
 ITEMS = TableId("public", "items")

@@ -12,10 +12,10 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.runtime.batch import Batch
-from tailrace.runtime.keeping import DurableLog, LogSink
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.states import Progress
+from tailrace.runtime.output_batch import Batch
+from tailrace.runtime.position_store import DurableLog, LogSink
+from tailrace.runtime.runtime_state import Progress
 from tests.support.changes import SHOP
 
 LONG_SECONDS = 120.0

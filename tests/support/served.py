@@ -11,8 +11,8 @@ import psycopg
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.mirror import Mirror as TableMirror
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Batch
 
 SECONDS_MAX = 240.0
 

@@ -20,7 +20,7 @@ from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model.event import Event
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.model.system import is_system
+from tailrace.model.system_streams import is_system
 
 COME_SECONDS_MAX = 240.0
 VERSION = int(os.environ.get("TAILRACE_TEST_PG", "16"))

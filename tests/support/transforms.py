@@ -12,8 +12,8 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import KeySource, Rule, Transforms
+from tailrace.transforms.transform_plan import TransformPlan
 
 KEYS = {"OLD": "11" * 32, "NEW": "22" * 32}
 """An environment with two keys."""

@@ -20,7 +20,7 @@ import pyarrow as pa
 from tailrace.errors import ConfigError, Unsupported
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.positions import P, Position, type_of
+from tailrace.model.position_kinds import P, Position, type_of
 from tailrace.model.schema import TableId, TableSchema
 
 

@@ -14,7 +14,7 @@ from tailrace.errors import ConfigError
 from tailrace.given import require_instance, require_methods
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
-from tailrace.model.positions import Position, reaches
+from tailrace.model.position_kinds import Position, reaches
 from tailrace.model.schema import TableSchema
 
 _ALWAYS = tuple(field.name for field in change.ALWAYS)

@@ -17,7 +17,7 @@ from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_seconds
 from tailrace.errors import ConfigError, ExitCode
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.state.checkpoint_stores import FileCheckpointStore
 
 _VERSION = re.compile(r"[0-9a-f]{32}\.[0-9]+\.json")
 """How a schema history calls its files."""

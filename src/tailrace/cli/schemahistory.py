@@ -15,7 +15,7 @@ from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count
 from tailrace.control import schema_history_view
 from tailrace.errors import ExitCode
-from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
+from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion
 
 _STYLES = {SchemaEvent.CREATE: "green", SchemaEvent.DROP: "red"}
 

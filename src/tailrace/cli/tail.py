@@ -21,8 +21,8 @@ from tailrace.cli.logs import one_line
 from tailrace.cli.output import wait_while_read, write_out
 from tailrace.errors import ConfigError, ExitCode, LogTrimmed
 from tailrace.model.change import Operation
-from tailrace.model.encode import to_debezium_line, to_json, to_json_line
 from tailrace.model.event import Event, Row
+from tailrace.model.event_json import to_debezium_line, to_json, to_json_line
 from tailrace.pipeline.config.settings import PipelineSettings, is_named
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import holder
 from tailrace.errors import ConfigError, LogBusy, LogError
 from tailrace.model import change
-from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.model.system_streams import SCHEMA_NUMBER
 from tailrace.pipeline.report import (
     LoggedTable,
     LogOverview,

@@ -11,8 +11,8 @@ import os
 from tailrace.changelog.read.log_schema_history import schema_history
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import ConfigError
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import SchemaHistory, SchemaVersion
+from tailrace.state.schema_history import SchemaHistory, SchemaVersion
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tailrace.storage.files import LogPath
 
 _HINTS = {

@@ -15,7 +15,7 @@ from typing import Generic, TypeAlias
 import pyarrow as pa
 
 from tailrace.model.event import Event, events_of
-from tailrace.model.positions import P_co, Position, covers, reaches
+from tailrace.model.position_kinds import P_co, Position, covers, reaches
 from tailrace.model.schema import TableSchema
 
 

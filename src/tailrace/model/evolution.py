@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tailrace.model.facts import UNKNOWN, Facts
+from tailrace.model.catalogue_facts import UNKNOWN, Facts
 from tailrace.model.schema import Column, TableSchema
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from tailrace.errors import ConfigError
 from tailrace.given import require_instance
 from tailrace.model import change
-from tailrace.model.facts import UNKNOWN, Facts
+from tailrace.model.catalogue_facts import UNKNOWN, Facts
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,7 @@ from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.tables.fold.by_mode import fold_into
 from tailrace.tables.fold.fold import fold
 from tailrace.tables.spec import Form, TableMode
-from tailrace.transforms.hashing import hmac_sha256, sha256
+from tailrace.transforms.steps.hashes import hmac_sha256, sha256
 
 
 def warm_kernels() -> None:

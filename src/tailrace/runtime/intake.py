@@ -18,7 +18,7 @@ from tailrace.capture.base import Stream
 from tailrace.capture.windows import require_stream, require_window
 from tailrace.errors import LogError, Remedy, SinkError, StateError, TailraceError
 from tailrace.model.batch import AnyWindow
-from tailrace.model.positions import P, Position, covers
+from tailrace.model.position_kinds import P, Position, covers
 
 log = logging.getLogger(__name__)
 

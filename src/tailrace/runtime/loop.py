@@ -38,29 +38,29 @@ from tailrace.given import require_function, require_seconds, require_whole
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.event import Event
 from tailrace.model.position import ZERO
-from tailrace.model.positions import P, Position, bytes_between, covers
+from tailrace.model.position_kinds import P, Position, bytes_between, covers
 from tailrace.model.schema import TableId
-from tailrace.runtime import observing as facts
-from tailrace.runtime.batch import Ack, Batch, Kind, Limits, accepted, empty, last_transaction, numbered, refused
-from tailrace.runtime.buffer import Buffer
-from tailrace.runtime.control import Control, named
-from tailrace.runtime.injecting import Injected
+from tailrace.runtime import observers as facts
+from tailrace.runtime.handle import Control, named
+from tailrace.runtime.injected_changes import Injected
 from tailrace.runtime.intake import Intake, Streams
-from tailrace.runtime.keeping import Keeper, Place, StoreKeeper
-from tailrace.runtime.observing import Health, Observer, Status, Telling, as_ours, judge
-from tailrace.runtime.ruling import Ruling
-from tailrace.runtime.shapes import Shapes
+from tailrace.runtime.observers import Health, Observer, Status, Telling, as_ours, judge
+from tailrace.runtime.output_batch import Ack, Batch, Kind, Limits, accepted, empty, last_transaction, numbered, refused
+from tailrace.runtime.position_store import Keeper, Place, StoreKeeper
+from tailrace.runtime.recorded_schemas import Shapes
+from tailrace.runtime.runtime_state import Drained, Progress, State
 from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
 from tailrace.runtime.snapshots import Snapshots
-from tailrace.runtime.starting import begin, require_parts
-from tailrace.runtime.states import Drained, Progress, State
-from tailrace.runtime.transforming import Transform, transformed
+from tailrace.runtime.startup import begin, require_parts
+from tailrace.runtime.transform_runner import Ruling
+from tailrace.runtime.user_transform import Transform, transformed
+from tailrace.runtime.window_buffer import Buffer
 from tailrace.state.checkpoint import CheckpointStore
-from tailrace.state.history import SchemaHistory
+from tailrace.state.schema_history import SchemaHistory
 from tailrace.transforms.rules import RulesGiven
 
 if TYPE_CHECKING:
-    from tailrace.transforms.plan import OnLetter, TransformPlan
+    from tailrace.transforms.transform_plan import OnLetter, TransformPlan
 
 log = logging.getLogger(__name__)
 

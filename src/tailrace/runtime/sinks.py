@@ -33,11 +33,11 @@ from tailrace.given import (
     require_whole,
 )
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.encode import to_json_line
 from tailrace.model.event import Event
+from tailrace.model.event_json import to_json_line
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Batch, first_seq
-from tailrace.runtime.control import named
+from tailrace.runtime.handle import named
+from tailrace.runtime.output_batch import Batch, first_seq
 
 Encode = Callable[[Event], str]
 """An event as one line of text."""

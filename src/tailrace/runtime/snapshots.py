@@ -29,16 +29,16 @@ from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError, Unsupp
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
-from tailrace.model.positions import Position
+from tailrace.model.position_kinds import Position
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Limits, bytes_of, some_of
-from tailrace.runtime.control import Control, Wish
+from tailrace.runtime.handle import Control, Wish
 from tailrace.runtime.intake import Outage
-from tailrace.runtime.jobs import Job
-from tailrace.runtime.keeping import Place
-from tailrace.runtime.observing import Lost, SnapshotBegun, SnapshotEnded, TableRead, Telling
-from tailrace.runtime.ruling import Ruling
-from tailrace.transforms.numbering import numbered_anew
+from tailrace.runtime.observers import Lost, SnapshotBegun, SnapshotEnded, TableRead, Telling
+from tailrace.runtime.output_batch import Limits, bytes_of, some_of
+from tailrace.runtime.position_store import Place
+from tailrace.runtime.snapshot_job import Job
+from tailrace.runtime.transform_runner import Ruling
+from tailrace.transforms.row_numbers import numbered_anew
 
 log = logging.getLogger(__name__)
 

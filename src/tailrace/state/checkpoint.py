@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from tailrace.errors import ConfigError, PositionRewound, StateCorrupt, StateError, StateForeign
-from tailrace.model.positions import Position, PositionType, parse_position, reaches, type_of
+from tailrace.model.position_kinds import Position, PositionType, parse_position, reaches, type_of
 
 KEY_BYTES_MAX = 150
 """In UTF-8: with what stands around it when a file is written aside, it is still a name that a disk takes."""

@@ -28,7 +28,7 @@ from tailrace.tables.fold.row_ids import one_array
 from tailrace.tables.fold.row_versions import LATEST, latest_times
 from tailrace.tables.port import Applied, Cursor, MendedTable, Reread
 from tailrace.tables.spec import Form, TableMode
-from tailrace.transforms.shape import is_touched
+from tailrace.transforms.output_schema import is_touched
 
 LETTERS_MAX = 10_000
 """Open ones of one table. All their keys are held in memory while changes are told apart."""

@@ -35,7 +35,7 @@ from tailrace.errors import (
 )
 from tailrace.given import require_instance, require_methods, require_seconds, require_whole
 from tailrace.model.batch import Window
-from tailrace.model.positions import P
+from tailrace.model.position_kinds import P
 from tailrace.runtime.intake import Streams
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore
 

@@ -22,7 +22,7 @@ from tailrace.errors import ConfigError, StateTrimmed
 from tailrace.model.evolution import Kind
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
+from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion
 from tailrace.testing.checks import Check, killed_after, opened, require, require_checks, require_refused, run, suite
 
 Open = Callable[[], SchemaHistory]

@@ -33,10 +33,10 @@ from tailrace.given import require_function, require_instance
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableSchema
-from tailrace.runtime.batch import Batch, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Batch, Limits, Transactions
 from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, insert, move, table, truncate, update
 from tailrace.testing.checks import Check, called, killed_after, opened, require, require_checks, run, suite
 

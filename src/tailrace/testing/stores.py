@@ -21,7 +21,7 @@ from typing import Any
 
 from tailrace.errors import ConfigError, PositionRewound, StateError, StateForeign
 from tailrace.model.position import Lsn
-from tailrace.model.positions import (
+from tailrace.model.position_kinds import (
     BinlogPosition,
     CustomPosition,
     MariadbGtidSet,

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.faults import Faults, by_halves, trouble
+from tailrace.transforms.transform_errors import Faults, by_halves, trouble
 
 LENGTH_MAX = 4_096
 NODES_MAX = 500

@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.declaring import Declared, refusal
+from tailrace.transforms.declaration import Declared, refusal
 
 RULES_MAX = 200
 MASK_MAX = 64
@@ -395,8 +395,8 @@ def _troubles(rule: Rule, keys: dict[str, KeySource]) -> Iterator[PydanticCustom
 
 def _misread(rule: Rule, written: dict[str, str], types: dict[str, str]) -> Iterator[PydanticCustomError]:
     """Expressions and types that are none. Arrow is needed to say so, and only where there are some."""
-    from tailrace.transforms.columns import type_named
     from tailrace.transforms.expression import Expression
+    from tailrace.transforms.steps.column_values import type_named
 
     for read, said in ((Expression, written), (type_named, types)):
         for name, text in said.items():

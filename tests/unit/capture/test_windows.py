@@ -13,15 +13,15 @@ from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError
 from tailrace.model.batch import AnyWindow, Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.positions import CustomPosition
+from tailrace.model.position_kinds import CustomPosition
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.feeding import RecordedStream
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.recorded_stream import RecordedStream
+from tailrace.state.schema_history import MemorySchemaHistory
 from tailrace.testing.changes import changes, insert, table
-from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import Null
-from tailrace.transforms.stream import TransformedStream
+from tailrace.transforms.transform_plan import TransformPlan
+from tailrace.transforms.transformed_stream import TransformedStream
 
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string())
 

@@ -21,7 +21,7 @@ from tailrace.errors import ConfigError
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, TableSchema
-from tailrace.model.system import MESSAGE_STREAM, SCHEMA_NUMBER
+from tailrace.model.system_streams import MESSAGE_STREAM, SCHEMA_NUMBER
 from tests.support.changes import SHOP, Change, insert
 from tests.support.logs import OTHER, Diary, Given, glob_rows, in_order, inserts, read_all, rows_of, seal
 from tests.support.windows import SOURCE, named

@@ -15,8 +15,8 @@ from tailrace.errors import ExitCode
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore
-from tailrace.state.histories import FileSchemaHistory
+from tailrace.state.checkpoint_stores import FileCheckpointStore
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP
 from tests.support.logs import OTHER, WIDER, Diary, inserts
 

@@ -14,10 +14,10 @@ import pytest
 from tailrace.errors import ConfigError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
-from tailrace.model.encode import UNAVAILABLE, to_debezium, to_debezium_line, to_json, to_json_line
 from tailrace.model.event import ENVELOPE, Delete, Event, Merge, Nothing, Replace, RowWrite, Truncate
+from tailrace.model.event_json import UNAVAILABLE, to_debezium, to_debezium_line, to_json, to_json_line
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.model.system import MESSAGE_STREAM
+from tailrace.model.system_streams import MESSAGE_STREAM
 from tailrace.testing import changes as made
 from tests.support.changes import KEYLESS, SHOP, Change, changes, delete, insert, move, table_schema, truncate, update
 from tests.support.windows import batch

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pyarrow as pa
 import pytest
 
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.evolution import AtRest, Kind, evolve, is_news, same_version
-from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 
 

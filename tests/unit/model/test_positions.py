@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tailrace.errors import ConfigError
 from tailrace.model.position import Lsn
-from tailrace.model.positions import (
+from tailrace.model.position_kinds import (
     TEXT_CHARACTERS_MAX,
     BinlogPosition,
     CustomPosition,

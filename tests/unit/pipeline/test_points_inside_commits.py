@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
-from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.pipeline.loads.history_catch_up import stretch_to
 from tailrace.pipeline.report import TableState

@@ -10,9 +10,9 @@ from tailrace.errors import SourceUnreachable
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO
 from tailrace.runtime import intake
-from tailrace.runtime.batch import Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.runtime.output_batch import Limits, Transactions
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.transforms.rules import Cast, Filter, Route
 from tests.support.transforms import PEOPLE, person, plan_of
 

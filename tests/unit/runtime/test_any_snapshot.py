@@ -17,10 +17,10 @@ from tailrace.model.change import Operation
 from tailrace.model.event import Event
 from tailrace.model.mirror import Mirror
 from tailrace.runtime import intake
-from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
-from tailrace.runtime.keeping import NUMBERS_PASSED
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
+from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
+from tailrace.runtime.position_store import NUMBERS_PASSED
+from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of
 

@@ -9,9 +9,9 @@ from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import SourceUnreachable
 from tailrace.model.position import ZERO
 from tailrace.runtime import intake
-from tailrace.runtime.batch import Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.runtime.output_batch import Limits, Transactions
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.runtimes import inserts
 from tests.support.windows import named
 

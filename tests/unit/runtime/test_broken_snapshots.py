@@ -10,10 +10,10 @@ import pytest
 from tailrace.capture.memory import MemoryCapture
 from tailrace.capture.memory_tables import MemoryScan
 from tailrace.errors import ConfigError, SourceRewritten, SourceSlow, SourceUnreachable, TailraceError
-from tailrace.runtime.batch import Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, Lost, SnapshotBegun, SnapshotEnded, Verdict
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.runtime.observers import Fact, Lost, SnapshotBegun, SnapshotEnded, Verdict
+from tailrace.runtime.output_batch import Kind, Limits
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.changes import SHOP
 from tests.support.runtimes import LONG_SECONDS, inserts, keys_of
 from tests.support.windows import named

@@ -21,9 +21,9 @@ from tailrace.errors import AckRefused
 from tailrace.model.event import Event
 from tailrace.model.mirror import Mirror
 from tailrace.runtime import loop
-from tailrace.runtime.batch import Batch, Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, insert, table, update
 
 RUNTIME = str(Path(loop.__file__).parent)

@@ -10,16 +10,16 @@ from tailrace.capture.base import SourceId
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import SourceTableMissing, StateFull, Unacknowledged, Unsupported
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.positions import Position
+from tailrace.model.position_kinds import Position
 from tailrace.model.schema import TableSchema
-from tailrace.runtime import observing
-from tailrace.runtime.batch import Kind, Limits, Transactions
+from tailrace.runtime import observers
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact
+from tailrace.runtime.observers import Fact
+from tailrace.runtime.output_batch import Kind, Limits, Transactions
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory, SchemaVersion
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory, SchemaVersion
 from tailrace.testing.faults import FaultyStore, fail
 from tailrace.transforms.rules import Filter, Transforms
 from tests.support.changes import SHOP
@@ -197,7 +197,7 @@ def runtime(source: MemoryCapture, store: Store, heard: list[Fact]) -> CdcRuntim
 
 
 def told(heard: list[Fact]) -> list[str]:
-    kinds = (observing.SnapshotBegun, observing.SnapshotEnded)
+    kinds = (observers.SnapshotBegun, observers.SnapshotEnded)
     return [f"{type(fact).__name__} {fact.id}" for fact in heard if isinstance(fact, kinds)]
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError
-from tailrace.runtime.batch import Kind, Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Kind, Limits, Transactions
+from tailrace.runtime.runtime_state import State
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, TableRouter
-from tailrace.runtime.states import State
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts
 

@@ -15,12 +15,12 @@ from tailrace.model.change import Operation
 from tailrace.model.event import Delete, Event
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import Identity
-from tailrace.runtime import observing
-from tailrace.runtime.batch import Batch, Kind
+from tailrace.runtime import observers
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact
+from tailrace.runtime.observers import Fact
+from tailrace.runtime.output_batch import Batch, Kind
 from tailrace.runtime.sinks import MemorySink
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.transforms.rules import Filter, Transforms
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of, until
@@ -67,8 +67,8 @@ def test_a_sink_that_fails_for_a_moment_is_given_them_again_and_the_stream_is_le
     source.commit(inserts(1))
     runtime.run(sink, until(lambda: sink.rows == 3))
     assert [event.values["id"] for event in sink.events()] == [50, 51, 1]
-    assert [type(fact) for fact in heard].count(observing.StreamOpened) == 1
-    assert [type(fact) for fact in heard].count(observing.Lost) == 2
+    assert [type(fact) for fact in heard].count(observers.StreamOpened) == 1
+    assert [type(fact) for fact in heard].count(observers.Lost) == 2
 
 
 def test_a_sink_that_breaks_leaves_them_to_the_next_run(source: MemoryCapture) -> None:
@@ -224,12 +224,12 @@ def test_a_loop_that_ends_says_which_rows_were_not_delivered_and_the_next_start_
     runtime.enqueue(inserts(1, 2))
     sink = MemorySink()
     runtime.run(sink, lambda: True)
-    stopped = [fact for fact in heard if isinstance(fact, observing.Stopped)]
+    stopped = [fact for fact in heard if isinstance(fact, observers.Stopped)]
     assert [fact.injected for fact in stopped] == [2]
     assert ["were not delivered" in record.message for record in caplog.records] == [True]
     runtime.run(sink, lambda: sink.rows == 2)
     assert sorted(event.values["id"] for event in sink.events()) == [1, 2]
-    assert [fact.injected for fact in heard if isinstance(fact, observing.Stopped)] == [2, 0]
+    assert [fact.injected for fact in heard if isinstance(fact, observers.Stopped)] == [2, 0]
 
 
 @pytest.mark.parametrize(

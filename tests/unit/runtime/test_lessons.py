@@ -16,14 +16,14 @@ from tailrace.errors import AckRefused, ConfigError, PositionRewound, SinkError,
 from tailrace.model.change import Operation
 from tailrace.model.mirror import Mirror
 from tailrace.model.position import ZERO
-from tailrace.runtime.batch import Batch, Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact
+from tailrace.runtime.observers import Fact
+from tailrace.runtime.output_batch import Batch, Kind, Limits
 from tailrace.runtime.sinks import JsonlSink, MemorySink, TableRouter
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP, insert, move, update
 from tests.support.runtimes import inserts, keys_of
 from tests.support.windows import batch, named

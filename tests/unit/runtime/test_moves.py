@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tailrace.capture.memory import MemoryCapture
 from tailrace.model.mirror import Mirror
-from tailrace.runtime.batch import Limits, Transactions
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.runtime.output_batch import Limits, Transactions
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.changes import COMPOSITE, SHOP, Change, Model, insert, move
 from tests.support.windows import batch
 

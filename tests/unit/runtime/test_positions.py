@@ -12,15 +12,15 @@ from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, PositionRewound, SourceUnreachable, StateForeign
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.positions import CustomPosition, MariadbGtidSet, type_of
+from tailrace.model.position_kinds import CustomPosition, MariadbGtidSet, type_of
 from tailrace.runtime import loop
-from tailrace.runtime.batch import Batch, Limits, Transactions
-from tailrace.runtime.batch import Kind as BatchKind
-from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Batch, Limits, Transactions
+from tailrace.runtime.output_batch import Kind as BatchKind
+from tailrace.runtime.position_store import LogSink
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory
 from tailrace.testing.faults import Fault, duplicate, faulty_source
 from tailrace.transforms.rules import Filter, Transforms
 from tests.support.changes import SHOP

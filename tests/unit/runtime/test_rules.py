@@ -18,17 +18,16 @@ from tailrace.model.change import Operation
 from tailrace.model.mirror import Mirror
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.runtime import observing, snapshots
-from tailrace.runtime.batch import Batch, Kind, Limits, Transactions
+from tailrace.runtime import observers, snapshots
 from tailrace.runtime.intake import Holding
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact
+from tailrace.runtime.observers import Fact
+from tailrace.runtime.output_batch import Batch, Kind, Limits, Transactions
 from tailrace.runtime.sinks import MemorySink
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.feeding import RecordedStream
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.recorded_stream import RecordedStream
+from tailrace.state.schema_history import MemorySchemaHistory
 from tailrace.testing.changes import changes, insert, move, table
-from tailrace.transforms.plan import Letter
 from tailrace.transforms.rules import (
     Cast,
     Compute,
@@ -43,7 +42,8 @@ from tailrace.transforms.rules import (
     Transforms,
     Unwrap,
 )
-from tailrace.transforms.stream import TransformedStream
+from tailrace.transforms.transform_plan import Letter
+from tailrace.transforms.transformed_stream import TransformedStream
 from tests.support.runtimes import keys_of, until
 from tests.support.transforms import PEOPLE, person, plan_of
 
@@ -304,11 +304,11 @@ def test_a_rule_that_halts_every_poll_is_a_stall_until_something_is_delivered(
         with pytest.raises(TransformFailed) as halted:
             runtime.poll()
         health = runtime.health()
-        assert (health.verdict, health.remedy) == (observing.Verdict.STALLED, halted.value.hint)
+        assert (health.verdict, health.remedy) == (observers.Verdict.STALLED, halted.value.hint)
         assert "could not be applied" in health.reason
     runtime.enqueue(people((2, "7", "DE")))
     runtime.poll()
-    assert runtime.health().verdict is observing.Verdict.HEALTHY
+    assert runtime.health().verdict is observers.Verdict.HEALTHY
     runtime.force_stop()
 
 
@@ -332,7 +332,7 @@ def test_lesson_1_nothing_passes_a_window_that_a_rule_halts_at_and_what_came_bef
         with pytest.raises(AckRefused):
             runtime.commit(batch.ack)
         assert (runtime.position, source.confirmed) == (first, first)
-    halted = [fact for fact in heard if isinstance(fact, observing.RuleHalted)]
+    halted = [fact for fact in heard if isinstance(fact, observers.RuleHalted)]
     assert {(fact.rule, fact.table) for fact in halted} == {("numbers", "public.people")}
     runtime.force_stop()
     mended = started(source, store, LENIENT, on_letter=lambda letter: None)
@@ -394,7 +394,7 @@ def test_rows_are_set_aside_alike_from_snapshot_stream_and_injection(
     assert [(one.rule, one.column, one.cause) for one in letters] == [(letters[0].rule, "mail", letters[0].cause)] * 3
     assert [one.batch.data.column("id").to_pylist() for one in letters] == [[5], [2], [3]]
     assert letters[2].positions == [str(source.end)]
-    aside = [fact for fact in heard if isinstance(fact, observing.SetAside)]
+    aside = [fact for fact in heard if isinstance(fact, observers.SetAside)]
     assert [(fact.rule, fact.table, fact.rows) for fact in aside] == [("numbers", TABLE, 1)] * 3
     replayed = plan_of(Cast(columns=("mail",), to="string")).apply(letters[2].batch)
     assert replayed.batches[0].data.column("mail").to_pylist() == ["bad"], "as it came, to be applied again"
@@ -458,7 +458,7 @@ def test_a_rule_that_never_matched_is_told_of_at_the_end(
     source.commit(some(1))
     take(runtime)
     runtime.stop()
-    assert [fact.rule for fact in heard if isinstance(fact, observing.RuleUnmatched)] == ["typo"]
+    assert [fact.rule for fact in heard if isinstance(fact, observers.RuleUnmatched)] == ["typo"]
     assert "rule never matched" in caplog.text
 
 

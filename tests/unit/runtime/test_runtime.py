@@ -33,16 +33,16 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableId
-from tailrace.runtime import injecting, loop, observing
-from tailrace.runtime.batch import Ack, Batch, Kind, Limits, Transactions
-from tailrace.runtime.keeping import LogSink
+from tailrace.runtime import injected_changes, loop, observers
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, StreamOpened, Verdict
+from tailrace.runtime.observers import Fact, StreamOpened, Verdict
+from tailrace.runtime.output_batch import Ack, Batch, Kind, Limits, Transactions
+from tailrace.runtime.position_store import LogSink
+from tailrace.runtime.runtime_state import State
 from tailrace.runtime.sinks import MemorySink, Rejected
-from tailrace.runtime.states import State
 from tailrace.state.checkpoint import Checkpoint, seed_checkpoint
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory
 from tests.support.changes import SHOP
 from tests.support.runtimes import Opened, inserts, keys_of, until
 from tests.support.windows import named
@@ -369,7 +369,7 @@ def test_a_failed_start_leaves_it_startable(source: MemoryCapture, store: Store)
     store.failures = [StateFull("disk full", hint="Free space.")]
     with pytest.raises(StateFull) as raised:
         runtime.start()
-    assert heard == [observing.StartFailed(error=raised.value)]
+    assert heard == [observers.StartFailed(error=raised.value)]
     assert runtime.state is State.IDLE
     runtime.start()
     source.commit(inserts(1))
@@ -489,7 +489,7 @@ def test_what_is_injected_comes_first_and_carries_no_position(source: MemoryCapt
 
 
 def test_injecting_without_end_is_refused(runtime: CdcRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(injecting, "INJECTED_MAX", 2)
+    monkeypatch.setattr(injected_changes, "INJECTED_MAX", 2)
     runtime.enqueue(inserts(1))
     runtime.enqueue(inserts(2))
     with pytest.raises(RuntimeRefused):
@@ -669,7 +669,7 @@ def test_rejected_rows_end_the_loop_unless_somebody_takes_them(source: MemoryCap
     runtime = CdcRuntime(source, store, observers=(heard.append,))
     runtime.run(sink, until(lambda: source.confirmed > ZERO), on_rejected=aside.extend)
     assert aside == [bad]
-    assert observing.RowsRejected(rows=1, tables=(SHOP.table,), reason="too wide") in heard
+    assert observers.RowsRejected(rows=1, tables=(SHOP.table,), reason="too wide") in heard
 
 
 def test_the_log_keeps_its_own_place_and_no_other_sink_may_use_it(source: MemoryCapture, tmp_path: Path) -> None:
@@ -703,16 +703,16 @@ def test_observers_hear_every_fact_and_cannot_disturb(source: MemoryCapture, sto
     runtime.poll()
     runtime.stop()
     assert [type(fact) for fact in heard] == [
-        observing.Started,
-        observing.StreamOpened,
-        observing.ShapeSeen,
-        observing.Delivered,
-        observing.Committed,
-        observing.Delivered,
-        observing.Paused,
-        observing.Resumed,
-        observing.Lost,
-        observing.Stopped,
+        observers.Started,
+        observers.StreamOpened,
+        observers.ShapeSeen,
+        observers.Delivered,
+        observers.Committed,
+        observers.Delivered,
+        observers.Paused,
+        observers.Resumed,
+        observers.Lost,
+        observers.Stopped,
     ]
 
 

@@ -16,13 +16,13 @@ import pytest
 
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError, SinkError, SinkUnready
-from tailrace.model.encode import to_debezium_line
+from tailrace.model.event_json import to_debezium_line
 from tailrace.model.position import ZERO
 from tailrace.model.schema import Identity
-from tailrace.runtime.batch import Batch, numbered
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.output_batch import Batch, numbered
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Sink, StreamSink, TableRouter
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, table
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, until

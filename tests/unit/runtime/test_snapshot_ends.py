@@ -7,11 +7,11 @@ import pytest
 from tailrace.capture.memory import MemoryCapture, batch_of
 from tailrace.errors import StateFull
 from tailrace.model.change import Operation
-from tailrace.runtime.batch import Kind, Limits
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Committed, Fact, SnapshotEnded
+from tailrace.runtime.observers import Committed, Fact, SnapshotEnded
+from tailrace.runtime.output_batch import Kind, Limits
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of
 from tests.support.windows import named

@@ -20,13 +20,13 @@ from tailrace.errors import (
 )
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
-from tailrace.runtime import observing
-from tailrace.runtime.batch import Batch, Kind, Limits
-from tailrace.runtime.keeping import LogSink
+from tailrace.runtime import observers
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact
+from tailrace.runtime.observers import Fact
+from tailrace.runtime.output_batch import Batch, Kind, Limits
+from tailrace.runtime.position_store import LogSink
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.changes import KEYLESS, SHOP
 from tests.support.runtimes import inserts, keys_of
 from tests.support.windows import named
@@ -193,7 +193,7 @@ def test_a_snapshot_on_demand_can_be_given_up(source: MemoryCapture, store: Memo
     runtime.control.stop_snapshot(first)
     found = take(runtime)
     assert keys(found, Kind.SNAPSHOT) == [100, 101, 102]
-    ended = [fact for fact in heard if isinstance(fact, observing.SnapshotEnded)]
+    ended = [fact for fact in heard if isinstance(fact, observers.SnapshotEnded)]
     assert [(fact.id, fact.stopped) for fact in ended] == [(first, True), (second, False)]
     runtime.control.stop_snapshot()
     runtime.poll(0.0)
@@ -236,7 +236,7 @@ def test_of_a_snapshot_that_was_given_up_while_it_waited_its_end_is_told_too(
     runtime.commit(batch.ack)
     runtime.control.stop_snapshot()
     assert keys(take(runtime), Kind.SNAPSHOT) == []
-    ended = [(fact.id, fact.stopped, fact.rows) for fact in heard if isinstance(fact, observing.SnapshotEnded)]
+    ended = [(fact.id, fact.stopped, fact.rows) for fact in heard if isinstance(fact, observers.SnapshotEnded)]
     assert sorted(ended) == sorted([(first, True, batch.rows), (second, True, 0), (third, True, 0)])
     runtime.stop()
 
@@ -268,7 +268,7 @@ def test_a_snapshot_before_the_stream_can_be_given_up_and_the_stream_goes_on_fro
     runtime.control.stop_snapshot()
     found = take(runtime)
     assert (keys(found, Kind.SNAPSHOT), keys(found, Kind.STREAM)) == ([], [50])
-    assert [fact.stopped for fact in heard if isinstance(fact, observing.SnapshotEnded)] == [True]
+    assert [fact.stopped for fact in heard if isinstance(fact, observers.SnapshotEnded)] == [True]
     runtime.stop()
     again = started(source, store)
     assert take(again) == [], "and nothing of it is on record"
@@ -295,7 +295,7 @@ def test_acknowledged_rows_of_a_snapshot_are_told_of(source: MemoryCapture, stor
     heard: list[Fact] = []
     runtime = started(source, store, snapshot_tables=TABLES, observers=(heard.append,))
     runtime.commit(runtime.poll().ack, rows=3)
-    assert [fact.rows for fact in heard if isinstance(fact, observing.Committed)] == [3]
+    assert [fact.rows for fact in heard if isinstance(fact, observers.Committed)] == [3]
     runtime.force_stop()
 
 
@@ -409,9 +409,9 @@ def test_a_snapshot_on_demand_that_cannot_be_had_does_not_disturb_the_stream(
     monkeypatch.setattr(runtime._snapshots._scan, "next", refused)
     source.commit(inserts(901))
     assert keys(take(runtime), Kind.STREAM)[-1] == 901
-    codes = [fact.error.code for fact in heard if isinstance(fact, observing.SnapshotEnded) and fact.error]
+    codes = [fact.error.code for fact in heard if isinstance(fact, observers.SnapshotEnded) and fact.error]
     assert codes == ["source-table-missing", "unsupported", "source-table-missing"]
-    assert [fact.id for fact in heard if isinstance(fact, observing.SnapshotEnded)][-1] == last
+    assert [fact.id for fact in heard if isinstance(fact, observers.SnapshotEnded)][-1] == last
     saved = store.load("default")
     assert saved is not None
     assert saved.metadata["snapshot"] is None, "the next start does not stumble over it"

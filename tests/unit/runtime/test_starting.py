@@ -10,12 +10,12 @@ import pytest
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError, SinkError, SinkUnready, SourceTableMissing
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, StartFailed
+from tailrace.runtime.observers import Fact, StartFailed
+from tailrace.runtime.runtime_state import State
 from tailrace.runtime.sinks import JsonlSink
-from tailrace.runtime.states import State
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.transforms.plan import TransformPlan
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.transforms.rules import Decrypt, Encrypt, Hmac, KeySource, Transforms
+from tailrace.transforms.transform_plan import TransformPlan
 from tests.support.changes import SHOP
 from tests.support.runtimes import inserts, keys_of
 from tests.support.windows import named

@@ -11,13 +11,13 @@ from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import RuntimeFailed, StateFull, TailraceError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
-from tailrace.runtime.batch import Batch
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.runtime.observing import Fact, Failed, Lost, PollFailed, StartFailed, Stopped, Verdict
+from tailrace.runtime.observers import Fact, Failed, Lost, PollFailed, StartFailed, Stopped, Verdict
+from tailrace.runtime.output_batch import Batch
+from tailrace.runtime.runtime_state import State
 from tailrace.runtime.sinks import MemorySink
-from tailrace.runtime.states import State
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tests.support.runtimes import inserts, keys_of
 
 SECRET = "a value of a row"

@@ -23,8 +23,8 @@ from tailrace.deadletters.store import CAUSE, Bundle, Letters
 from tailrace.deadletters.store import Origin as LettersOrigin
 from tailrace.errors import ForeignWrite, TailraceError
 from tailrace.model import change
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.change import unfit_by_rule
-from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.policies import Policies, Policy
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableSchema

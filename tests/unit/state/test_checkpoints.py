@@ -25,11 +25,11 @@ from tailrace.errors import (
     TailraceError,
 )
 from tailrace.model.position import Lsn
-from tailrace.model.positions import BinlogPosition, CustomPosition, MysqlGtidSet
+from tailrace.model.position_kinds import BinlogPosition, CustomPosition, MysqlGtidSet
 from tailrace.state.checkpoint import METADATA_BYTES_MAX, Checkpoint, seed_checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore, MemoryCheckpointStore
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tailrace.storage import state_records
 from tailrace.testing.stores import check_checkpoint_store
 from tests.support.disks import fill, mounted

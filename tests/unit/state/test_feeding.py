@@ -16,10 +16,10 @@ from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableSchema
-from tailrace.model.system import MESSAGE_STREAM
-from tailrace.state.feeding import RecordedStream, SchemaFeed
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import MemorySchemaHistory, SchemaHistory, SchemaVersion
+from tailrace.model.system_streams import MESSAGE_STREAM
+from tailrace.state.recorded_stream import RecordedStream, SchemaFeed
+from tailrace.state.schema_history import MemorySchemaHistory, SchemaHistory, SchemaVersion
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tests.support.changes import SHOP, insert
 from tests.support.runtimes import LogLoop
 from tests.support.windows import batch, open_window, window

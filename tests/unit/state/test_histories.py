@@ -15,12 +15,12 @@ import pyarrow as pa
 import pytest
 
 from tailrace.errors import ConfigError, StateBusy, StateCorrupt, StateFull, StateTrimmed
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.evolution import Kind
-from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
-from tailrace.state.histories import FileSchemaHistory
-from tailrace.state.history import KEEP_LAST, MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory
+from tailrace.state.schema_history import KEEP_LAST, MemorySchemaHistory, Retention, SchemaEvent, SchemaHistory
+from tailrace.state.schema_history_stores import FileSchemaHistory
 from tailrace.storage import state_records
 from tests.support.changes import SHOP
 from tests.support.disks import fill, mounted

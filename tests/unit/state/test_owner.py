@@ -16,7 +16,7 @@ import pytest
 from tailrace.errors import ConfigError, StateBusy, StateFenced, StateUnusable
 from tailrace.model.position import Lsn
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.state.checkpoint_stores import FileCheckpointStore
 from tailrace.storage import lease
 
 
@@ -42,7 +42,7 @@ def file(store: FileCheckpointStore, tmp_path: Path) -> Path:
 HOLD = """
 import sys
 import time
-from tailrace.state.checkpoints import FileCheckpointStore
+from tailrace.state.checkpoint_stores import FileCheckpointStore
 from tailrace.state.checkpoint import Checkpoint
 from tailrace.model.position import Lsn
 store = FileCheckpointStore(sys.argv[1])

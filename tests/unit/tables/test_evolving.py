@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from tailrace.errors import ForeignWrite, SchemaChanged
-from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.policies import POLICIES, Policies, Policy
 from tailrace.model.position import Lsn
 from tailrace.model.schema import MARK, Column, Identity, TableId, TableSchema

@@ -14,7 +14,7 @@ from tailrace.runtime import intake
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint import Checkpoint
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.checks import ContractBroken
 from tailrace.testing.faults import Fault, FaultyStore, corrupt, delay, duplicate, fail, faulty_source, lose, slow
 from tailrace.testing.stores import check_checkpoint_store

@@ -12,7 +12,7 @@ from tailrace.capture.memory import MemoryCapture, batch_of
 from tailrace.errors import ConfigError
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
-from tailrace.state.checkpoints import MemoryCheckpointStore
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, insert, table, update
 from tailrace.testing.faults import FaultyStore, delay, fail, faulty_source, slow
 from tailrace.testing.script import Behind, Break, Quiet, ScriptedSource, Transaction

@@ -11,8 +11,8 @@ from tailrace.model.schema import TableId
 from tailrace.runtime import intake
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.sinks import MemorySink
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.state.history import MemorySchemaHistory, SchemaEvent
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
+from tailrace.state.schema_history import MemorySchemaHistory, SchemaEvent
 from tailrace.testing.changes import altered, changes, delete, insert, move, table, truncate, update
 from tailrace.testing.script import Behind, Break, Quiet, ScriptedSource, Transaction
 from tests.support.runtimes import until

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import ConfigError
-from tailrace.transforms import columns
+from tailrace.transforms.steps import column_values
 
 texts = st.lists(st.none() | st.text(alphabet="aé€😀 b", max_size=12), max_size=20)
 plain_texts = st.lists(st.none() | st.text(alphabet="ab@. ", max_size=12), max_size=20)
@@ -30,14 +30,14 @@ def masked(text: str | None, first: int, last: int) -> str | None:
 def test_a_mask_leaves_the_ends_and_never_a_whole_text(
     given: list[str | None], first: int, last: int, begin: int
 ) -> None:
-    made = columns.mask(pa.array(given, pa.string()).slice(begin), first, last, "*")
+    made = column_values.mask(pa.array(given, pa.string()).slice(begin), first, last, "*")
     made.validate(full=True)
     assert made.to_pylist() == [masked(text, first, last) for text in given[begin:]]
 
 
 @pytest.mark.parametrize("text", ["plain", "größer"])
 def test_what_stands_for_a_character_may_be_longer_than_a_byte(text: str) -> None:
-    assert columns.mask(pa.array([text, None, ""]), 1, 1, "•").to_pylist() == [
+    assert column_values.mask(pa.array([text, None, ""]), 1, 1, "•").to_pylist() == [
         text[0] + "•" * (len(text) - 2) + text[-1],
         None,
         "",
@@ -47,32 +47,34 @@ def test_what_stands_for_a_character_may_be_longer_than_a_byte(text: str) -> Non
 @settings(max_examples=50, deadline=None)
 @given(texts, st.integers(0, 6))
 def test_texts_are_cut_by_characters(given: list[str | None], length: int) -> None:
-    made = columns.truncate(pa.array(given, pa.string()), length)
+    made = column_values.truncate(pa.array(given, pa.string()), length)
     assert made.to_pylist() == [None if text is None else text[:length] for text in given]
 
 
 def test_binaries_are_cut_by_bytes() -> None:
-    assert columns.truncate(pa.array([b"abc", None, b""]), 2).to_pylist() == [b"ab", None, b""]
+    assert column_values.truncate(pa.array([b"abc", None, b""]), 2).to_pylist() == [b"ab", None, b""]
 
 
 def test_numbers_are_masked_as_their_text() -> None:
-    assert columns.mask(pa.array([12345, None]), 0, 2, "#").to_pylist() == ["###45", None]
+    assert column_values.mask(pa.array([12345, None]), 0, 2, "#").to_pylist() == ["###45", None]
 
 
 def test_one_text_stands_for_every_value_and_null_stays_null() -> None:
-    assert columns.redact(pa.array([[1], None, []]), "-").to_pylist() == ["-", None, "-"]
+    assert column_values.redact(pa.array([[1], None, []]), "-").to_pylist() == ["-", None, "-"]
 
 
 def test_values_that_do_not_fit_a_cast_fail_alone() -> None:
-    made, (fault,) = columns.cast(pa.array(["1", "x", None, "40000", "3"]), pa.int16())
+    made, (fault,) = column_values.cast(pa.array(["1", "x", None, "40000", "3"]), pa.int16())
     assert made.to_pylist() == [1, None, None, None, 3]
     assert fault.rows.tolist() == [False, True, False, True, False]
 
 
 def test_a_cast_is_exact_or_fails() -> None:
-    made, faults = columns.cast(pa.array([Decimal("1.50"), Decimal("2.00")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
+    made, faults = column_values.cast(
+        pa.array([Decimal("1.50"), Decimal("2.00")], pa.decimal128(5, 2)), pa.decimal128(5, 1)
+    )
     assert (made.to_pylist(), faults) == ([Decimal("1.5"), Decimal("2.0")], ())
-    made, (fault,) = columns.cast(pa.array([Decimal("1.55")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
+    made, (fault,) = column_values.cast(pa.array([Decimal("1.55")], pa.decimal128(5, 2)), pa.decimal128(5, 1))
     assert fault.why == "the value does not fit decimal(5, 1)"
     assert made.to_pylist() == [None]
 
@@ -91,14 +93,14 @@ INFINITE = float("inf")
 def test_what_arrow_would_make_something_else_of_does_not_fit(
     given: pa.Array, kind: pa.DataType, wanted: list[object]
 ) -> None:
-    made, faults = columns.cast(given, kind)
+    made, faults = column_values.cast(given, kind)
     assert made.to_pylist() == wanted
     lost = [value is not None and kept is None for value, kept in zip(given.to_pylist(), wanted, strict=True)]
     assert [fault.rows.tolist() for fault in faults] == [lost]
 
 
 def test_not_a_number_is_one_in_any_float() -> None:
-    made, faults = columns.cast(pa.array([float("nan")]), pa.float32())
+    made, faults = column_values.cast(pa.array([float("nan")]), pa.float32())
     assert (str(made[0]), faults) == ("nan", ())
 
 
@@ -106,18 +108,18 @@ def test_not_a_number_is_one_in_any_float() -> None:
 def test_a_value_that_is_set_is_not_cut_off(value: Decimal | float | str | bool) -> None:
     given = Decimal(str(value)) if isinstance(value, float) else value
     with pytest.raises(ConfigError, match="a value is none of the type int32"):
-        columns.scalar(given, pa.int32())
-    assert columns.scalar(Decimal("2.0"), pa.int32()).as_py() == 2
+        column_values.scalar(given, pa.int32())
+    assert column_values.scalar(Decimal("2.0"), pa.int32()).as_py() == 2
 
 
 def test_a_number_that_no_column_of_its_own_accord_can_hold_wants_a_type() -> None:
     with pytest.raises(ConfigError, match="a value is of no type that a column has") as raised:
-        columns.scalar(2**70, None)
+        column_values.scalar(2**70, None)
     assert "decimal(38, 0)" in raised.value.hint
-    assert columns.scalar(2**70, pa.decimal128(38, 0)).as_py() == 2**70
+    assert column_values.scalar(2**70, pa.decimal128(38, 0)).as_py() == 2**70
 
 
 @pytest.mark.parametrize("name", ["varchar", "decimal(39,2)", "decimal(3,5)", ""])
 def test_a_type_that_is_none_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is no type"):
-        columns.type_named(name)
+        column_values.type_named(name)

@@ -12,8 +12,7 @@ import pytest
 from tailrace.capture.memory import MemoryCapture
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.runtime.loop import CdcRuntime
-from tailrace.state.checkpoints import MemoryCheckpointStore
-from tailrace.transforms.plan import TransformPlan
+from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.transforms.rules import (
     KINDS,
     Cast,
@@ -28,6 +27,7 @@ from tailrace.transforms.rules import (
     Set,
     Transforms,
 )
+from tailrace.transforms.transform_plan import TransformPlan
 from tests.support.transforms import PEOPLE
 
 SECRET = "s3cret-word"

@@ -13,9 +13,9 @@ from tailrace.errors import ConfigError, TransformFailed
 from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableId
-from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import Decrypt, Encrypt, KeySource, Rename, Transforms
 from tailrace.transforms.secrets import Cipher, Keyring
+from tailrace.transforms.transform_plan import TransformPlan
 from tests.support.transforms import KEYS, PEOPLE, batch, changed, only, person, plan_of, values
 
 SECRET = "ann@example.org"

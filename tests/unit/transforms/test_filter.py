@@ -19,7 +19,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
-from tailrace.transforms.rows import is_one, opened
+from tailrace.transforms.row_images import is_one, opened
 from tailrace.transforms.rules import Cast, Filter, Mask, Rule
 from tests.support.transforms import batch, changed, only, person, plan_of, values
 

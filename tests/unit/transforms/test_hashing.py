@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.transforms.hashing import hmac_sha256, sha256
+from tailrace.transforms.steps.hashes import hmac_sha256, sha256
 
 SECRET = bytes(range(32))
 LONG = bytes(range(200))

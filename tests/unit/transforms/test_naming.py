@@ -10,9 +10,9 @@ import pytest
 from tailrace.errors import RuleInvalid
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableId
-from tailrace.transforms.naming import Names
-from tailrace.transforms.plan import TransformPlan
+from tailrace.transforms.output_tables import Names
 from tailrace.transforms.rules import Mask, Outbox, Rename, Route, Rule, Transforms
+from tailrace.transforms.transform_plan import TransformPlan
 from tests.support.transforms import PEOPLE, batch, changed, person
 from tests.unit.transforms.test_routing import OUTBOX, message
 

@@ -13,10 +13,11 @@ import pytest
 from tailrace.errors import ConfigError, RuleInvalid, TransformFailed
 from tailrace.model import change
 from tailrace.model.batch import Window
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.change import Operation
-from tailrace.model.facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableSchema
+from tailrace.transforms.output_schema import is_touched
 from tailrace.transforms.rules import (
     Cast,
     Compute,
@@ -39,7 +40,6 @@ from tailrace.transforms.rules import (
     Truncate,
     Unwrap,
 )
-from tailrace.transforms.shape import is_touched
 from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_of, values
 
 INSERT, UPDATE, DELETE, TRUNCATE = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.TRUNCATE

@@ -13,8 +13,8 @@ from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.transforms.output_schema import is_touched
 from tailrace.transforms.rules import Cast, Mask, Outbox, Route, Unwrap
-from tailrace.transforms.shape import is_touched
 from tests.support.transforms import PEOPLE, batch, changed, only, person, plan_of, values
 
 INSERT, UPDATE, DELETE, READ = Operation.INSERT, Operation.UPDATE, Operation.DELETE, Operation.READ

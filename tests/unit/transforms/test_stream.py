@@ -22,12 +22,12 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
 from tailrace.runtime import loop
-from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.position_store import LogSink
 from tailrace.storage.files import LogPath
-from tailrace.transforms.plan import TransformPlan
 from tailrace.transforms.rules import Cast, Encrypt, Filter, Function, Rule
-from tailrace.transforms.stream import TransformedStream
+from tailrace.transforms.transform_plan import TransformPlan
+from tailrace.transforms.transformed_stream import TransformedStream
 from tests.support.logs import quick_folder
 from tests.support.transforms import PEOPLE, person, plan_of
 

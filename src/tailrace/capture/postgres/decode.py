@@ -37,7 +37,7 @@ from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableSchema
-from tailrace.model.system import MESSAGE_STREAM
+from tailrace.model.system_streams import MESSAGE_STREAM
 
 BATCH_BYTES_MAX = 256 << 20
 """Of wire bytes: keeps a string column of one batch under Arrow's 2 GiB even where a value is repeated."""

@@ -1,4 +1,4 @@
-"""What PostgreSQL's catalogue tells of tables beyond what a relation message says: see `model/facts.py`.
+"""What PostgreSQL's catalogue tells of tables beyond what a relation message says: see `model/catalogue_facts.py`.
 
 Asked for many tables at once, and within one transaction, so that the answers belong together. No table is locked for
 it: capture must not wait for somebody's ALTER TABLE.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tailrace.model.facts import ColumnFacts, Facts, Storage
+from tailrace.model.catalogue_facts import ColumnFacts, Facts, Storage
 from tailrace.model.position import ZERO, Lsn
 
 Ask = Callable[[str, tuple[object, ...]], list[tuple[Any, ...]]]

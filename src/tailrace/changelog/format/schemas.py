@@ -17,10 +17,10 @@ import pyarrow as pa
 from tailrace import failpoints
 from tailrace.errors import NEW_LOG_HINT, ConfigError, LogCorrupt
 from tailrace.model import change
+from tailrace.model.catalogue_facts import Facts
 from tailrace.model.evolution import evolve, same_version
-from tailrace.model.facts import Facts
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.model.system import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
+from tailrace.model.system_streams import SCHEMA_NUMBER, SCHEMA_STREAM, is_system
 from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
 

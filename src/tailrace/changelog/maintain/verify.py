@@ -26,7 +26,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.errors import NEW_LOG_HINT, LogCorrupt, LogError, LogUnreachable, TailraceError
 from tailrace.model import change
 from tailrace.model.position import Lsn
-from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.model.system_streams import SCHEMA_NUMBER
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from tailrace.changelog.format.schemas import Version
 from tailrace.changelog.format.seal import ColdFile, Seal, check_file, commits_path, damaged
 from tailrace.model import change
-from tailrace.model.system import SCHEMA_NUMBER
+from tailrace.model.system_streams import SCHEMA_NUMBER
 from tailrace.storage import files
 from tailrace.storage.files import LogPath
 

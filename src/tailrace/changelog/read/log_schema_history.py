@@ -12,8 +12,8 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.model import change
 from tailrace.model.evolution import Evolution
 from tailrace.model.position import Lsn
-from tailrace.model.system import SCHEMA_STREAM
-from tailrace.state.history import MemorySchemaHistory
+from tailrace.model.system_streams import SCHEMA_STREAM
+from tailrace.state.schema_history import MemorySchemaHistory
 
 _WHERE = ["table", "version", change.POSITION, change.COMMITTED_AT]
 

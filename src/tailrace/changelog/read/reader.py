@@ -42,7 +42,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn
 from tailrace.model.schema import TableId
-from tailrace.model.system import SCHEMA_NUMBER, is_system
+from tailrace.model.system_streams import SCHEMA_NUMBER, is_system
 from tailrace.storage import files, records
 from tailrace.storage.files import LogPath
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tailrace.changelog.format.schemas import Schemas
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.model.system import SYSTEM_STREAMS
+from tailrace.model.system_streams import SYSTEM_STREAMS
 
 
 class Wanted:

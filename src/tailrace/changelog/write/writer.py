@@ -30,7 +30,7 @@ from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import EXPIRY_SECONDS, Lease
 from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
 from tailrace.given import require_instance
-from tailrace.model import change, system
+from tailrace.model import change, system_streams
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
@@ -283,8 +283,11 @@ class LogWriter:
         if not fresh:
             return tuple(bodies), parts, announced
         shapes = max(version.ordinal for version, _ in fresh)
-        announced_rows = system.announce(_announcements(fresh, self._schemas, announced, shapes))
-        add(self._record(system.SCHEMA_STREAM), ChangeBatch(schema=system.SCHEMA_STREAM, data=announced_rows))
+        announced_rows = system_streams.announce(_announcements(fresh, self._schemas, announced, shapes))
+        add(
+            self._record(system_streams.SCHEMA_STREAM),
+            ChangeBatch(schema=system_streams.SCHEMA_STREAM, data=announced_rows),
+        )
         return tuple(bodies), parts, shapes
 
     def _record(self, schema: TableSchema) -> Version:
@@ -310,7 +313,7 @@ class LogWriter:
 
 def _announcements(
     fresh: Sequence[tuple[Version, pa.RecordBatch]], schemas: Schemas, announced: int, shapes: int
-) -> list[system.Announcement]:
+) -> list[system_streams.Announcement]:
     """A record for every version counted so far and not announced yet.
 
     Each stands at its first row. A version that a writer recorded before it died, and that no row has, stands at
@@ -326,7 +329,7 @@ def _announcements(
         row = first[min(ordinal for ordinal in first if ordinal >= version.ordinal)].slice(0, 1)
         position = row.column(change.POSITION)[0].as_py() if change.POSITION in row.schema.names else None
         found.append(
-            system.Announcement(
+            system_streams.Announcement(
                 table=version.table,
                 version=version.version,
                 shape=version.schema,

@@ -29,10 +29,10 @@ from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId
 from tailrace.pipeline.capture.source_factory import open_keeper, open_source
 from tailrace.pipeline.config.settings import PipelineSettings
-from tailrace.runtime.keeping import LogSink
 from tailrace.runtime.loop import CdcRuntime
+from tailrace.runtime.position_store import LogSink
 from tailrace.storage.files import LogPath
-from tailrace.transforms.postgres import TransformedCapture
+from tailrace.transforms.transformed_source import TransformedCapture
 
 log = logging.getLogger(__name__)
 

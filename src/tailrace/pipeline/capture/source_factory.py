@@ -15,7 +15,7 @@ from tailrace.changelog.maintain.maintenance import Keeper
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.pipeline.config.settings import PipelineSettings, matches, matches_message, names
 from tailrace.pipeline.tables.retention_holds import forget_unwanted
-from tailrace.transforms.postgres import TransformedCapture
+from tailrace.transforms.transformed_source import TransformedCapture
 
 
 def open_source(settings: PipelineSettings, log_id: str) -> PostgresCapture:

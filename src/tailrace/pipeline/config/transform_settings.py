@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailrace.errors import TableUnusable
-from tailrace.transforms import declaring
+from tailrace.transforms import declaration
 from tailrace.transforms.rules import APART_HINT, KINDS, Outbox, Route, Transforms
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def holds_messages(transforms: Transforms, table: TableId) -> bool:
     boxes = [rule for rule in transforms.rules if isinstance(rule, Outbox)]
     if not boxes:
         return False
-    from tailrace.transforms.naming import may_make
+    from tailrace.transforms.output_tables import may_make
 
     return may_make(boxes, table)
 
@@ -75,7 +75,7 @@ def refuse_modes(table: TableId, mode: str | None, soft_delete: bool | None) -> 
 
 def leaves(transforms: Transforms, table: TableId, *, wanted: bool) -> bool:
     """Whether rules leave rows in a table of this name. `wanted` says whether the source's own of this name is."""
-    from tailrace.transforms.naming import made_of, may_make
+    from tailrace.transforms.output_tables import made_of, may_make
 
     return (wanted and table in made_of(transforms.rules, table)) or may_make(transforms.rules, table)
 
@@ -127,7 +127,7 @@ def place(loc: Loc) -> Loc:
 
 def said(loc: Loc, detail: ErrorDetails) -> str | None:
     """What is wrong with a rule or a key; None: this is neither."""
-    return declaring.said(detail) if loc[:1] == ("transforms",) else None
+    return declaration.said(detail) if loc[:1] == ("transforms",) else None
 
 
 def keys_of(loc: Loc, rule: Any) -> list[str] | None:

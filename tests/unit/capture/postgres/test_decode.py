@@ -18,7 +18,7 @@ from tailrace.errors import ProtocolViolation
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
-from tailrace.runtime.batch import cut, following, joined
+from tailrace.runtime.output_batch import cut, following, joined
 from tests.support.guarded import run_guarded
 from tests.support.pgoutput import (
     INT4,

@@ -8,7 +8,7 @@ from tailrace.capture.postgres.decode import EPOCH_2000, Decoder
 from tailrace.errors import ProtocolViolation
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.system import MESSAGE_STREAM
+from tailrace.model.system_streams import MESSAGE_STREAM
 from tests.support.pgoutput import INT4, Sent, decode, decode_in_parts, describe, message, transaction
 
 ITEMS = Sent(oid=1, name="items", columns=(("id", INT4, -1),))

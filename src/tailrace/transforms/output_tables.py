@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 from tailrace.errors import RuleInvalid
 from tailrace.model.schema import TableId
-from tailrace.transforms.matching import matches_any
 from tailrace.transforms.rules import APART_HINT, Outbox, Route, Rule
+from tailrace.transforms.table_globs import matches_any
 
 
 def target(template: str, table: TableId, **more: str) -> TableId:

@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.model import change
-from tailrace.transforms import columns as column_work
 from tailrace.transforms import rules
-from tailrace.transforms.columns import type_named
 from tailrace.transforms.expression import Expression
-from tailrace.transforms.faults import Failed, Faults, all_of, only, trouble
-from tailrace.transforms.rows import AFTER, Image, Rows
+from tailrace.transforms.output_schema import Made, Shape
+from tailrace.transforms.row_images import AFTER, Image, Rows
 from tailrace.transforms.secrets import Keyring
-from tailrace.transforms.shape import Made, Shape
-from tailrace.transforms.steps import Maker, Step, condition, keep_key, named, without
+from tailrace.transforms.steps import column_values as column_work
+from tailrace.transforms.steps.column_values import type_named
+from tailrace.transforms.steps.rule_steps import Maker, Step, condition, keep_key, named, without
+from tailrace.transforms.transform_errors import Failed, Faults, all_of, only, trouble
 
 Mask = npt.NDArray[np.bool_]
 Derived = tuple[dict[str, pa.Array], Faults]

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.model.schema import TableId
-from tailrace.transforms.faults import Fault, Faults
-from tailrace.transforms.hashing import as_bytes
 from tailrace.transforms.secrets import Cipher
+from tailrace.transforms.steps.hashes import as_bytes
+from tailrace.transforms.transform_errors import Fault, Faults
 
 FORMAT, FORMAT_OLD = 2, 1
 NONCE_BYTES = 12

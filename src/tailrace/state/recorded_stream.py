@@ -16,10 +16,10 @@ from tailrace.given import require_methods
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.evolution import same_version
-from tailrace.model.positions import P, Position, parse_position, reaches, type_of
+from tailrace.model.position_kinds import P, Position, parse_position, reaches, type_of
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.model.system import is_system
-from tailrace.state.history import SchemaEvent, SchemaHistory, SchemaVersion
+from tailrace.model.system_streams import is_system
+from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion
 
 
 class SchemaFeed:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import ConfigError
-from tailrace.transforms.faults import Faults, by_halves
+from tailrace.transforms.transform_errors import Faults, by_halves
 
 Worked = tuple[pa.Array, Faults]
 """The values, and what failed; those are null."""

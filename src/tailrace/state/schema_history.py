@@ -20,9 +20,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple, Protocol, Self
 
 from tailrace.errors import ConfigError, StateTrimmed
+from tailrace.model.catalogue_facts import Facts
 from tailrace.model.evolution import Change, Evolution, Kind, evolve, same_version
-from tailrace.model.facts import Facts
-from tailrace.model.positions import Position, PositionType, parse_position, type_of
+from tailrace.model.position_kinds import Position, PositionType, parse_position, type_of
 from tailrace.model.schema import TableId, TableSchema
 
 KEEP_LAST = 256

@@ -13,8 +13,8 @@ from tailrace.capture.base import OfTimeline, Stream
 from tailrace.capture.windows import require_stream, require_window
 from tailrace.errors import SourceUnreachable
 from tailrace.model.batch import Window
-from tailrace.model.positions import P, covers
-from tailrace.transforms.plan import OnLetter, TransformPlan
+from tailrace.model.position_kinds import P, covers
+from tailrace.transforms.transform_plan import OnLetter, TransformPlan
 
 
 class TransformedStream(Generic[P]):

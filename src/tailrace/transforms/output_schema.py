@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from tailrace.errors import RuleInvalid
-from tailrace.model.facts import ColumnFacts, Facts
+from tailrace.model.catalogue_facts import ColumnFacts, Facts
 from tailrace.model.schema import MARK, Column, Identity, TableId, TableSchema
 from tailrace.transforms.rules import Rule
 

@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 
 from tailrace.model import change
 from tailrace.model.change import Operation
-from tailrace.transforms.faults import Faults, all_of, only
-from tailrace.transforms.rows import Image, Rows
+from tailrace.transforms.row_images import Image, Rows
+from tailrace.transforms.transform_errors import Faults, all_of, only
 
 Mask = npt.NDArray[np.bool_]
 Judged = tuple[Mask, Faults]

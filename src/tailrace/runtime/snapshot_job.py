@@ -11,7 +11,7 @@ from typing import Any
 
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.runtime.keeping import Place
+from tailrace.runtime.position_store import Place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from tailrace.errors import ConfigError
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch
-from tailrace.model.system import is_system
+from tailrace.model.system_streams import is_system
 
 Transform: TypeAlias = Callable[[ChangeBatch], ChangeBatch]
 _OWN = (change.OP, change.SEQ, change.TX, change.TX_INDEX, change.COMMITTED_AT)

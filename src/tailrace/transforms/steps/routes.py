@@ -19,13 +19,13 @@ from tailrace.model import change
 from tailrace.model.change import Operation
 from tailrace.model.schema import Identity, TableId
 from tailrace.transforms.expression import Expression
-from tailrace.transforms.faults import Fault, all_of
-from tailrace.transforms.naming import target
-from tailrace.transforms.rows import Image, Rows
+from tailrace.transforms.output_schema import Made, Shape
+from tailrace.transforms.output_tables import target
+from tailrace.transforms.row_images import Image, Rows
 from tailrace.transforms.secrets import Keyring
-from tailrace.transforms.shape import Made, Shape
-from tailrace.transforms.splitting import Judged, narrow
-from tailrace.transforms.steps import Lot, Maker, Step, condition, named, without
+from tailrace.transforms.steps.row_filter import Judged, narrow
+from tailrace.transforms.steps.rule_steps import Lot, Maker, Step, condition, named, without
+from tailrace.transforms.transform_errors import Fault, all_of
 
 Mask = npt.NDArray[np.bool_]
 TABLES_MAX = 1_000

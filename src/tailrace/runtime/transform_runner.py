@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from tailrace.capture.base import Stream
 from tailrace.errors import ConfigError, SinkError, TailraceError
 from tailrace.model.batch import ChangeBatch
-from tailrace.model.positions import P
-from tailrace.runtime.observing import RuleUnmatched, SetAside, Telling
+from tailrace.model.position_kinds import P
+from tailrace.runtime.observers import RuleUnmatched, SetAside, Telling
 from tailrace.transforms.rules import RulesGiven, Transforms
 
 if TYPE_CHECKING:
-    from tailrace.transforms.plan import Letter, OnLetter, TransformPlan
+    from tailrace.transforms.transform_plan import Letter, OnLetter, TransformPlan
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Ruling:
         """The stream as the rules show it."""
         if self._plan is None:
             return stream
-        from tailrace.transforms.stream import TransformedStream
+        from tailrace.transforms.transformed_stream import TransformedStream
 
         return TransformedStream(stream, self._plan, self._take)
 
@@ -83,6 +83,6 @@ def _made_ready(rules: RulesGiven | TransformPlan) -> TransformPlan | None:
     """Only a runtime that has rules loads what they are computed with."""
     if not rules and isinstance(rules, Transforms | list | tuple | Mapping):
         return None
-    from tailrace.transforms.plan import TransformPlan
+    from tailrace.transforms.transform_plan import TransformPlan
 
     return rules if isinstance(rules, TransformPlan) else TransformPlan(rules)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tailrace.errors import RuntimeFailed, TailraceError
-from tailrace.model.positions import Position
+from tailrace.model.position_kinds import Position
 from tailrace.model.schema import TableId
 
 log = logging.getLogger(__name__)

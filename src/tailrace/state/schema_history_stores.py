@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tailrace.errors import ConfigError
 from tailrace.model.schema import TableId
-from tailrace.state.history import DEFAULT_RETENTION, MemorySchemaHistory, Retention, SchemaEvent, SchemaVersion
+from tailrace.state.schema_history import DEFAULT_RETENTION, MemorySchemaHistory, Retention, SchemaEvent, SchemaVersion
 from tailrace.storage import local, state_records
 from tailrace.storage.owned_folder import StateFolder, explained
 

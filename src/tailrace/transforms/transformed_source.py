@@ -26,13 +26,13 @@ from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import LOAD_ANEW_HINT, SourceRewritten, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableId, TableSchema
-from tailrace.transforms.matching import matches_any
-from tailrace.transforms.naming import Names, still_make, target
-from tailrace.transforms.plan import TransformPlan
-from tailrace.transforms.routing import TABLES_MAX
+from tailrace.transforms.output_schema import is_touched
+from tailrace.transforms.output_tables import Names, still_make, target
 from tailrace.transforms.rules import Outbox, Transforms
-from tailrace.transforms.shape import is_touched
-from tailrace.transforms.stream import TransformedStream
+from tailrace.transforms.steps.routes import TABLES_MAX
+from tailrace.transforms.table_globs import matches_any
+from tailrace.transforms.transform_plan import TransformPlan
+from tailrace.transforms.transformed_stream import TransformedStream
 
 TYPES_SECONDS = 600.0
 """Between two questions for the types that an outbox has: whatever comes, its log tells."""

@@ -24,8 +24,8 @@ from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
 from tailrace.model.schema import TableSchema, no_such_column, unfitting
-from tailrace.runtime.ruling import Ruling
-from tailrace.transforms.numbering import numbered_anew
+from tailrace.runtime.transform_runner import Ruling
+from tailrace.transforms.row_numbers import numbered_anew
 
 INJECTED_MAX = 10_000
 FIRST_SEQ = -(1 << 63)

@@ -16,8 +16,8 @@ from tailrace.errors import ConfigError, StateCorrupt
 from tailrace.given import require_instance, require_methods
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
-from tailrace.model.positions import Position, type_of
-from tailrace.runtime.batch import Batch
+from tailrace.model.position_kinds import Position, type_of
+from tailrace.runtime.output_batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
 from tailrace.storage.state_records import OtherFormat, hint_for
 

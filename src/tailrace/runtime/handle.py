@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from tailrace.errors import ConfigError, RuntimeRefused, Unsupported
 from tailrace.model.schema import TableId
-from tailrace.runtime.observing import Health, Status
+from tailrace.runtime.observers import Health, Status
 
 WISHES_MAX = 100
 """Snapshots that wait for the one under way."""

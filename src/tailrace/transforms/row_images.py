@@ -20,7 +20,7 @@ from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.schema import TableSchema
-from tailrace.transforms.faults import ABSENT, UNFIT, Fault, Faults
+from tailrace.transforms.transform_errors import ABSENT, UNFIT, Fault, Faults
 
 Mask = npt.NDArray[np.bool_]
 AFTER = ""

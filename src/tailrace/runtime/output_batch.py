@@ -25,7 +25,7 @@ from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
-from tailrace.model.positions import Position, parse_position, type_of
+from tailrace.model.position_kinds import Position, parse_position, type_of
 
 
 class Transactions(enum.Enum):

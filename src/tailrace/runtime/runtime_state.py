@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tailrace.errors import TailraceError
 from tailrace.model.batch import AnyWindow, ChangeBatch
 from tailrace.model.position import ZERO
-from tailrace.model.positions import Position
-from tailrace.runtime.batch import Batch
+from tailrace.model.position_kinds import Position
+from tailrace.runtime.output_batch import Batch
 
 
 class State(enum.Enum):

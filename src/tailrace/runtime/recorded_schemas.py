@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tailrace.model.batch import AnyWindow
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.model.system import is_system
-from tailrace.runtime.observing import ShapeSeen, Telling
-from tailrace.state.feeding import SchemaFeed
-from tailrace.state.history import SchemaHistory
+from tailrace.model.system_streams import is_system
+from tailrace.runtime.observers import ShapeSeen, Telling
+from tailrace.state.recorded_stream import SchemaFeed
+from tailrace.state.schema_history import SchemaHistory
 
 
 class Shapes:

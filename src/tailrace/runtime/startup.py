@@ -14,13 +14,13 @@ from dataclasses import replace
 from tailrace.capture.base import Anchored, Remembering, SourceId, Undoing, beginning_of, require_kind
 from tailrace.errors import ConfigError, StateCorrupt, StateForeign, TailraceError
 from tailrace.given import require_function, require_instance, require_methods, require_seconds
-from tailrace.model.positions import Position, type_of
+from tailrace.model.position_kinds import Position, type_of
 from tailrace.model.schema import TableId
-from tailrace.runtime.batch import Limits
-from tailrace.runtime.jobs import require_sound
-from tailrace.runtime.keeping import Keeper, Place
+from tailrace.runtime.output_batch import Limits
+from tailrace.runtime.position_store import Keeper, Place
+from tailrace.runtime.snapshot_job import require_sound
 from tailrace.runtime.snapshots import Snapshots
-from tailrace.state.history import SchemaEvent, SchemaHistory
+from tailrace.state.schema_history import SchemaEvent, SchemaHistory
 
 log = logging.getLogger(__name__)
 

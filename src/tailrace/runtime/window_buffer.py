@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from tailrace.errors import ConfigError
 from tailrace.model.batch import AnyWindow
 from tailrace.model.position import ZERO
-from tailrace.model.positions import Position
-from tailrace.runtime.batch import Limits, Transactions, bytes_of, following, gathered, joined, parted, split
+from tailrace.model.position_kinds import Position
+from tailrace.runtime.output_batch import Limits, Transactions, bytes_of, following, gathered, joined, parted, split
 
 
 class Buffer:

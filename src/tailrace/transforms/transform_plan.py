@@ -20,18 +20,19 @@ from tailrace.errors import ConfigError, RuleInvalid, TransformFailed, Unsupport
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
-from tailrace.model.positions import P
+from tailrace.model.position_kinds import P
 from tailrace.model.schema import TableId, TableSchema
-from tailrace.model.system import is_system
-from tailrace.transforms import deriving, routing, steps
-from tailrace.transforms.matching import matches_any
-from tailrace.transforms.naming import Names
-from tailrace.transforms.numbering import numbered_anew
-from tailrace.transforms.rows import AFTER, Failure, Rows, closed, opened, opened_snapshot
+from tailrace.model.system_streams import is_system
+from tailrace.transforms.output_schema import Shape, routed
+from tailrace.transforms.output_tables import Names
+from tailrace.transforms.row_images import AFTER, Failure, Rows, closed, opened, opened_snapshot
+from tailrace.transforms.row_numbers import numbered_anew
 from tailrace.transforms.rules import Outbox, Rule, RulesGiven, Transforms, rules_of
 from tailrace.transforms.secrets import Keyring
-from tailrace.transforms.shape import Shape, routed
-from tailrace.transforms.steps import Lot, Step, condition
+from tailrace.transforms.steps import derived_columns, routes
+from tailrace.transforms.steps import rule_steps as steps
+from tailrace.transforms.steps.rule_steps import Lot, Step, condition
+from tailrace.transforms.table_globs import matches_any
 
 SHAPES_KEPT_MAX = 10_000
 HALT_HINT = (
@@ -42,7 +43,7 @@ LOAD_HINT = (
     "Mend the row at the source or the rule: nothing was let through. With `tables.on_bad_row: dead-letter` a load "
     "sets such rows aside, of mirrors with a key."
 )
-_MAKERS = {**steps.MAKERS, **deriving.MAKERS, **routing.MAKERS}
+_MAKERS = {**steps.MAKERS, **derived_columns.MAKERS, **routes.MAKERS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,16 +18,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.model.schema import TableId
-from tailrace.transforms import columns as column_work
-from tailrace.transforms import encryption, hashing, rules
-from tailrace.transforms.columns import Worked, type_named
+from tailrace.transforms import rules
 from tailrace.transforms.expression import Expression, names_of
-from tailrace.transforms.faults import UNFIT, Fault, Faults, all_of, only
-from tailrace.transforms.rows import AFTER, Image, Rows
+from tailrace.transforms.output_schema import Shape
+from tailrace.transforms.row_images import AFTER, Image, Rows
 from tailrace.transforms.rules import Rule
 from tailrace.transforms.secrets import Keyring
-from tailrace.transforms.shape import Shape
-from tailrace.transforms.splitting import Judged, narrow
+from tailrace.transforms.steps import column_values as column_work
+from tailrace.transforms.steps import encryption, hashes
+from tailrace.transforms.steps.column_values import Worked, type_named
+from tailrace.transforms.steps.row_filter import Judged, narrow
+from tailrace.transforms.transform_errors import UNFIT, Fault, Faults, all_of, only
 
 Mask = npt.NDArray[np.bool_]
 Lot = tuple[TableId | None, Rows]
@@ -282,10 +283,10 @@ def _worker(rule: Rule, shape: Shape, keys: Keyring) -> Callable[[str, pa.Array]
         case rules.Truncate():
             return lambda _, values: (column_work.truncate(values, rule.length), ())
         case rules.Sha256():
-            return lambda _, values: (hashing.sha256(values), ())
+            return lambda _, values: (hashes.sha256(values), ())
         case rules.Hmac():
             secret = keys.key(rule.key)
-            return lambda _, values: (hashing.hmac_sha256(values, secret), ())
+            return lambda _, values: (hashes.hmac_sha256(values, secret), ())
         case rules.Encrypt():
             cipher = keys.cipher(rule.key)
             return lambda name, values: encryption.encrypt(values, cipher, rule.key, encryption.bound_to(table, name))

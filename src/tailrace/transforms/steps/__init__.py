@@ -1,0 +1,1 @@
+"""What one rule does to the rows of one table."""
