@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.ours import memory_peak_bytes
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.capture.postgres.warm import warm_kernels
 from tailrace.changelog.format.commit_file import Header

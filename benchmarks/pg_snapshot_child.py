@@ -26,7 +26,7 @@ from pyspark.sql.types import StructType
 
 from benchmarks.ours import memory_peak_bytes
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema

@@ -26,7 +26,7 @@ from benchmarks import machine, ours
 from benchmarks.cells import Cell, CellsResult, Pair
 from benchmarks.measure import progress, scaled
 from benchmarks.windows import table_schemas, window
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import ZERO
 from tailrace.runtime.loop import CdcRuntime

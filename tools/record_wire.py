@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 
 from tailrace.demo.server import EmbeddedPostgres
-from tailrace.testing.wire import record
+from tailrace.testing.recorded_wire import record
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "wire-format-1"
 

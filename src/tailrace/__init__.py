@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tailrace.capture.base import Capabilities, ChangeCapture, Lag, SourceId, Stream
-    from tailrace.capture.memory import MemoryCapture, batch_of
-    from tailrace.capture.postgres.settings import PostgresSettings
+    from tailrace.capture.memory.source import MemoryCapture, batch_of
+    from tailrace.capture.port import Capabilities, ChangeCapture, Lag, SourceId, Stream
+    from tailrace.capture.postgres.config import PostgresSettings
     from tailrace.capture.postgres.source import PostgresCapture
     from tailrace.changelog.read.reader import ChangeLog
     from tailrace.changelog.write.writer import LogWriter
@@ -80,11 +80,11 @@ _HOMES = {
     "Applied": "transforms.transform_plan",
     "Batch": "runtime.output_batch",
     "BinlogPosition": "model.position_kinds",
-    "Capabilities": "capture.base",
+    "Capabilities": "capture.port",
     "CdcRuntime": "runtime.loop",
     "CdcSource": "pipeline.datasource",
     "ChangeBatch": "model.batch",
-    "ChangeCapture": "capture.base",
+    "ChangeCapture": "capture.port",
     "ChangeLog": "changelog.read.reader",
     "Checkpoint": "state.checkpoint",
     "CheckpointStore": "state.checkpoint",
@@ -107,7 +107,7 @@ _HOMES = {
     "JsonlSink": "runtime.sinks",
     "KeySource": "transforms.rules",
     "Kind": "runtime.output_batch",
-    "Lag": "capture.base",
+    "Lag": "capture.port",
     "Letter": "transforms.transform_plan",
     "Limits": "runtime.output_batch",
     "LogSink": "runtime.position_store",
@@ -115,7 +115,7 @@ _HOMES = {
     "Lost": "runtime.observers",
     "Lsn": "model.position",
     "MariadbGtidSet": "model.position_kinds",
-    "MemoryCapture": "capture.memory",
+    "MemoryCapture": "capture.memory.source",
     "MemoryCheckpointStore": "state.checkpoint_stores",
     "MemorySchemaHistory": "state.schema_history",
     "MemorySink": "runtime.sinks",
@@ -127,7 +127,7 @@ _HOMES = {
     "PollFailed": "runtime.observers",
     "PositionType": "model.position_kinds",
     "PostgresCapture": "capture.postgres.source",
-    "PostgresSettings": "capture.postgres.settings",
+    "PostgresSettings": "capture.postgres.config",
     "RecordedStream": "state.recorded_stream",
     "Rejected": "runtime.sinks",
     "Remedy": "errors",
@@ -146,14 +146,14 @@ _HOMES = {
     "Sink": "runtime.sinks",
     "SnapshotBegun": "runtime.observers",
     "SnapshotEnded": "runtime.observers",
-    "SourceId": "capture.base",
+    "SourceId": "capture.port",
     "SqlServerLsn": "model.position_kinds",
     "StartFailed": "runtime.observers",
     "Started": "runtime.observers",
     "State": "runtime.runtime_state",
     "Status": "runtime.observers",
     "Stopped": "runtime.observers",
-    "Stream": "capture.base",
+    "Stream": "capture.port",
     "StreamOpened": "runtime.observers",
     "StreamSink": "runtime.sinks",
     "TableId": "model.schema",
@@ -169,7 +169,7 @@ _HOMES = {
     "Unmatched": "transforms.transform_plan",
     "Verdict": "runtime.observers",
     "Window": "model.batch",
-    "batch_of": "capture.memory",
+    "batch_of": "capture.memory.source",
     "check_key": "state.checkpoint",
     "register": "pipeline.datasource",
     "seed_checkpoint": "state.checkpoint",

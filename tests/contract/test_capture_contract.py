@@ -1,4 +1,4 @@
-"""What every source promises (capture/base.py), tried on each. A new source adds a `Bench` and passes unchanged."""
+"""What every source promises (capture/port.py), tried on each. A new source adds a `Bench` and passes unchanged."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tailrace.capture.base import Stream
+from tailrace.capture.port import Stream
 from tailrace.errors import SourceUnreachable
 from tailrace.model import change
 from tailrace.model.batch import Window

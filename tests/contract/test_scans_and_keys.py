@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from tailrace.capture.base import Scan
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.port import Scan
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SourceUnreachable

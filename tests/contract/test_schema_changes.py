@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.base import SourceId
+from tailrace.capture.port import SourceId
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.base import Stream
+from tailrace.capture.port import Stream
 from tailrace.model.batch import Window
 from tailrace.model.evolution import AtRest, Kind
 from tailrace.model.position import Lsn

@@ -17,7 +17,7 @@ from tailrace.model.schema import TableId, TableSchema
 from tailrace.runtime.output_batch import Batch
 from tailrace.runtime.sinks import FanOut, JsonlSink, MemorySink, Rejected, Sink, StreamSink, TableRouter
 from tailrace.testing.checks import Check, ContractBroken
-from tailrace.testing.sinks import EXACTLY_ONCE, MIRROR, ORDERS, SINK, Open, SinkAt, check_sink
+from tailrace.testing.sink_checks import EXACTLY_ONCE, MIRROR, ORDERS, SINK, Open, SinkAt, check_sink
 from tests.support.logs import quick_folder
 
 

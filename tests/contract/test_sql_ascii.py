@@ -11,7 +11,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import ProtocolViolation, Unsupported, ValueUnfit

@@ -21,8 +21,8 @@ from tailrace import (
     check_key,
 )
 from tailrace.testing.checks import Check, ContractBroken
-from tailrace.testing.histories import KEEP_LAST, SCHEMA_HISTORY, check_schema_history
-from tailrace.testing.stores import CHECKPOINT_STORE, check_checkpoint_store
+from tailrace.testing.schema_history_checks import KEEP_LAST, SCHEMA_HISTORY, check_schema_history
+from tailrace.testing.store_checks import CHECKPOINT_STORE, check_checkpoint_store
 from tests.support.logs import quick_folder
 
 KEPT = Retention(keep_last=KEEP_LAST)

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import command, connect, connect_replication, text_as_it_is
-from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.model import change

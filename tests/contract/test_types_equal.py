@@ -14,9 +14,9 @@ import psycopg
 import pyarrow as pa
 import pytest
 
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import command, connect, connect_replication
 from tailrace.capture.postgres.copy_binary import KINDS
-from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.capture.postgres.types import is_known
 from tailrace.demo.server import EmbeddedPostgres

@@ -27,9 +27,9 @@ from tailrace.model.event import Delete, Event, Merge, Replace
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.runtime.output_batch import Batch
-from tailrace.testing import histories, sinks, stores
+from tailrace.testing import schema_history_checks, sink_checks, store_checks
 from tailrace.testing.checks import ContractBroken
-from tailrace.testing.sinks import SinkAt
+from tailrace.testing.sink_checks import SinkAt
 
 # --- stores -------------------------------------------------------------------------------------------------
 
@@ -154,13 +154,13 @@ def place_of(store: Callable[[Any], Any]) -> Callable[[], Callable[[], Any]]:
 
 
 def test_a_store_that_is_right_is_told_so() -> None:
-    stores.check_checkpoint_store(place_of(Store))
+    store_checks.check_checkpoint_store(place_of(Store))
 
 
 @pytest.mark.parametrize("wrong", WRONG_STORES)
 def test_a_store_that_is_wrong_is_told_so(wrong: type[Store]) -> None:
     with pytest.raises(ContractBroken):
-        stores.check_checkpoint_store(place_of(wrong))
+        store_checks.check_checkpoint_store(place_of(wrong))
 
 
 class WritesAtTheEnd(FileCheckpointStore):
@@ -184,14 +184,14 @@ class WritesAtTheEnd(FileCheckpointStore):
 
 
 def test_what_outlives_only_an_orderly_end_is_told_so(tmp_path: Path) -> None:
-    (outlives,) = stores.DURABLE
+    (outlives,) = store_checks.DURABLE
     outlives(lambda: FileCheckpointStore(tmp_path / "right"))
     with pytest.raises(ContractBroken, match="was killed"):
         outlives(lambda: WritesAtTheEnd(tmp_path / "wrong"))
 
 
 def test_a_store_that_fails_in_the_process_that_is_to_be_killed_is_told_so(tmp_path: Path) -> None:
-    (outlives,) = stores.DURABLE
+    (outlives,) = store_checks.DURABLE
     with pytest.raises(ContractBroken, match="it failed in another process"):
         outlives(lambda: FileCheckpointStore(tmp_path / "nowhere", read_only=True))
 
@@ -209,15 +209,15 @@ class KnowsShapes(MemorySchemaHistory):
 
 def test_a_history_that_finds_an_old_version_where_the_shape_is_new_again_is_told_so() -> None:
     def place() -> Callable[[], KnowsShapes]:
-        history = KnowsShapes(retention=Retention(keep_last=histories.KEEP_LAST))
+        history = KnowsShapes(retention=Retention(keep_last=schema_history_checks.KEEP_LAST))
         return lambda: history
 
     with pytest.raises(ContractBroken, match="a shape that the table had before"):
-        histories.check_schema_history(place)
+        schema_history_checks.check_schema_history(place)
 
 
 def test_a_history_that_outlives_its_process_is_told_so(tmp_path: Path) -> None:
-    (outlives,) = histories.DURABLE
+    (outlives,) = schema_history_checks.DURABLE
     outlives(lambda: FileSchemaHistory(tmp_path / "right"))
     history = MemorySchemaHistory()
     with pytest.raises(ContractBroken, match="was killed"):
@@ -276,13 +276,13 @@ def numbered(sink: type[Numbered]) -> Callable[[], Callable[[], SinkAt]]:
 
 
 def test_a_sink_that_is_right_is_told_so() -> None:
-    sinks.check_sink(numbered(Numbered), *sinks.EXACTLY_ONCE)
+    sink_checks.check_sink(numbered(Numbered), *sink_checks.EXACTLY_ONCE)
 
 
 @pytest.mark.parametrize("wrong", [NoSnapshots, OnlyHigherNumbers, OnlyWithAPosition, NeedsAPosition])
 def test_a_sink_that_lacks_rows_of_one_way_is_told_so(wrong: type[Numbered]) -> None:
     with pytest.raises(ContractBroken, match="rows are taken whichever way they come") as raised:
-        sinks.check_sink(numbered(wrong), *sinks.EXACTLY_ONCE)
+        sink_checks.check_sink(numbered(wrong), *sink_checks.EXACTLY_ONCE)
     assert isinstance(raised.value.__cause__, AssertionError) == (wrong is NeedsAPosition)
 
 
@@ -301,7 +301,7 @@ class FlushesAtTheEnd(JsonlSink):
 
 
 def test_a_sink_that_has_rows_only_after_an_orderly_end_is_told_so(tmp_path: Path) -> None:
-    (outlives,) = sinks.DURABLE
+    (outlives,) = sink_checks.DURABLE
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     outlives(lambda: SinkAt(JsonlSink(right), kept=lambda: lines_in(right)))
     with pytest.raises(ContractBroken, match="was killed"):
@@ -364,16 +364,16 @@ def mirroring(sink: type[Mirroring]) -> Callable[[], Callable[[], SinkAt]]:
 
 
 def test_a_mirror_that_is_right_is_told_so() -> None:
-    sinks.check_sink(mirroring(Mirroring))
+    sink_checks.check_sink(mirroring(Mirroring))
 
 
 @pytest.mark.parametrize("wrong", [InsertsWhatIsNew, WithoutSnapshots, DeletesLast, NullsWhatWasNotSent])
 def test_a_mirror_that_is_wrong_is_told_so(wrong: type[Mirroring]) -> None:
     with pytest.raises(ContractBroken):
-        sinks.check_sink(mirroring(wrong))
+        sink_checks.check_sink(mirroring(wrong))
 
 
-@pytest.mark.parametrize("check", [stores.check_checkpoint_store, histories.check_schema_history])
+@pytest.mark.parametrize("check", [store_checks.check_checkpoint_store, schema_history_checks.check_schema_history])
 def test_what_is_no_check_is_refused(check: Callable[..., None]) -> None:
     with pytest.raises(Exception, match="not a `Check`"):
         check(place_of(Store), 3)

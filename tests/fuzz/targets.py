@@ -46,7 +46,7 @@ from tailrace.capture.postgres.copy_binary import (
     kind_of,
 )
 from tailrace.capture.postgres.decode import Decoder
-from tailrace.capture.postgres.text import Text, check_text
+from tailrace.capture.postgres.invalid_text import Text, check_text
 from tailrace.capture.postgres.types import arrow_type
 from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells
 from tailrace.errors import SourceError, TableError, Unsupported, ValueUnfit

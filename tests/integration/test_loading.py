@@ -14,7 +14,7 @@ import pytest
 from tailrace import failpoints
 from tailrace.capture.postgres import preflight
 from tailrace.capture.postgres.chunks import Cut
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.snapshot import Noted
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres

@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from tailrace.capture.postgres.chunks import Cut
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import (
     ConfigError,

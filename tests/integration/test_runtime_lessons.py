@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import ValueUnfit
 from tailrace.model.event import Event, Nothing

@@ -7,7 +7,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.snapshot import ExactSnapshot
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from tailrace.errors import ConfigError
-from tailrace.testing.wire import load, record
+from tailrace.testing.recorded_wire import load, record
 
 
 def test_what_a_slot_holds_is_recorded_and_stays_there(database: str, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.base import ChangeCapture, Stream
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
+from tailrace.capture.port import ChangeCapture, Stream
 from tailrace.capture.postgres import stream as postgres_stream
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.demo.server import EmbeddedPostgres
 from tailrace.errors import SlotBusy, SourceUnreachable

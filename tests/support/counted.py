@@ -8,8 +8,8 @@ from typing import Any, Generic
 
 import pyarrow as pa
 
-from tailrace.capture.base import Scan, ScanPiece, SourceId, Stream
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
+from tailrace.capture.port import Scan, ScanPiece, SourceId, Stream
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO, Lsn

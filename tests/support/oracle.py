@@ -20,8 +20,8 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from tailrace.capture.base import Stream
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.port import Stream
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter

@@ -20,7 +20,7 @@ from typing import Any
 
 from tailrace import failpoints
 from tailrace.capture.postgres import stream
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.model.schema import TableId
 from tailrace.runtime.loop import CdcRuntime

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.capture.base import Stream
-from tailrace.capture.memory import batch_of
+from tailrace.capture.memory.source import batch_of
+from tailrace.capture.port import Stream
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.position import Lsn

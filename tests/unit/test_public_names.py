@@ -51,7 +51,7 @@ def test_a_runtime_needs_no_spark_and_no_lake() -> None:
     code = """
 import sys
 from tailrace import *
-from tailrace.capture.memory import batch_of
+from tailrace.capture.memory.source import batch_of
 schema = TableSchema(table=TableId("a", "b"), relation=1, key=(), identity=Identity.NONE, columns=())
 source = MemoryCapture()
 source.commit(batch_of(schema, (Operation.INSERT, {})))
@@ -76,7 +76,7 @@ sys.meta_path.insert(0, Missing())
 
 
 def test_capture_runs_where_only_the_packages_of_the_librarys_guide_are_installed() -> None:
-    modules = "import tailrace.testing.faults, tailrace.testing.script, tailrace.testing.sinks, tailrace.testing.wire"
+    modules = "import tailrace.testing.faults, tailrace.testing.scripted_source, tailrace.testing.sink_checks, tailrace.testing.recorded_wire"
     assert printed(f"{MISSING}{modules}\nfrom tailrace import {', '.join(sorted(PUBLIC))}; print('all')") == "all"
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from tailrace.cli import logs
+from tailrace.cli import log_lines
 from tailrace.cli.output import print_error, print_json, print_out
 from tailrace.errors import ConfigError, ExitCode, TailraceError
 
@@ -269,7 +269,7 @@ def _add_checkpoints(command: argparse.ArgumentParser) -> None:
 
 def _add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
-        "--log-level", choices=logs.LEVELS, default=default, help="what is logged to stderr (default: warning)"
+        "--log-level", choices=log_lines.LEVELS, default=default, help="what is logged to stderr (default: warning)"
     )
 
 
@@ -281,9 +281,9 @@ def load(file: str) -> PipelineSettings:
     from tailrace.pipeline.config.settings import load_settings
 
     settings = load_settings(file)
-    logs.hide(settings.source.url)
+    log_lines.hide(settings.source.url)
     if settings.load.standby is not None:
-        logs.hide(settings.load.standby)
+        log_lines.hide(settings.load.standby)
     return settings
 
 
@@ -312,11 +312,11 @@ def status(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if arguments.json:
         print_json(found.to_json())
         return ExitCode.OK
-    from tailrace.cli import render
+    from tailrace.cli import status_view
 
-    console = render.console_for(stream_is_stderr=False)
+    console = status_view.console_for(stream_is_stderr=False)
     with console.capture() as captured:
-        render.print_status(found, console)
+        status_view.print_status(found, console)
     print_out("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")))
     return ExitCode.OK
 
@@ -331,7 +331,7 @@ def drop(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if arguments.json:
         print_json({"name": settings.name, "removed": removed})
     else:
-        lines = [f"removed {logs.one_line(item)}" for item in removed]
+        lines = [f"removed {log_lines.one_line(item)}" for item in removed]
         print_out("\n".join(lines) or "there was nothing to remove")
     return ExitCode.OK
 
@@ -352,12 +352,12 @@ def confirmed(settings: PipelineSettings) -> bool:
 
 def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     """`run`, `capture` and `apply`: go, show, sum up."""
-    from tailrace.cli import render, renderload
+    from tailrace.cli import load_view, status_view
     from tailrace.pipeline.report import tables_exit_code
 
     settings = load(arguments.file)
     until, take_over = arguments.until_caught_up, arguments.take_over
-    with render.observer_for(quiet=arguments.quiet) as observer:
+    with status_view.observer_for(quiet=arguments.quiet) as observer:
         if arguments.command == "run":
             summary = engine.run(settings, until_caught_up=until, observer=observer, take_over=take_over)
         elif arguments.command == "apply":
@@ -372,12 +372,12 @@ def work(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if code is ExitCode.OK and until and arguments.command != "capture":
         code = tables_exit_code(summary.tables)
     if arguments.json:
-        told = {"loads": [renderload.done_json(table) for table in loads]} if loads else {}
+        told = {"loads": [load_view.done_json(table) for table in loads]} if loads else {}
         print_json({**summary.to_json(), **told, "exit_code": int(code)})
     elif not arguments.quiet:
         if loads:
-            print_out(renderload.loaded_text(loads))
-        print_out(render.summary_text(summary))
+            print_out(load_view.loaded_text(loads))
+        print_out(status_view.summary_text(summary))
     if not arguments.child:
         print_broken(summary, arguments.file)
     return code
@@ -407,7 +407,7 @@ def main(argv: Sequence[str] | None = None, *, engine: Engine | None = None) -> 
         if arguments.child:
             # The parent shows progress and tells errors; it reads both from one JSON object.
             arguments.json = arguments.quiet = True
-        logs.set_up(arguments.log_level)
+        log_lines.set_up(arguments.log_level)
         return dispatch(arguments, engine or PipelineEngine())
     except TailraceError as error:
         return fail(error, arguments)
@@ -426,45 +426,45 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if arguments.command == "drop":
         return drop(arguments, engine)
     if arguments.command in ("log", "consumers"):
-        from tailrace.cli import logbook
+        from tailrace.cli import log_commands
 
-        handle = logbook.log if arguments.command == "log" else logbook.consumers
+        handle = log_commands.log if arguments.command == "log" else log_commands.consumers
         return handle(load(arguments.file), arguments)
     if arguments.command == "schema-history":
-        from tailrace.cli import schemahistory
+        from tailrace.cli import schema_commands
         from tailrace.control.schema_history_view import of_folder, of_log
 
         folder = os.path.isdir(arguments.file)
         history = of_folder(arguments.file) if folder else of_log(load(arguments.file).log.path)
-        return schemahistory.schema_history(history, arguments)
+        return schema_commands.schema_history(history, arguments)
     if arguments.command == "checkpoints":
-        from tailrace.cli import checkpoints
+        from tailrace.cli import checkpoint_commands
 
-        return checkpoints.checkpoints(arguments)
+        return checkpoint_commands.checkpoints(arguments)
     if arguments.command == "tail":
-        from tailrace.cli import tail
+        from tailrace.cli import tail_command
 
-        return tail.tail(load(arguments.file), arguments)
+        return tail_command.tail(load(arguments.file), arguments)
     if arguments.command == "at":
-        from tailrace.cli import at
+        from tailrace.cli import at_command as at
 
         return at.at(load(arguments.file), arguments)
     if arguments.command == "evolve":
-        from tailrace.cli import evolve
+        from tailrace.cli import evolve_command
 
-        return evolve.evolve(load(arguments.file), arguments)
+        return evolve_command.evolve(load(arguments.file), arguments)
     if arguments.command == "rebuild":
-        from tailrace.cli import rebuild
+        from tailrace.cli import rebuild_command
 
-        return rebuild.rebuild(load(arguments.file), arguments)
+        return rebuild_command.rebuild(load(arguments.file), arguments)
     if arguments.command == "dead-letters":
-        from tailrace.cli import deadletters
+        from tailrace.cli import dead_letter_commands
 
-        return deadletters.dead_letters(load(arguments.file), arguments)
+        return dead_letter_commands.dead_letters(load(arguments.file), arguments)
     if arguments.command in ("snapshot", "retry"):
-        from tailrace.cli import snapshot
+        from tailrace.cli import load_commands
 
-        ask = snapshot.snapshot if arguments.command == "snapshot" else snapshot.retry
+        ask = load_commands.snapshot if arguments.command == "snapshot" else load_commands.retry
         return ask(load(arguments.file), arguments)
     return work(arguments, engine)
 
@@ -484,7 +484,7 @@ def unexpected(error: Exception, arguments: argparse.Namespace) -> TailraceError
     """An error of ours, not of the user's. Its text may hold row values: unasked, only the place is told."""
     if arguments.log_level == "debug":
         with contextlib.suppress(OSError):
-            print(logs.redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+            print(log_lines.redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if os.path.abspath(frame.filename).startswith(package + os.sep)]

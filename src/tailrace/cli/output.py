@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from tailrace.cli import logs
+from tailrace.cli import log_lines
 from tailrace.errors import TailraceError
 
 FREE_TEXT = ("message", "detail", "hint", "note")
@@ -68,7 +68,7 @@ def print_json(data: dict[str, Any]) -> None:
             return {name: redacted(item, name) for name, item in value.items()}
         if isinstance(value, list):
             return [redacted(item, key) for item in value]
-        return logs.redact(value) if isinstance(value, str) and key in FREE_TEXT else value
+        return log_lines.redact(value) if isinstance(value, str) and key in FREE_TEXT else value
 
     print_out(json.dumps(redacted(data)))
 
@@ -78,5 +78,5 @@ def print_error(message: str, hint: str) -> None:
     if sys.stderr is None:  # to `print` that means stdout, which is for data
         return
     with contextlib.suppress(OSError):
-        print(f"error: {logs.redact(logs.one_line(message))}", file=sys.stderr)
-        print(f"hint: {logs.redact(logs.one_line(hint))}", file=sys.stderr, flush=True)
+        print(f"error: {log_lines.redact(log_lines.one_line(message))}", file=sys.stderr)
+        print(f"hint: {log_lines.redact(log_lines.one_line(hint))}", file=sys.stderr, flush=True)

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tailrace.capture.postgres.catalogue import Catalogue
-from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect
+from tailrace.capture.postgres.row_condition import refuse_condition
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write import log_lease

@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tailrace.cli import logs
-from tailrace.cli.render import LiveObserver, PlainObserver, QuietObserver, observer_for
+from tailrace.cli import log_lines
+from tailrace.cli.status_view import LiveObserver, PlainObserver, QuietObserver, observer_for
 from tailrace.demo.compare import TableVerdict, compare
 from tailrace.demo.server import EmbeddedPostgres, ServerFailed
 from tailrace.demo.shop import SCHEMA_SQL, TABLES, Workload, seed
@@ -126,7 +126,7 @@ def _caught_up(status: PipelineStatus, horizon: Lsn) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; the exit code."""
     arguments = _arguments(argv)
-    logs.set_up(arguments.log_level)
+    log_lines.set_up(arguments.log_level)
     try:
         folder = _prepare_folder(arguments.folder)
         console.print("starting an embedded PostgreSQL and loading a small shop…")
@@ -149,7 +149,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="leave it running until Ctrl-C")
     parser.add_argument("--folder", type=Path, default=Path("demo-shop"), help="where log and tables go")
     parser.add_argument("--rate", type=float, default=200.0, help="transactions a second (default: 200)")
-    parser.add_argument("--log-level", choices=logs.LEVELS, default="warning", help="what is logged to stderr")
+    parser.add_argument("--log-level", choices=log_lines.LEVELS, default="warning", help="what is logged to stderr")
     return parser.parse_args(argv)
 
 

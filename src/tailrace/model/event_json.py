@@ -15,10 +15,10 @@ from decimal import Decimal
 from typing import Any
 
 from tailrace.errors import ConfigError
-from tailrace.given import require_instance
 from tailrace.model.change import Operation
 from tailrace.model.event import Event, Row
 from tailrace.model.position import Lsn
+from tailrace.validation import require_instance
 
 UNAVAILABLE = "__debezium_unavailable_value"
 _DEBEZIUM_OPS = {

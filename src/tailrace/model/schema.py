@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.errors import ConfigError
-from tailrace.given import require_instance
 from tailrace.model import change
 from tailrace.model.catalogue_facts import UNKNOWN, Facts
+from tailrace.validation import require_instance
 
 
 @dataclass(frozen=True, order=True)

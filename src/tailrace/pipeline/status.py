@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tailrace.capture.base import Lag
+from tailrace.capture.port import Lag
 from tailrace.capture.postgres.connect import place
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.maintain.retention import disk_bytes

@@ -16,9 +16,8 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 
-from tailrace.capture.windows import require_batch
+from tailrace.capture.stream_checks import require_batch
 from tailrace.errors import ConfigError, RuntimeRefused
-from tailrace.given import require_instance
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
@@ -26,6 +25,7 @@ from tailrace.model.event import Event
 from tailrace.model.schema import TableSchema, no_such_column, unfitting
 from tailrace.runtime.transform_runner import Ruling
 from tailrace.transforms.row_numbers import numbered_anew
+from tailrace.validation import require_instance
 
 INJECTED_MAX = 10_000
 FIRST_SEQ = -(1 << 63)

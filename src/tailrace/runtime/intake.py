@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tailrace.capture.base import Stream
-from tailrace.capture.windows import require_stream, require_window
+from tailrace.capture.port import Stream
+from tailrace.capture.stream_checks import require_stream, require_window
 from tailrace.errors import LogError, Remedy, SinkError, StateError, TailraceError
 from tailrace.model.batch import AnyWindow
 from tailrace.model.position_kinds import P, Position, covers

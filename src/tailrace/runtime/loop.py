@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeAlias, cast
 
 from tailrace import failpoints
-from tailrace.capture.base import OfTimeline, Scannable, Stream
+from tailrace.capture.port import OfTimeline, Scannable, Stream
 from tailrace.errors import (
     ConfigError,
     RuleInvalid,
@@ -34,7 +34,6 @@ from tailrace.errors import (
     TransformFailed,
     Unacknowledged,
 )
-from tailrace.given import require_function, require_seconds, require_whole
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.event import Event
 from tailrace.model.position import ZERO
@@ -58,6 +57,7 @@ from tailrace.runtime.window_buffer import Buffer
 from tailrace.state.checkpoint import CheckpointStore
 from tailrace.state.schema_history import SchemaHistory
 from tailrace.transforms.rules import RulesGiven
+from tailrace.validation import require_function, require_seconds, require_whole
 
 if TYPE_CHECKING:
     from tailrace.transforms.transform_plan import OnLetter, TransformPlan

@@ -20,12 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tailrace.errors import AckRefused
-from tailrace.given import require_instance, require_seconds, require_whole
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.event import Event
 from tailrace.model.position_kinds import Position, parse_position, type_of
+from tailrace.validation import require_instance, require_seconds, require_whole
 
 
 class Transactions(enum.Enum):

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
-from tailrace.capture.base import SourceId
+from tailrace.capture.port import SourceId
 from tailrace.errors import ConfigError, StateCorrupt
-from tailrace.given import require_instance, require_methods
 from tailrace.model.batch import Window
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.position_kinds import Position, type_of
 from tailrace.runtime.output_batch import Batch
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore, check_key
 from tailrace.storage.state_records import OtherFormat, hint_for
+from tailrace.validation import require_instance, require_methods
 
 FORMAT = 2
 """Of what stands in a checkpoint's metadata. Format 1 has passed no numbers over, and is read as that."""

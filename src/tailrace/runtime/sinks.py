@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import Literal, Protocol, Self, TextIO
 
 from tailrace.errors import ConfigError, SinkError, SinkUnready
-from tailrace.given import (
+from tailrace.model.batch import ChangeBatch
+from tailrace.model.event import Event
+from tailrace.model.event_json import to_json_line
+from tailrace.model.schema import TableId
+from tailrace.runtime.handle import named
+from tailrace.runtime.output_batch import Batch, first_seq
+from tailrace.validation import (
     folder_named,
     require_function,
     require_instance,
@@ -32,12 +38,6 @@ from tailrace.given import (
     require_seconds,
     require_whole,
 )
-from tailrace.model.batch import ChangeBatch
-from tailrace.model.event import Event
-from tailrace.model.event_json import to_json_line
-from tailrace.model.schema import TableId
-from tailrace.runtime.handle import named
-from tailrace.runtime.output_batch import Batch, first_seq
 
 Encode = Callable[[Event], str]
 """An event as one line of text."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tailrace.capture.base import Scan, Scannable, ScanPiece
+from tailrace.capture.port import Scan, Scannable, ScanPiece
 from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tailrace.capture.base import Anchored, Remembering, SourceId, Undoing, beginning_of, require_kind
+from tailrace.capture.port import Anchored, Remembering, SourceId, Undoing, beginning_of, require_kind
 from tailrace.errors import ConfigError, StateCorrupt, StateForeign, TailraceError
-from tailrace.given import require_function, require_instance, require_methods, require_seconds
 from tailrace.model.position_kinds import Position, type_of
 from tailrace.model.schema import TableId
 from tailrace.runtime.output_batch import Limits
@@ -21,6 +20,7 @@ from tailrace.runtime.position_store import Keeper, Place
 from tailrace.runtime.snapshot_job import require_sound
 from tailrace.runtime.snapshots import Snapshots
 from tailrace.state.schema_history import SchemaEvent, SchemaHistory
+from tailrace.validation import require_function, require_instance, require_methods, require_seconds
 
 log = logging.getLogger(__name__)
 

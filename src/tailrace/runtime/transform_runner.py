@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tailrace.capture.base import Stream
+from tailrace.capture.port import Stream
 from tailrace.errors import ConfigError, SinkError, TailraceError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position_kinds import P

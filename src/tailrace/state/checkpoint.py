@@ -1,6 +1,6 @@
 """How far a capture has come, and the port of whoever keeps that.
 
-What must stay true of every store, and `tailrace.testing.stores` checks it:
+What must stay true of every store, and `tailrace.testing.store_checks` checks it:
 
 - What `save` was given is what `load` gives back, and once `save` has returned it outlives what the store promises to
   outlive: a process for one in memory, a crash of the machine for one in files.

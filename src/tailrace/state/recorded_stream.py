@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Generic
 
-from tailrace.capture.base import OfTimeline, Stream
-from tailrace.capture.windows import require_stream
-from tailrace.given import require_methods
+from tailrace.capture.port import OfTimeline, Stream
+from tailrace.capture.stream_checks import require_stream
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.evolution import same_version
@@ -20,6 +19,7 @@ from tailrace.model.position_kinds import P, Position, parse_position, reaches, 
 from tailrace.model.schema import TableId, TableSchema
 from tailrace.model.system_streams import is_system
 from tailrace.state.schema_history import SchemaEvent, SchemaHistory, SchemaVersion
+from tailrace.validation import require_methods
 
 
 class SchemaFeed:

@@ -1,6 +1,6 @@
 """Every shape that tables have had: what was made, what changed, what went, and when.
 
-What must stay true of every history, and `tailrace.testing.histories` checks it:
+What must stay true of every history, and `tailrace.testing.schema_history_checks` checks it:
 
 - A version is there before its first row is delivered (`state.feeding` sees to it), and never changes. Versions of one
   table are counted from 1 without a gap; only the oldest ever go.

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, overload
 
 from tailrace.errors import LogFenced, LogFull, LogUnreachable, LogUnusable
-from tailrace.given import folder_named
 from tailrace.storage import local, objects
 from tailrace.storage.local import Doubtful
 from tailrace.storage.objects import Meta, ObjectPath, Refused, Unreachable
+from tailrace.validation import folder_named
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -25,9 +25,9 @@ from typing import NoReturn
 
 from tailrace import failpoints
 from tailrace.errors import ConfigError, StateBusy, StateCorrupt, StateFenced, StateFull, StateUnusable
-from tailrace.given import folder_named
 from tailrace.storage import local
 from tailrace.storage.lease import DiskHold, Lease, holder
+from tailrace.validation import folder_named
 
 FILE_BYTES_MAX = 64 << 20
 """Nothing that is kept here is as large; what is, was not written by us."""

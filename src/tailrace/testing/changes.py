@@ -18,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace.errors import ConfigError
-from tailrace.given import require_instance
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, Identity, TableId, TableSchema, no_such_column, unfitting
+from tailrace.validation import require_instance
 
 Row = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tailrace.errors import ConfigError
-from tailrace.given import require_instance
+from tailrace.validation import require_instance
 
 _T = TypeVar("_T")
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tailrace.capture.base import Counting, Stream
+from tailrace.capture.port import Counting, Stream
 from tailrace.errors import (
     ConfigError,
     ProtocolViolation,
@@ -33,11 +33,11 @@ from tailrace.errors import (
     StateUnusable,
     TailraceError,
 )
-from tailrace.given import require_instance, require_methods, require_seconds, require_whole
 from tailrace.model.batch import Window
 from tailrace.model.position_kinds import P
 from tailrace.runtime.intake import Streams
 from tailrace.state.checkpoint import Checkpoint, CheckpointStore
+from tailrace.validation import require_instance, require_methods, require_seconds, require_whole
 
 _T = TypeVar("_T")
 

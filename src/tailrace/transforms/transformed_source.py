@@ -15,14 +15,14 @@ from typing import Any
 import pyarrow as pa
 from psycopg import sql
 
-from tailrace.capture.base import SourceId, StreamOfTimeline
+from tailrace.capture.port import SourceId, StreamOfTimeline
 from tailrace.capture.postgres.catalogue import SourceTable
 from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.preflight import Publishing
-from tailrace.capture.postgres.scan import PostgresScan
-from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.snapshot import OPEN_SECONDS_MAX, ExactSnapshot, SnapshotReader
 from tailrace.capture.postgres.source import PostgresCapture
+from tailrace.capture.postgres.table_scan import PostgresScan
 from tailrace.errors import LOAD_ANEW_HINT, SourceRewritten, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import Column, TableId, TableSchema

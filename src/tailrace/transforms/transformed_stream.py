@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Generic
 
-from tailrace.capture.base import OfTimeline, Stream
-from tailrace.capture.windows import require_stream, require_window
+from tailrace.capture.port import OfTimeline, Stream
+from tailrace.capture.stream_checks import require_stream, require_window
 from tailrace.errors import SourceUnreachable
 from tailrace.model.batch import Window
 from tailrace.model.position_kinds import P, covers

@@ -8,8 +8,8 @@ import time
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.base import Stream
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
+from tailrace.capture.port import Stream
 from tailrace.errors import ConfigError, PositionLost, SourceUnreachable, Unsupported
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window

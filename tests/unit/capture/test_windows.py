@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError
 from tailrace.model.batch import AnyWindow, Window
 from tailrace.model.position import ZERO, Lsn

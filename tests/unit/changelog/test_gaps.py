@@ -10,7 +10,7 @@ import pytest
 from tailrace.changelog.format.gaps import NAME, Gap, read_gaps, record_gap
 from tailrace.changelog.maintain.verify import verify
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.cli import renderlog
+from tailrace.cli import log_view
 from tailrace.control import log_actions
 from tailrace.errors import LogCorrupt, LogGap
 from tailrace.model.position import Lsn
@@ -68,7 +68,7 @@ def test_log_show_names_the_place(diary: Diary) -> None:
     gap_before(diary)  # of a commit that never came
     shown = log_actions.show(diary.path)
     assert shown.gaps == (3,)
-    assert "changes missing before commit 3" in renderlog.log_text(shown)
+    assert "changes missing before commit 3" in log_view.log_text(shown)
 
 
 def test_a_reader_with_a_name_is_told_until_it_says_where_to_go_on(diary: Diary) -> None:

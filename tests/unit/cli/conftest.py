@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tailrace.cli import logs
+from tailrace.cli import log_lines
 
 
 @pytest.fixture(autouse=True)
@@ -16,4 +16,4 @@ def logging_as_it_was() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     ours.setLevel(level)
-    logs._secrets.clear()
+    log_lines._secrets.clear()

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import tailrace
-from tailrace.cli import logs, render, units
+from tailrace.cli import log_lines, status_view, units
 from tailrace.cli.main import COMMANDS, main
 from tailrace.errors import ExitCode, LogBusy, SchemaChanged, SourceRefused, TailraceError
 from tailrace.pipeline.config.settings import PipelineSettings
@@ -370,7 +370,7 @@ def test_status_with_json_is_the_status_object(file: str, capsys: pytest.Capture
 
 def test_a_trimmed_log_says_where_it_begins_and_what_it_takes_on_disk() -> None:
     log = LogStatus(path="/log", commits=100, first_commit=81, last_commit=100, bytes=5, disk_bytes=3 << 20)
-    assert "log 3.0 MiB in 20 commits from 81 on" in render.headline(replace(status_of(), log=log))
+    assert "log 3.0 MiB in 20 commits from 81 on" in status_view.headline(replace(status_of(), log=log))
 
 
 def test_status_of_a_pipeline_without_tables_says_so(file: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -542,8 +542,8 @@ def test_seconds_are_shown_in_two_units_at_most(seconds: float | None, text: str
     assert units.human_seconds(seconds) == text
 
 
-def screen(**options: Any) -> render.PatientConsole:
-    return render.PatientConsole(file=io.StringIO(), width=120, height=20, highlight=False, **options)
+def screen(**options: Any) -> status_view.PatientConsole:
+    return status_view.PatientConsole(file=io.StringIO(), width=120, height=20, highlight=False, **options)
 
 
 def shown(console: Console) -> str:
@@ -557,7 +557,7 @@ def test_a_first_load_has_a_bar_that_is_full_only_at_its_end() -> None:
     unknown = table("c", TableState.SEEDING, rows_loaded=7)
     done = table("d", rows_loaded=1000, load_rows_estimated=1000)
     console = screen()
-    console.print(render.tables_view([half, over, unknown, done]))
+    console.print(status_view.tables_view([half, over, unknown, done]))
     text = shown(console)
     assert "50% 500" in text
     assert "99% 2,000" in text
@@ -569,28 +569,28 @@ def test_a_first_load_has_a_bar_that_is_full_only_at_its_end() -> None:
 def test_what_was_written_stands_beside_how_many_times_the_changes_that_is() -> None:
     busy, quiet = table("a", bytes_changed=2 << 20, bytes_written=9 << 20), table("b")
     console = screen()
-    console.print(render.tables_view([busy, quiet]))
+    console.print(status_view.tables_view([busy, quiet]))
     assert "9.0 MiB (4.5×)" in shown(console)
     data = status_of(busy, quiet).to_json()["tables"]
     assert [found["write_amplification"] for found in data] == [4.5, None]
     assert replace(busy, bytes_written=1 << 20).write_amplification == 0.5, "it follows what it is made of"
     without = screen()
-    without.print(render.tables_view([quiet]))
+    without.print(status_view.tables_view([quiet]))
     assert "written" not in shown(without), "before the first change there is nothing to tell"
-    closing = render.summary_text(Summary(name="shop", command="run", seconds=1.0, tables=(busy, quiet)))
+    closing = status_view.summary_text(Summary(name="shop", command="run", seconds=1.0, tables=(busy, quiet)))
     assert closing.endswith("9.0 MiB written for 2.0 MiB of changes (4.5×)")
 
 
 def test_every_state_can_be_shown() -> None:
     console = screen()
-    console.print(render.tables_view([table(state.value, state, reason="x") for state in TableState]))
+    console.print(status_view.tables_view([table(state.value, state, reason="x") for state in TableState]))
     assert all(f" {state.value} " in shown(console) for state in TableState)
 
 
 def test_too_many_tables_show_the_broken_ones_first() -> None:
     tables = [table(f"t{n}", lag_bytes=n) for n in range(50)] + [FAILED]
     console = screen()
-    console.print(render.live_view(status_of(*tables), rows_fit=20))
+    console.print(status_view.live_view(status_of(*tables), rows_fit=20))
     text = shown(console)
     assert len(lines(text)) < 20
     assert "public.orders" in text
@@ -603,7 +603,7 @@ def test_too_many_tables_show_the_broken_ones_first() -> None:
 def test_a_name_cannot_style_or_steer_the_terminal() -> None:
     console = screen(force_terminal=True)
     evil = table("[red]x[/red]\x1b[2J\n", TableState.FAILED, reason="x", detail="\x1b]0;owned\x07")
-    render.print_status(status_of(evil), console)
+    status_view.print_status(status_of(evil), console)
     text = shown(console)
     assert "[red]x[/red]\\x1b[2J" in text
     assert "\x1b[2J" not in text
@@ -612,7 +612,7 @@ def test_a_name_cannot_style_or_steer_the_terminal() -> None:
 
 def test_the_live_table_is_redrawn_and_events_pass_above_it() -> None:
     console = screen(force_terminal=True)
-    with render.LiveObserver(console) as observer:
+    with status_view.LiveObserver(console) as observer:
         observer.tick(status_of(table("a", TableState.SEEDING, rows_loaded=1, load_rows_estimated=10)))
         observer.event("load ended", table="public.a")
         observer.tick(status_of(table("a", rows_applied=77, lag_bytes=2048, lag_seconds=1.0)))
@@ -626,7 +626,7 @@ def test_the_live_table_is_redrawn_and_events_pass_above_it() -> None:
 
 def test_progress_without_a_terminal_is_a_line_every_few_seconds_and_one_per_change() -> None:
     console, now = screen(), [0.0]
-    observer = render.PlainObserver(console, clock=lambda: now[0])
+    observer = status_view.PlainObserver(console, clock=lambda: now[0])
     for second in range(12):
         now[0] = second / 2
         state = TableState.SEEDING if second < 3 else TableState.LIVE
@@ -655,11 +655,11 @@ class Broken(io.StringIO):
 
 
 @pytest.mark.parametrize("gone", [BrokenPipeError(), OSError(5, "input/output error")])
-@pytest.mark.parametrize("make", [render.LiveObserver, render.PlainObserver])
+@pytest.mark.parametrize("make", [status_view.LiveObserver, status_view.PlainObserver])
 def test_an_observer_never_stops_the_pipeline(
-    make: Callable[[render.PatientConsole], render.LiveObserver | render.PlainObserver], gone: OSError
+    make: Callable[[status_view.PatientConsole], status_view.LiveObserver | status_view.PlainObserver], gone: OSError
 ) -> None:
-    console = render.PatientConsole(file=io.StringIO(), force_terminal=True, width=100)
+    console = status_view.PatientConsole(file=io.StringIO(), force_terminal=True, width=100)
     with make(console) as observer:
         console.file = Broken(gone)
         observer.event("still here")
@@ -671,7 +671,7 @@ def test_an_observer_never_stops_the_pipeline(
 
 def test_observers_may_be_called_from_many_threads() -> None:
     console = screen(force_terminal=True)
-    with render.LiveObserver(console) as observer:
+    with status_view.LiveObserver(console) as observer:
 
         def watch() -> None:
             for _ in range(20):
@@ -718,7 +718,7 @@ def test_a_real_terminal_gets_the_live_table(tmp_path: Path, file: str) -> None:
 
 
 def test_a_log_line_is_a_fragment_and_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up("info")
+    log_lines.set_up("info")
     logging.getLogger("tailrace.x").info("window applied", extra={"changes": 5, "table": "a b", "none": ""})
     logging.getLogger("tailrace.x").debug("not shown")
     logging.getLogger("another.package").info("not shown")
@@ -729,8 +729,8 @@ def test_a_log_line_is_a_fragment_and_its_fields(capsys: pytest.CaptureFixture[s
 
 
 def test_a_log_line_holds_no_secret_and_no_second_line(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up("info")
-    logs.hide("postgresql://app:p%40ss-word@h/db")
+    log_lines.set_up("info")
+    log_lines.hide("postgresql://app:p%40ss-word@h/db")
     told = {"url": "postgres://u:other@h/db", "bare": "p@ss-word", "setting": "password='x y'"}
     logging.getLogger("tailrace").error("failed with p%40ss-word\nand more", extra=told)
     (line,) = lines(capsys.readouterr().err)
@@ -738,8 +738,8 @@ def test_a_log_line_holds_no_secret_and_no_second_line(capsys: pytest.CaptureFix
 
 
 def test_a_password_that_is_a_plain_name_leaves_messages_readable() -> None:
-    logs.hide("postgresql://tailrace:tailrace@h/shop")
-    assert logs.redact("run `tailrace check`: postgresql://tailrace:tailrace@h") == (
+    log_lines.hide("postgresql://tailrace:tailrace@h/shop")
+    assert log_lines.redact("run `tailrace check`: postgresql://tailrace:tailrace@h") == (
         "run `tailrace check`: postgresql://tailrace:***@h"
     )
 
@@ -748,7 +748,7 @@ def test_a_password_that_is_a_plain_name_leaves_messages_readable() -> None:
 def test_an_exception_is_traced_at_level_debug_only(
     level: str, traced: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs.set_up(level)
+    log_lines.set_up(level)
     try:
         raise ValueError("a row's value")
     except ValueError:
@@ -760,8 +760,8 @@ def test_an_exception_is_traced_at_level_debug_only(
 
 
 def test_setting_up_twice_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
-    logs.set_up("info")
-    logs.set_up("info")
+    log_lines.set_up("info")
+    log_lines.set_up("info")
     logging.getLogger("tailrace").info("once")
     assert len(lines(capsys.readouterr().err)) == 1
 
@@ -790,9 +790,9 @@ def test_the_status_is_plain_json_all_the_way_down() -> None:
 
 def test_the_headline_tells_how_much_of_the_time_merging_takes_while_someone_merges() -> None:
     merging = status_of(merging_share=0.4721)
-    assert render.headline(merging).endswith("merging 47% of the time")
+    assert status_view.headline(merging).endswith("merging 47% of the time")
     assert merging.to_json()["merging_share"] == 0.472
-    assert "merging" not in render.headline(status_of())
+    assert "merging" not in status_view.headline(status_of())
 
 
 def test_an_error_of_an_unknown_code_comes_back_as_the_root() -> None:

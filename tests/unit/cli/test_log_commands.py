@@ -18,7 +18,7 @@ from tailrace.changelog.format.commit_file import commit_path
 from tailrace.changelog.maintain.sealer import Sealer
 from tailrace.changelog.read.consumers import TableHint, leave_hints
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.cli import renderlog
+from tailrace.cli import log_view
 from tailrace.cli.main import main
 from tailrace.control import log_actions
 from tailrace.errors import ExitCode
@@ -261,14 +261,14 @@ def reader(**more: Any) -> LogReader:
 
 
 def test_a_narrow_screen_leaves_out_what_is_needed_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.cli.render.PIPED_COLUMNS", 80)
-    narrow = renderlog.readers_text([reader(name="x" * 60, state="detached")])
+    monkeypatch.setattr("tailrace.cli.status_view.PIPED_COLUMNS", 80)
+    narrow = log_view.readers_text([reader(name="x" * 60, state="detached")])
     assert max(map(len, narrow.splitlines())) <= 80
     assert "detached" in narrow
     assert "expires" not in narrow
-    monkeypatch.setattr("tailrace.cli.render.PIPED_COLUMNS", 250)
-    assert "never" in renderlog.readers_text([reader()])
+    monkeypatch.setattr("tailrace.cli.status_view.PIPED_COLUMNS", 250)
+    assert "never" in log_view.readers_text([reader()])
 
 
 def test_a_readers_name_cannot_steer_the_terminal() -> None:
-    assert "\x1b" not in renderlog.readers_text([reader(name="\x1b[2J[bold]x", tables=("a\nb",))])
+    assert "\x1b" not in log_view.readers_text([reader(name="\x1b[2J[bold]x", tables=("a\nb",))])

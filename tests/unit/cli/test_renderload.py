@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.cli import render, renderload
+from tailrace.cli import load_view, status_view
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.pipeline.config.settings import PipelineSettings
@@ -58,11 +58,11 @@ def status_of(*tables: TableStatus) -> PipelineStatus:
     )
 
 
-def screen(width: int = 200, **options: Any) -> render.PatientConsole:
-    return render.PatientConsole(file=io.StringIO(), width=width, height=30, highlight=False, **options)
+def screen(width: int = 200, **options: Any) -> status_view.PatientConsole:
+    return status_view.PatientConsole(file=io.StringIO(), width=width, height=30, highlight=False, **options)
 
 
-def shown(console: render.PatientConsole) -> str:
+def shown(console: status_view.PatientConsole) -> str:
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -84,27 +84,27 @@ def shown(console: render.PatientConsole) -> str:
     ],
 )
 def test_a_load_tells_how_far_it_is_how_fast_and_what_it_waits_for(load: LoadStatus, words: str) -> None:
-    (line,) = renderload.load_lines([table("orders", load=load)])
+    (line,) = load_view.load_lines([table("orders", load=load)])
     assert line.startswith("load of public.orders: ")
     assert words in line
     console = screen()
-    render.print_status(status_of(table("orders", load=load)), console)
+    status_view.print_status(status_of(table("orders", load=load)), console)
     assert words in shown(console)
 
 
 def test_a_load_of_one_chunk_goes_by_rows_and_one_of_many_by_chunks() -> None:
     one = replace(READING, chunks=1, chunks_done=0, rows=500)
-    assert renderload.share(table("a", load_rows_estimated=1000), one) == 0.5
-    assert renderload.share(table("a", load_rows_estimated=100), one) == 0.99, "the estimate is the server's"
-    assert renderload.share(table("a"), one) == 0.0
+    assert load_view.share(table("a", load_rows_estimated=1000), one) == 0.5
+    assert load_view.share(table("a", load_rows_estimated=100), one) == 0.99, "the estimate is the server's"
+    assert load_view.share(table("a"), one) == 0.0
     low = table("a", load_rows_estimated=5)
-    assert renderload.share(low, READING) == 11 / 40, "chunks know better than a low estimate"
+    assert load_view.share(low, READING) == 11 / 40, "chunks know better than a low estimate"
 
 
 def test_a_load_has_a_bar_and_a_paused_table_without_one_says_so() -> None:
     console = screen()
     tables = [table("orders", load=READING), table("held", TableState.PAUSED), table("b", TableState.LOADED)]
-    render.print_status(status_of(*tables), console)
+    status_view.print_status(status_of(*tables), console)
     bar = next(line for line in shown(console).splitlines() if "10 of 40 chunks" in line)
     assert bar.split()[:1] == ["public.orders"]
     assert "━" in bar
@@ -114,7 +114,7 @@ def test_a_load_has_a_bar_and_a_paused_table_without_one_says_so() -> None:
 
 def test_without_loads_nothing_is_said_of_them() -> None:
     console = screen()
-    render.print_status(status_of(table("a", TableState.LIVE)), console)
+    status_view.print_status(status_of(table("a", TableState.LIVE)), console)
     assert "load of" not in shown(console)
 
 
@@ -122,7 +122,7 @@ def test_without_loads_nothing_is_said_of_them() -> None:
 def test_many_loads_fit_a_screen_with_what_matters_most(width: int) -> None:
     tables = [table(f"t{number}", load=READING) for number in range(50)]
     console = screen(width)
-    console.print(render.live_view(status_of(*tables), rows_fit=30))
+    console.print(status_view.live_view(status_of(*tables), rows_fit=30))
     lines = shown(console).splitlines()
     assert len(lines) <= 30
     told = [line for line in lines if "reading" in line]
@@ -133,15 +133,15 @@ def test_many_loads_fit_a_screen_with_what_matters_most(width: int) -> None:
 
 def test_what_a_load_waits_for_is_told() -> None:
     waiting = replace(READING, stage="waiting")
-    (line,) = renderload.load_lines([table("orders", load=waiting)])
+    (line,) = load_view.load_lines([table("orders", load=waiting)])
     assert "waiting for open transactions" in line
-    (line,) = renderload.load_lines([table("orders", load=replace(waiting, waiting_for="1 open transaction: pid 7"))])
+    (line,) = load_view.load_lines([table("orders", load=replace(waiting, waiting_for="1 open transaction: pid 7"))])
     assert "waiting for 1 open transaction: pid 7" in line
 
 
 def test_where_nothing_is_redrawn_each_load_has_a_line_every_few_seconds() -> None:
     console, now = screen(), [0.0]
-    observer = render.PlainObserver(console, clock=lambda: now[0])
+    observer = status_view.PlainObserver(console, clock=lambda: now[0])
     tables = [table(f"t{number:02d}", load=READING) for number in range(12)]
     for second in range(7):
         now[0] = float(second)
@@ -172,8 +172,8 @@ def first_load() -> list[TableStatus]:
 
 
 def seen(*ticks: TableStatus) -> list[str]:
-    loads = renderload.Loads()
-    return [renderload.loaded_line(done) for tick in ticks for done in loads.see([tick])]
+    loads = load_view.Loads()
+    return [load_view.loaded_line(done) for tick in ticks for done in loads.see([tick])]
 
 
 def test_a_load_that_has_landed_is_summed_up_once() -> None:
@@ -201,12 +201,12 @@ def test_a_load_that_was_given_up_is_not_called_loaded() -> None:
 
 
 def test_several_loads_have_a_sum() -> None:
-    loads = renderload.Loads()
+    loads = load_view.Loads()
     for tick in first_load():
         loads.see([tick, replace(tick, table="others")])
-    assert renderload.loaded_text(loads.done).splitlines()[-1] == "loaded 2 tables: 4,000,000 rows · 2.0 GiB"
-    many = renderload.loaded_text(loads.done * 10).splitlines()
-    assert len(many) == renderload.LINES_MAX + 2
+    assert load_view.loaded_text(loads.done).splitlines()[-1] == "loaded 2 tables: 4,000,000 rows · 2.0 GiB"
+    many = load_view.loaded_text(loads.done * 10).splitlines()
+    assert len(many) == load_view.LINES_MAX + 2
     assert many[-2] == "… and 10 more"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import tailrace
 from tailrace.changelog.write.log_lease import Lease
-from tailrace.cli import logs
+from tailrace.cli import log_lines
 from tailrace.cli.main import main
 from tailrace.errors import ExitCode
 from tailrace.model.schema import TableId
@@ -147,11 +147,11 @@ def test_without_a_log_it_says_what_makes_one(call: Any, tmp_path: Path, file: s
 
 def test_the_passwords_of_source_and_standby_are_hidden(call: Any) -> None:
     call("public.things")
-    assert logs.redact("s3cret-word and 0ther-word") == "*** and ***"
+    assert log_lines.redact("s3cret-word and 0ther-word") == "*** and ***"
 
 
 def test_it_loads_no_spark(file: str) -> None:
-    code = "import sys, tailrace.cli.snapshot; sys.exit('pyspark' in sys.modules)"
+    code = "import sys, tailrace.cli.load_commands; sys.exit('pyspark' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(Path(tailrace.__path__[0]).parent)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=240, check=False)
     assert done.returncode == 0

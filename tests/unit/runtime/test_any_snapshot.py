@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.capture.base import SourceId
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
+from tailrace.capture.port import SourceId
 from tailrace.errors import SourceUnreachable
 from tailrace.model.change import Operation
 from tailrace.model.event import Event

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
-from tailrace.capture.memory_tables import MemoryScan
+from tailrace.capture.memory.memory_tables import MemoryScan
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError, SourceRewritten, SourceSlow, SourceUnreachable, TailraceError
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact, Lost, SnapshotBegun, SnapshotEnded, Verdict

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import AckRefused
 from tailrace.model.event import Event
 from tailrace.model.mirror import Mirror

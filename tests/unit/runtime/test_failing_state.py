@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from tailrace.capture.base import SourceId
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
+from tailrace.capture.port import SourceId
 from tailrace.errors import SourceTableMissing, StateFull, Unacknowledged, Unsupported
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.position_kinds import Position

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.output_batch import Kind, Limits, Transactions

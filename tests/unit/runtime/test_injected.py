@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
 from tailrace.errors import ConfigError, SinkUnready
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation

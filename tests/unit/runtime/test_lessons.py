@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
 from tailrace.errors import AckRefused, ConfigError, PositionRewound, SinkError, StateBusy, StateCorrupt
 from tailrace.model.change import Operation
 from tailrace.model.mirror import Mirror

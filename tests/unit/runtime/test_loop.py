@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.base import Stream
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
+from tailrace.capture.port import Stream
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogFull, LogUnusable, PositionLost, SourceUnreachable, TailraceError

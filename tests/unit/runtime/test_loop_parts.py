@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import LogUnusable, SourceUnreachable, TailraceError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.model.mirror import Mirror
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.output_batch import Limits, Transactions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import ConfigError, PositionRewound, SourceUnreachable, StateForeign
 from tailrace.model.batch import Window

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.capture.base import OfTimeline, Stream
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
+from tailrace.capture.port import OfTimeline, Stream
 from tailrace.errors import AckRefused, ConfigError, RuleInvalid, SinkError, SinkUnready, TransformFailed
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.change import Operation

@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.base import Stream
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
+from tailrace.capture.port import Stream
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import (
     AckRefused,

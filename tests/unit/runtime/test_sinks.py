@@ -14,7 +14,7 @@ from typing import Any, cast
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError, SinkError, SinkUnready
 from tailrace.model.event_json import to_debezium_line
 from tailrace.model.position import ZERO

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
 from tailrace.errors import StateFull
 from tailrace.model.change import Operation
 from tailrace.runtime.loop import CdcRuntime

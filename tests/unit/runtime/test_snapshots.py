@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
 from tailrace.changelog.write.writer import LogWriter
 from tailrace.errors import (
     ConfigError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError, SinkError, SinkUnready, SourceTableMissing
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.runtime.observers import Fact, StartFailed

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tailrace.capture.base import Stream
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
+from tailrace.capture.port import Stream
 from tailrace.errors import RuntimeFailed, StateFull, TailraceError
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.position import Lsn

@@ -31,7 +31,7 @@ from tailrace.state.checkpoint_stores import FileCheckpointStore, MemoryCheckpoi
 from tailrace.state.schema_history import MemorySchemaHistory
 from tailrace.state.schema_history_stores import FileSchemaHistory
 from tailrace.storage import state_records
-from tailrace.testing.stores import check_checkpoint_store
+from tailrace.testing.store_checks import check_checkpoint_store
 from tests.support.disks import fill, mounted
 
 GTIDS = "3e11fa47-71ca-11e1-9e33-c80aa9429562:1-77"

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
 from tailrace.errors import SourceUnreachable, StateFull, TailraceError
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tailrace.capture.base import Anchored, Scannable
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
+from tailrace.capture.port import Anchored, Scannable
 from tailrace.errors import ConfigError, ProtocolViolation, SourceUnreachable, StateCorrupt, StateUnusable
 from tailrace.model.position import ZERO, Lsn
 from tailrace.runtime import intake
@@ -17,7 +17,7 @@ from tailrace.state.checkpoint import Checkpoint
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.checks import ContractBroken
 from tailrace.testing.faults import Fault, FaultyStore, corrupt, delay, duplicate, fail, faulty_source, lose, slow
-from tailrace.testing.stores import check_checkpoint_store
+from tailrace.testing.store_checks import check_checkpoint_store
 from tests.support.runtimes import inserts, keys_of, until
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tailrace.capture.memory import MemoryCapture, batch_of
+from tailrace.capture.memory.source import MemoryCapture, batch_of
 from tailrace.errors import ConfigError
 from tailrace.model.change import Operation
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, insert, table, update
 from tailrace.testing.faults import FaultyStore, delay, fail, faulty_source, slow
-from tailrace.testing.script import Behind, Break, Quiet, ScriptedSource, Transaction
+from tailrace.testing.scripted_source import Behind, Break, Quiet, ScriptedSource, Transaction
 
 ODD: Any = 3
 """What no type checker has looked at."""

@@ -14,7 +14,7 @@ from tailrace.runtime.sinks import MemorySink
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.state.schema_history import MemorySchemaHistory, SchemaEvent
 from tailrace.testing.changes import altered, changes, delete, insert, move, table, truncate, update
-from tailrace.testing.script import Behind, Break, Quiet, ScriptedSource, Transaction
+from tailrace.testing.scripted_source import Behind, Break, Quiet, ScriptedSource, Transaction
 from tests.support.runtimes import until
 
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())

@@ -11,7 +11,7 @@ import pytest
 from tailrace.errors import ConfigError
 from tailrace.model.mirror import Mirror
 from tailrace.testing.checks import ContractBroken
-from tailrace.testing.wire import Recording, load, record
+from tailrace.testing.recorded_wire import Recording, load, record
 
 GOLDENS = sorted((Path(__file__).parents[2] / "fixtures" / "wire-format-1").glob("*.json"))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError, TailraceError
 from tailrace.runtime.loop import CdcRuntime
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres import values
-from tailrace.capture.postgres.text import Text, check_text
+from tailrace.capture.postgres.invalid_text import Text, check_text
 from tailrace.capture.postgres.values import ABSENT, NULL, Bytes, Cells, Ints, u32
 from tailrace.kernels import kernel
 from tailrace.model import change

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psycopg
 
 from tailrace.capture.postgres.connect import explain
-from tailrace.capture.postgres.facts import AS_BYTES, SENT, TREE, Announced, read_facts
+from tailrace.capture.postgres.relation_facts import AS_BYTES, SENT, TREE, Announced, read_facts
 from tailrace.capture.postgres.types import arrow_type, is_known
 from tailrace.errors import ProtocolViolation, SourceTableMissing, Unsupported
 from tailrace.model.schema import Column, Identity, TableId, TableSchema

@@ -21,7 +21,7 @@ from psycopg.pq.abc import PGconn, PGresult
 from tailrace.capture.postgres import wire
 from tailrace.capture.postgres.connect import explain, explain_text, text_as_it_is
 from tailrace.capture.postgres.copy_binary import PRINTED, BinaryRows, kind_of
-from tailrace.capture.postgres.text import text_of
+from tailrace.capture.postgres.invalid_text import text_of
 from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceSlow, SourceUnreachable, TailraceError
 from tailrace.model.schema import TableSchema

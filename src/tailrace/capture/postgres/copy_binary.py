@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from tailrace.capture.postgres import values
 from tailrace.capture.postgres.batches import Unfit, typed_or_unfit, unfit_column
-from tailrace.capture.postgres.text import TEXT_HINT, Text, check_text
+from tailrace.capture.postgres.invalid_text import TEXT_HINT, Text, check_text
 from tailrace.capture.postgres.types import UNFIT_HINT, arrow_type
 from tailrace.capture.postgres.values import (
     FIRST_DAY,

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tailrace.capture.postgres.batches import FULL_BEFORE, MOVED, Rows, Shape, batches_of, message_batch
-from tailrace.capture.postgres.text import Text
+from tailrace.capture.postgres.invalid_text import Text
 from tailrace.capture.postgres.values import Bytes, Ints, Word, u16, u32, u64
 from tailrace.capture.postgres.wire import CLOCK_SIZE
 from tailrace.errors import ProtocolViolation

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import psycopg
 from psycopg import sql
 
-from tailrace.capture.base import Lag, SourceId
-from tailrace.capture.postgres import history
+from tailrace.capture.port import Lag, SourceId
+from tailrace.capture.postgres import server_history
 from tailrace.capture.postgres.catalogue import KEY_OF_INDEX, Catalogue, SourceTable, table_id
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import connect_replication, explain, patient_command
-from tailrace.capture.postgres.facts import AS_BYTES, TREE
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.relation_facts import AS_BYTES, TREE
 from tailrace.errors import (
     LOST_HINT,
     NEW_LOG_HINT,
@@ -110,7 +110,7 @@ def identify(url: str) -> SourceId:
     """Which database this is."""
     session = connect_replication(url)
     try:
-        return history.identify(session)[0]
+        return server_history.identify(session)[0]
     finally:
         session.finish()
 
@@ -119,7 +119,7 @@ def check_history(url: str, origin: SourceId, position: Lsn) -> None:
     """Refuse a server whose past is not the one that `position` was read from."""
     session = connect_replication(url)
     try:
-        history.check(session, origin, position)
+        server_history.check(session, origin, position)
     finally:
         session.finish()
 

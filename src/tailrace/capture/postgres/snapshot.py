@@ -28,9 +28,9 @@ from tailrace.capture.postgres.chunks import FILE, Chunk
 from tailrace.capture.postgres.connect import command, connect, connect_replication, explain
 from tailrace.capture.postgres.copy import copy_marked, copy_rows
 from tailrace.capture.postgres.copy_binary import CTID
-from tailrace.capture.postgres.facts import AS_BYTES
-from tailrace.capture.postgres.keys import key_texts
+from tailrace.capture.postgres.key_text import key_texts
 from tailrace.capture.postgres.preflight import horizon
+from tailrace.capture.postgres.relation_facts import AS_BYTES
 from tailrace.errors import SnapshotGone, SourceError, SourceRewritten, SourceSlow, ValueUnfit
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema

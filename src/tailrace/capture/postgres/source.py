@@ -10,15 +10,14 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 
-from tailrace.capture.base import Capabilities, Lag, SourceId, StreamOfTimeline
-from tailrace.capture.postgres import history, preflight, values
+from tailrace.capture.port import Capabilities, Lag, SourceId, StreamOfTimeline
+from tailrace.capture.postgres import preflight, server_history, values
 from tailrace.capture.postgres.catalogue import Catalogue, SourceTable
 from tailrace.capture.postgres.chunks import CHUNK_BYTES, Cut, Plan, find_leaves, plan_table
-from tailrace.capture.postgres.condition import refuse_condition
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import connect, connect_replication, explain, place
 from tailrace.capture.postgres.preflight import Publishing
-from tailrace.capture.postgres.scan import Cursor, PostgresScan, resume
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.row_condition import refuse_condition
 from tailrace.capture.postgres.snapshot import (
     OPEN_SECONDS_MAX,
     ExactSnapshot,
@@ -28,10 +27,11 @@ from tailrace.capture.postgres.snapshot import (
     open_transactions,
 )
 from tailrace.capture.postgres.stream import PostgresStream
+from tailrace.capture.postgres.table_scan import Cursor, PostgresScan, resume
 from tailrace.errors import ConfigError, SourceTableMissing
-from tailrace.given import require_instance
 from tailrace.model.position import Lsn
 from tailrace.model.schema import Column, Identity, TableId, TableSchema
+from tailrace.validation import require_instance
 
 LOCK_SECONDS_MAX = 5
 """To wait for a table that somebody has locked, before others wait behind us."""
@@ -185,7 +185,7 @@ class PostgresCapture:
         session = connect_replication(self.settings.url)
         try:
             # Of this very session: the next one may be answered by another server.
-            server = history.check(session, origin, after) if origin else history.identify(session)[0]
+            server = server_history.check(session, origin, after) if origin else server_history.identify(session)[0]
             # Asked for less than was confirmed, the server would begin at what was, without a word.
             preflight.ensure_slot(catalogue.connection(), self.settings, after)
             if self._origin is not None:

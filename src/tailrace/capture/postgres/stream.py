@@ -23,10 +23,10 @@ from psycopg import pq
 from psycopg.pq.abc import PGconn
 
 from tailrace.capture.postgres import wire
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import command, explain_text
 from tailrace.capture.postgres.decode import EPOCH_2000, Decoder, Describe
-from tailrace.capture.postgres.settings import PostgresSettings
-from tailrace.capture.postgres.text import text_of
+from tailrace.capture.postgres.invalid_text import text_of
 from tailrace.capture.postgres.values import Bytes, Ints
 from tailrace.errors import SourceError, SourceUnreachable, TailraceError
 from tailrace.model.batch import Window

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from tailrace.capture.base import SourceId
+from tailrace.capture.port import SourceId
 from tailrace.changelog.format import commit_file
 from tailrace.changelog.format import seal as cold
 from tailrace.changelog.format.commit_file import Header, commit_path, corrupt

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import pyarrow as pa
 
-from tailrace.capture.base import SourceId
+from tailrace.capture.port import SourceId
 from tailrace.changelog.format import commit_file
 from tailrace.changelog.format import seal as cold
 from tailrace.changelog.format.commit_file import Body, Header, commit_path, corrupt

@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tailrace import failpoints
-from tailrace.capture.base import SourceId
+from tailrace.capture.port import SourceId
 from tailrace.changelog.format import big_transaction, commit_file, gaps
 from tailrace.changelog.format.big_transaction import Spill
 from tailrace.changelog.format.commit_file import commit_path
@@ -29,13 +29,13 @@ from tailrace.changelog.format.schemas import Schemas, Version
 from tailrace.changelog.read.reader import ChangeLog
 from tailrace.changelog.write.log_lease import EXPIRY_SECONDS, Lease
 from tailrace.errors import LogCorrupt, LogError, LogFenced, LogForeign, LogFull, LogUnusable
-from tailrace.given import require_instance
 from tailrace.model import change, system_streams
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import ZERO
 from tailrace.model.schema import TableSchema
 from tailrace.storage import files, local, records
 from tailrace.storage.files import LogPath
+from tailrace.validation import require_instance
 
 _FOLDERS = ("hot", "big", "cold", "schemas", "consumers", "status")
 Parts = list[bytes | pa.Buffer]

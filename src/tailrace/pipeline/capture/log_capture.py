@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from tailrace.capture.base import SourceId, Stream
+from tailrace.capture.port import SourceId, Stream
 from tailrace.capture.postgres.preflight import Publishing
 from tailrace.capture.postgres.source import PostgresCapture, identify
 from tailrace.changelog.format.commit_file import Header

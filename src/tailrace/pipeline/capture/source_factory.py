@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from tailrace.capture.postgres.settings import PostgresSettings
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.changelog.format.known_tables import expected
 from tailrace.changelog.maintain.maintenance import Keeper

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tailrace.capture.postgres.config import PostgresSettings
 from tailrace.capture.postgres.connect import connect, connect_replication
-from tailrace.capture.postgres.settings import PostgresSettings
 from tailrace.capture.postgres.source import PostgresCapture
 from tailrace.errors import ConfigError
 

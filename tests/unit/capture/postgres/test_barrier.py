@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tailrace.capture.postgres.scan import Barrier
+from tailrace.capture.postgres.table_scan import Barrier
 from tailrace.errors import SourceError, SourceUnreachable
 
 

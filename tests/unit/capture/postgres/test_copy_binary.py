@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tailrace.capture.postgres import values
 from tailrace.capture.postgres.copy_binary import CTID, KINDS, PRINTED, BinaryRows, kind_of
-from tailrace.capture.postgres.text import Text
+from tailrace.capture.postgres.invalid_text import Text
 from tailrace.capture.postgres.types import arrow_type
 from tailrace.capture.postgres.values import NULL, Cells
 from tailrace.errors import SourceError, ValueUnfit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tailrace.capture.postgres.history import branch_points
+from tailrace.capture.postgres.server_history import branch_points
 from tailrace.model.position import Lsn
 
 

@@ -19,8 +19,8 @@ from pyspark.sql.types import StructType
 
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.chunks import Chunk, Cut, Leaf, find_leaves, plan_table
-from tailrace.capture.postgres.condition import refuse_condition
 from tailrace.capture.postgres.connect import connect, explain
+from tailrace.capture.postgres.row_condition import refuse_condition
 from tailrace.errors import ConfigError, SourceRefused, SourceRewritten, SourceTableMissing, TailraceError, Unsupported
 from tailrace.model.schema import TableSchema
 from tailrace.spark.datasource.option_values import in_options

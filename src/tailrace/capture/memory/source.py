@@ -26,15 +26,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tailrace.capture.base import Capabilities, Lag, SourceId, Stream, TableSnapshot
-from tailrace.capture.memory_tables import Cursor, MemoryScan, Tables
+from tailrace.capture.memory.memory_tables import Cursor, MemoryScan, Tables
+from tailrace.capture.port import Capabilities, Lag, SourceId, Stream, TableSnapshot
 from tailrace.errors import ConfigError, PositionLost, TailraceError, Unsupported
-from tailrace.given import require_instance, require_whole
 from tailrace.model import change
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.change import Operation
 from tailrace.model.position import ZERO, Lsn
 from tailrace.model.schema import TableId, TableSchema, no_such_column, unfitting
+from tailrace.validation import require_instance, require_whole
 
 _TRANSACTION_BYTES = 64
 """What a transaction takes in the log beside its rows."""

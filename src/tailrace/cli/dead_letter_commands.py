@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from tailrace.cli.logs import one_line, redact
+from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.output import print_json, print_out
 from tailrace.control import dead_letter_actions
 from tailrace.control.dead_letter_actions import Asked, DeadLetter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tailrace.cli.logs import one_line
+from tailrace.cli.log_lines import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.control.point_in_time import find_point
 from tailrace.errors import ExitCode

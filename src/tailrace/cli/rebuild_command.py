@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from tailrace.cli import renderlog
-from tailrace.cli.logs import one_line, redact
+from tailrace.cli import log_view
+from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count, human_seconds
 from tailrace.control import rebuild
@@ -16,7 +16,7 @@ from tailrace.pipeline.config.settings import PipelineSettings
 
 def rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Do it, with a bar on the way."""
-    with renderlog.progress_bar("replaying", of_bytes=False) as progress:
+    with log_view.progress_bar("replaying", of_bytes=False) as progress:
         done = rebuild.rebuild(
             settings, arguments.table, to=arguments.to, from_version=arguments.from_version, progress=progress
         )

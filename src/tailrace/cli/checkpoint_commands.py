@@ -11,8 +11,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.cli import renderlog
-from tailrace.cli.logs import one_line
+from tailrace.cli import log_view
+from tailrace.cli.log_lines import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_seconds
 from tailrace.errors import ConfigError, ExitCode
@@ -101,7 +101,7 @@ def _text(found: dict[str, Checkpoint]) -> str:
     for title in ("time", "age"):
         view.add_column(title, no_wrap=True)
     for key, item in found.items():
-        cells = (key, item.source_type, str(item.position), item.transaction or renderlog.NONE)
+        cells = (key, item.source_type, str(item.position), item.transaction or log_view.NONE)
         time = item.time.isoformat(timespec="seconds").replace("+00:00", "Z")
         view.add_row(*(Text(one_line(cell)) for cell in cells), time, human_seconds(item.age_seconds))
-    return renderlog.rendered(view)
+    return log_view.rendered(view)

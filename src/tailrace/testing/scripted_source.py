@@ -18,12 +18,12 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tailrace.capture.base import Stream
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
+from tailrace.capture.port import Stream
 from tailrace.errors import ConfigError, TailraceError
-from tailrace.given import require_instance, require_whole
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn
+from tailrace.validation import require_instance, require_whole
 
 
 @dataclass(frozen=True, init=False)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from tailrace.capture.base import require_kind
+from tailrace.capture.port import require_kind
 from tailrace.errors import ConfigError
-from tailrace.given import require_instance, require_methods
 from tailrace.model import change
 from tailrace.model.batch import AnyWindow, ChangeBatch, Window
 from tailrace.model.position_kinds import Position, reaches
 from tailrace.model.schema import TableSchema
+from tailrace.validation import require_instance, require_methods
 
 _ALWAYS = tuple(field.name for field in change.ALWAYS)
 

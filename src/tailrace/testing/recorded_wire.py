@@ -26,7 +26,7 @@ import pyarrow as pa
 from tailrace.capture.postgres.catalogue import Catalogue
 from tailrace.capture.postgres.connect import connect, explain
 from tailrace.capture.postgres.decode import Decoder
-from tailrace.capture.postgres.text import Text, text_of
+from tailrace.capture.postgres.invalid_text import Text, text_of
 from tailrace.errors import ConfigError, ProtocolViolation, TailraceError
 from tailrace.model.batch import ChangeBatch, Window
 from tailrace.model.position import Lsn

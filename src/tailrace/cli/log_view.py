@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.cli.logs import one_line
-from tailrace.cli.render import console_for
+from tailrace.cli.log_lines import one_line
+from tailrace.cli.status_view import console_for
 from tailrace.cli.units import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import LogOverview, LogReader, LogSealed, LogTrim, LogVerdict, LogVersion
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from psycopg import sql
 
-from tailrace.capture.base import ScanPiece
+from tailrace.capture.port import ScanPiece
 from tailrace.capture.postgres.chunks import Chunk, Cut, Plan
-from tailrace.capture.postgres.keys import key_texts
+from tailrace.capture.postgres.key_text import key_texts
 from tailrace.capture.postgres.snapshot import ExactSnapshot, Noted, SnapshotReader
 from tailrace.errors import SourceError, SourceRewritten, TableUnpublished, TailraceError, Unsupported
 from tailrace.model.evolution import same_version

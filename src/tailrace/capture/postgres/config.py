@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from tailrace.capture.postgres.address import PUBLICATION_FORM, SLOT_FORM, is_publication, is_slot, require_url
 from tailrace.errors import ConfigError
-from tailrace.given import require_function
 from tailrace.model.schema import TableId
+from tailrace.validation import require_function
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from tailrace.changelog.read.reader import ChangeLog
-from tailrace.cli.logs import one_line
+from tailrace.cli.log_lines import one_line
 from tailrace.cli.output import wait_while_read, write_out
 from tailrace.errors import ConfigError, ExitCode, LogTrimmed
 from tailrace.model.change import Operation

@@ -27,9 +27,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.capture.memory import MemoryCapture
+from tailrace.capture.memory.source import MemoryCapture
 from tailrace.errors import ConfigError
-from tailrace.given import require_function, require_instance
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.mirror import Mirror
 from tailrace.model.schema import TableSchema
@@ -39,6 +38,7 @@ from tailrace.runtime.sinks import Rejected, Sink, rejected_of, require_sink
 from tailrace.state.checkpoint_stores import MemoryCheckpointStore
 from tailrace.testing.changes import changes, delete, insert, move, table, truncate, update
 from tailrace.testing.checks import Check, called, killed_after, opened, require, require_checks, run, suite
+from tailrace.validation import require_function, require_instance
 
 ORDERS = table("public.orders", id=pa.int64(), status=pa.string(), note=pa.string())
 PARTS = table("public.parts", key=("shop", "code"), code=pa.string(), shop=pa.int32(), note=pa.string())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tailrace.cli.logs import one_line
+from tailrace.cli.log_lines import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.control.evolution_preview import preview
 from tailrace.errors import ConfigError, ExitCode

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from tailrace.cli import renderlog
+from tailrace.cli import log_view
 from tailrace.cli.output import print_error, print_json, print_out
 from tailrace.control import log_actions
 from tailrace.errors import ConfigError, ExitCode
@@ -20,27 +20,27 @@ def log(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     path, keeping = settings.log.path, settings.log.keeping
     if arguments.action == "show":
         found = log_actions.show(path)
-        _print(arguments, found.to_json(), lambda: renderlog.log_text(found))
+        _print(arguments, found.to_json(), lambda: log_view.log_text(found))
     elif arguments.action == "schemas":
         versions = log_actions.versions(path)
         data = {"versions": [version.to_json() for version in versions]}
-        _print(arguments, data, lambda: renderlog.versions_text(versions))
+        _print(arguments, data, lambda: log_view.versions_text(versions))
     elif arguments.action == "verify":
         return _verify(settings, arguments)
     elif arguments.action == "seal":
-        with renderlog.progress_bar("sealing", of_bytes=False) as progress:
+        with log_view.progress_bar("sealing", of_bytes=False) as progress:
             sealed = log_actions.seal(path, grace_seconds=keeping.grace_seconds, progress=progress)
-        _print(arguments, sealed.to_json(), lambda: renderlog.sealed_text(sealed))
+        _print(arguments, sealed.to_json(), lambda: log_view.sealed_text(sealed))
     else:
         trimmed = log_actions.trim(path, keeping.policy, older_than_seconds=older_than)
-        _print(arguments, trimmed.to_json(), lambda: renderlog.trim_text(trimmed, arguments.file))
+        _print(arguments, trimmed.to_json(), lambda: log_view.trim_text(trimmed, arguments.file))
     return ExitCode.OK
 
 
 def _verify(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
-    with renderlog.progress_bar("verifying", of_bytes=True) as progress:
+    with log_view.progress_bar("verifying", of_bytes=True) as progress:
         found = log_actions.verify(settings.log.path, progress)
-    _print(arguments, found.to_json(), lambda: renderlog.verdict_text(found))
+    _print(arguments, found.to_json(), lambda: log_view.verdict_text(found))
     if not arguments.json:
         for problem in found.problems:
             print_error(f"{problem.path}: {problem.message}", problem.hint)
@@ -58,7 +58,7 @@ def consumers(settings: PipelineSettings, arguments: argparse.Namespace) -> Exit
         _print(arguments, {"forgotten": arguments.forget}, lambda: f"forgot consumer {arguments.forget}")
         return ExitCode.OK
     found = log_actions.readers(path)
-    _print(arguments, {"consumers": [reader.to_json() for reader in found]}, lambda: renderlog.readers_text(found))
+    _print(arguments, {"consumers": [reader.to_json() for reader in found]}, lambda: log_view.readers_text(found))
     return ExitCode.OK
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tailrace.capture.base import ScanPiece
+from tailrace.capture.port import ScanPiece
 from tailrace.errors import SourceTableMissing, Unsupported
 from tailrace.model.batch import ChangeBatch
 from tailrace.model.event import Row

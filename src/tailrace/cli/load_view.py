@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.cli.logs import one_line
+from tailrace.cli.log_lines import one_line
 from tailrace.cli.units import human_bytes, human_count, human_rate, human_seconds
 from tailrace.pipeline.report import LoadDone, LoadStatus, TableState, TableStatus
 

@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.cli import renderlog
-from tailrace.cli.logs import one_line
+from tailrace.cli import log_view
+from tailrace.cli.log_lines import one_line
 from tailrace.cli.output import print_json, print_out
 from tailrace.cli.units import human_count
 from tailrace.control import schema_history_view
@@ -62,7 +62,7 @@ def history_text(found: Sequence[Sequence[SchemaVersion]]) -> str:
                 _time(version),
                 Text(one_line("; ".join(_changed(version)))),
             )
-    return renderlog.rendered(view)
+    return log_view.rendered(view)
 
 
 def _changed(version: SchemaVersion) -> Iterator[str]:
@@ -73,16 +73,16 @@ def _changed(version: SchemaVersion) -> Iterator[str]:
         new = [change.now for change in version.evolution.changes] if version.evolution else []
         yield f"its name is {new[0]} now" if new else "gone"
     elif version.evolution is not None:
-        yield from renderlog.described(version.evolution.to_json())
+        yield from log_view.described(version.evolution.to_json())
     if version.ddl:
         yield version.ddl
 
 
 def _position(version: SchemaVersion) -> str:
-    return str(version.position) if version.position is not None else renderlog.NONE
+    return str(version.position) if version.position is not None else log_view.NONE
 
 
 def _time(version: SchemaVersion) -> str:
     if version.time is None:
-        return renderlog.NONE
+        return log_view.NONE
     return version.time.isoformat(timespec="milliseconds").replace("+00:00", "Z")

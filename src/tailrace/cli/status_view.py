@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.cli.logs import one_line, redact
-from tailrace.cli.renderload import Loads, load_cell, load_lines, loaded_line, loading, loads_view, rows_under_way
+from tailrace.cli.load_view import Loads, load_cell, load_lines, loaded_line, loading, loads_view, rows_under_way
+from tailrace.cli.log_lines import one_line, redact
 from tailrace.cli.units import human_bytes, human_count, human_seconds
 from tailrace.pipeline.report import LogStatus, PipelineStatus, Summary, TableState, TableStatus, amplification
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from psycopg.pq.abc import PGconn
 
-from tailrace.capture.base import SourceId
+from tailrace.capture.port import SourceId
 from tailrace.capture.postgres.connect import command
 from tailrace.errors import NEW_LOG_HINT, PROGRAM_HINT, HistoryDiverged, SourceUnreachable
 from tailrace.model.position import Lsn

@@ -1,0 +1,1 @@
+"""A source in memory: what a database promises, without one."""
