@@ -76,7 +76,8 @@ sys.meta_path.insert(0, Missing())
 
 
 def test_capture_runs_where_only_the_packages_of_the_librarys_guide_are_installed() -> None:
-    modules = "import tailrace.testing.faults, tailrace.testing.scripted_source, tailrace.testing.sink_checks, tailrace.testing.recorded_wire"
+    names = ("faults", "scripted_source", "sink_checks", "recorded_wire")
+    modules = "import " + ", ".join(f"tailrace.testing.{name}" for name in names)
     assert printed(f"{MISSING}{modules}\nfrom tailrace import {', '.join(sorted(PUBLIC))}; print('all')") == "all"
 
 

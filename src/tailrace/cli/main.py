@@ -456,7 +456,7 @@ def dispatch(arguments: argparse.Namespace, engine: Engine) -> ExitCode:
     if arguments.command == "rebuild":
         from tailrace.cli import rebuild_command
 
-        return rebuild_command.rebuild(load(arguments.file), arguments)
+        return rebuild_command.run_rebuild(load(arguments.file), arguments)
     if arguments.command == "dead-letters":
         from tailrace.cli import dead_letter_commands
 

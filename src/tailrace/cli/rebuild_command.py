@@ -14,7 +14,7 @@ from tailrace.errors import ExitCode
 from tailrace.pipeline.config.settings import PipelineSettings
 
 
-def rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
+def run_rebuild(settings: PipelineSettings, arguments: argparse.Namespace) -> ExitCode:
     """Do it, with a bar on the way."""
     with log_view.progress_bar("replaying", of_bytes=False) as progress:
         done = rebuild.rebuild(

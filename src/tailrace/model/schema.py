@@ -95,7 +95,7 @@ class TableSchema:
     key: tuple[str, ...]
     identity: Identity
     former_key: tuple[str, ...] = ()
-    """Columns that are of the key no more; only in a view over versions (`changelog/read/merged_schema.py`), never stored."""
+    """Columns that left the key; only in a view over versions (`merged_schema`), never stored."""
     facts: Facts | None = field(default=None, compare=False, repr=False)
     """What the catalogue told of it; None: unknown. Not part of the shape."""
     origin: TableSchema | None = field(default=None, compare=False, repr=False)

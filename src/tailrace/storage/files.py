@@ -1,15 +1,14 @@
 """The one layer that all files of the log go through, on a disk (`pathlib.Path`) or in an object store (`ObjectPath`).
 
-Files appear whole or not at all. What that takes on a disk `tailrace.storage.local` knows: a file is written aside, made
-durable, then linked to its name, which is a compare-and-swap. In an object store what is written aside waits in memory,
-and publishing it is a put that fails if the name is taken; there are no folders, nothing needs syncing, and
-`objects.py` says what an answer that was lost means.
-An error of the file system or the store becomes an error of the log, which says what to do.
+Files appear whole or not at all. What that takes on a disk `tailrace.storage.local` knows: a file is written aside,
+made durable, then linked to its name, which is a compare-and-swap. In an object store what is written aside waits in
+memory, and publishing it is a put that fails if the name is taken; there are no folders, nothing needs syncing, and
+`objects.py` says what an answer that was lost means. An error of the file system or the store becomes an error of the
+log, which says what to do.
 
 Both kinds have of `pathlib.Path` what only reads and names: `/`, `name`, `read_bytes`, `exists`, `iterdir`, `glob`,
 `unlink`. Everything that must be durable, or that must happen once, is a function here: this is the one place where
-the two kinds differ.
-"""
+the two kinds differ."""
 
 from __future__ import annotations
 

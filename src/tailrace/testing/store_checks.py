@@ -149,8 +149,8 @@ def _never_back(at: Open) -> None:
             store.save(key, checkpoint(source, late))
             back = checkpoint(source, early)
             require_refused(
-                lambda key=key, back=back: store.save(key, back),
-                PositionRewound,  # type: ignore[misc]
+                lambda key=key, back=back: store.save(key, back),  # type: ignore[misc]
+                PositionRewound,
                 f"it went back from {late} to {early}",
             )
             found = store.load(key)
@@ -172,8 +172,8 @@ def _one_source(at: Open) -> None:
             checkpoint("mysql", MysqlGtidSet.parse(f"{_UUID}:1-9")),
         ):
             require_refused(
-                lambda foreign=foreign: store.save("binlog", foreign),
-                StateForeign,  # type: ignore[misc]
+                lambda foreign=foreign: store.save("binlog", foreign),  # type: ignore[misc]
+                StateForeign,
                 "another source, or another way of counting, took the key",
             )
             require(store.load("binlog") == other, "a refused one was saved all the same")
@@ -232,8 +232,8 @@ def _bad_keys(at: Open) -> None:
             )
             for name, call in calls:
                 require_refused(
-                    lambda call=call, key=key: call(key),
-                    ConfigError,  # type: ignore[misc]
+                    lambda call=call, key=key: call(key),  # type: ignore[misc]
+                    ConfigError,
                     f"`{name}` took the key {key[:20]!a}",
                 )
         require(tuple(store.list()) == (), "something was saved under such a key")

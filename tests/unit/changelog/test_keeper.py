@@ -230,7 +230,8 @@ def test_a_process_that_was_killed_is_started_again(diary: Diary, caplog: pytest
 
 def test_a_process_ends_with_the_one_who_started_it(diary: Diary) -> None:
     script = (
-        "import sys, time; from pathlib import Path; from tailrace.changelog.maintain.maintenance import Keeper, Keeping\n"
+        "import sys, time; from pathlib import Path\n"
+        "from tailrace.changelog.maintain.maintenance import Keeper, Keeping\n"
         "Keeper(Path(sys.argv[1]), Keeping(look_seconds=0.01)).start(); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(diary.path)]) as starter:

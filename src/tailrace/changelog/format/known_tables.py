@@ -1,9 +1,8 @@
 """What tables look like that are captured and have not changed yet, in `<log>/expected/<id>.json`.
 
-The log knows a table's shape from its first row on (`changelog/format/schemas.py`), and goes by nothing else. Until then there
-is this, for whoever asks for the columns of a quiet table: as the capture last saw it, when it started or when the
-table was made. It may be altered since; the first row tells.
-"""
+The log knows a table's shape from its first row on (`changelog/format/schemas.py`), and goes by nothing else. Until
+then there is this, for whoever asks for the columns of a quiet table: as the capture last saw it, when it started or
+when the table was made. It may be altered since; the first row tells."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Iceberg tables written by Spark's connector, merge-on-read: a row that changes is struck out where it lies.
 
-The position stands in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-swap
-(`spark/writers/iceberg_commits.py`): what Spark writes is staged where no reader sees it, and published only if nobody else has
-committed since the table was looked at. Commits without rows, and those of files that tasks have written, need no
-staging. Everything that is known of the table without Java is asked of `tables/iceberg/table.py`.
-"""
+The position stands in the summary of each snapshot (`tables/iceberg/commit_log.py`), and a commit is a compare-and-
+swap (`spark/writers/iceberg_commits.py`): what Spark writes is staged where no reader sees it, and published only if
+nobody else has committed since the table was looked at. Commits without rows, and those of files that tasks have
+written, need no staging. Everything that is known of the table without Java is asked of `tables/iceberg/table.py`."""
 
 from __future__ import annotations
 

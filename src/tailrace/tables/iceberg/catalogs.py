@@ -1,10 +1,9 @@
 """Where an Iceberg table's newest metadata is found: a folder of numbered files, or a catalog that says it.
 
-A catalog is named in settings, and is plain data: Spark may send it to its workers. What a table's commits say is read
-here without Java, so that a command or the start of a pipeline needs no Spark to know where a table stands. Commits are
-made by the connector (`spark/writers/iceberg_commits.py`). The tables themselves lie below one folder, whichever catalog lists
-them.
-"""
+A catalog is named in settings, and is plain data: Spark may send it to its workers. What a table's commits say is
+read here without Java, so that a command or the start of a pipeline needs no Spark to know where a table stands.
+Commits are made by the connector (`spark/writers/iceberg_commits.py`). The tables themselves lie below one folder,
+whichever catalog lists them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What an Iceberg table says of itself, without Java: where it stands, what it holds, and whose it is.
 
-Rows and commits are the connector's business (`spark/writers/iceberg_writer.py`): it alone writes in here, and whatever it
-commits is a compare-and-swap on what was looked at. An object holds names and a form and nothing else, so Spark may
-send it to its workers.
-"""
+Rows and commits are the connector's business (`spark/writers/iceberg_writer.py`): it alone writes in here, and
+whatever it commits is a compare-and-swap on what was looked at. An object holds names and a form and nothing else, so
+Spark may send it to its workers."""
 
 from __future__ import annotations
 

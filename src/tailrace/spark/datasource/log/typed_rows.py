@@ -1,9 +1,8 @@
 """Changes of one table with its columns: what a change carries first, then the table's own.
 
 The columns are those of one view over every shape that the table had when the DataFrame was made
-(`changelog/read/merged_schema.py` has the rules). A row of a shape that came later and that the view cannot hold never comes in a
-part of itself: whoever plans stops before it, or it comes whole in a column of its own.
-"""
+(`changelog/read/merged_schema.py` has the rules). A row of a shape that came later and that the view cannot hold
+never comes in a part of itself: whoever plans stops before it, or it comes whole in a column of its own."""
 
 from __future__ import annotations
 
